@@ -1,0 +1,50 @@
+# make demo | test | test-hooked | lint | types | notebook | check
+PYTHON ?= python3
+VENV := .venv
+HOOKED := .venv-hooked
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-hooked lint types notebook check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/lapa2 demo --out results/demo --force
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+test-hooked: $(HOOKED)/.installed
+	$(HOOKED)/bin/python -m pytest -m "not slow" tests
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed
+	$(VENV)/bin/mypy
+
+notebook: $(VENV)/.installed
+	$(VENV)/bin/jupytext --to ipynb --execute --output results/first_look.ipynb analyses/first_look.py
+
+check: test test-hooked lint types
+
+# torch first and with its dependencies: the builds for GPUs bring their own libraries, which no lock for all platforms
+# can name. Everything else comes exactly as locked.
+define install
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lapa2_interp needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --disable-pip-version-check --constraint requirements.lock torch
+	$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements.lock
+	$(2)
+	$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(1)/.installed
+endef
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(call install,$(VENV),)
+
+$(HOOKED)/.installed: requirements.lock requirements-hooked.lock pyproject.toml
+	$(call install,$(HOOKED),$(HOOKED)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-hooked.lock)
+
+clean:
+	rm -rf $(VENV) $(HOOKED)

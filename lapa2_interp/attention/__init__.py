@@ -1,0 +1,1 @@
+"""Where an augmentation meets a network."""

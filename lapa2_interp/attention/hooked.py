@@ -1,0 +1,168 @@
+"""The augmentation through TransformerLens hook points, on any forward pass.
+
+    with augmented(model, Augmentation(alpha=0.5), layout(model.tokenizer, "Very positive:", "The lake")):
+        logits = model(tokens)
+
+1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every query's slot and l. The
+   last dimension of a score tensor would not: padding and fixed-size caches make it larger than l.
+2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l) to the span's keys, row
+   by row, in at least float32 (Eq. 7).
+3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision models their dtype back.
+
+On leaving the block, also through an exception, every hook is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import LayoutError
+from lapa2_interp.layout import Layout
+
+Model = Any
+"""A TransformerLens model: TransformerBridge, or HookedTransformer under transformer-lens 3.9."""
+
+SCORES = "blocks.{}.attn.hook_attn_scores"
+PATTERN = "blocks.{}.attn.hook_pattern"
+
+
+class Observer(Protocol):
+    """Something that reads attention patterns while the model runs, such as `trace.Recorder`."""
+
+    def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
+        """Called once per layer and forward pass; `first` is the slot of the first query."""
+
+
+def is_bridge(model: Model) -> bool:
+    """Whether a model is a TransformerBridge (which wraps a transformers model) or a HookedTransformer."""
+    return hasattr(model, "original_model")
+
+
+class _Bias:
+    """The bias of a batch of rows: static key masks and, per forward pass, one number per row and query."""
+
+    def __init__(self, model: Model, augmentations: Sequence[Augmentation | None], layouts: Sequence[Layout]) -> None:
+        self.rows = [
+            (augmentation if augmentation is not None and augmentation.alpha > 0 else None, each)
+            for augmentation, each in zip(augmentations, layouts, strict=True)
+        ]
+        n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+        width = max(len(each) for each in layouts)
+        keys = np.zeros((len(layouts), width))
+        heads = np.zeros((n_layers, len(layouts), n_heads))
+        chosen = {a: a.selects(n_layers, n_heads) for a in {a for a, _ in self.rows} if a is not None}
+        for row, (augmentation, each) in enumerate(self.rows):
+            if augmentation is not None:
+                for span in each.spans(augmentation.span):
+                    keys[row, span.start : span.stop] = 1
+                heads[:, row] = chosen[augmentation]
+        self.layers = [layer for layer in range(n_layers) if heads[layer].any()]
+        self.last_key = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
+        self.keys = torch.from_numpy(keys[:, : self.last_key])
+        self.heads = torch.from_numpy(heads)
+        self.every_head = bool((heads[self.layers] == 1).all())
+        self.of_queries: tuple[range, Tensor] = (range(0), torch.empty(0))
+
+    def _compute(self, queries: range, device: torch.device) -> Float[Tensor, "row query"]:
+        table = np.zeros((len(self.rows), len(queries)))
+        for row, (augmentation, each) in enumerate(self.rows):
+            if augmentation is not None:
+                table[row] = each.bias(augmentation, np.array(queries))
+        self.keys, self.heads = self.keys.to(device), self.heads.to(device)
+        return torch.from_numpy(table).to(device)
+
+    def add(
+        self, layer: int, scores: Float[Tensor, "row head query key"], first: int
+    ) -> Float[Tensor, "row head query key"] | None:
+        """The scores with the bias on the span's keys, as a new tensor; None where these queries get none.
+
+        `first` is the slot of the first query. The numbers per row and query are computed once per pass.
+        """
+        n_rows, _, n_queries, n_keys = scores.shape
+        if n_rows != len(self.rows) and len(self.rows) > 1:
+            raise LayoutError(f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give one each")
+        if n_keys < self.last_key:
+            raise LayoutError(
+                f"the span ends at slot {self.last_key} but the forward pass has {n_keys} keys; "
+                "feed the layout's own ids (layout.tensor)"
+            )
+        queries = range(first, first + n_queries)
+        if self.of_queries[0] != queries:
+            self.of_queries = queries, self._compute(queries, scores.device)
+        of_queries = self.of_queries[1]
+        if not of_queries.any():
+            return None
+        bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(self.keys, "row key -> row 1 1 key")
+        if not self.every_head:
+            bias = bias * rearrange(self.heads[layer], "row head -> row head 1 1")
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        scores = scores.to(wide, copy=True)
+        scores[..., : self.last_key] += bias.to(wide)
+        return scores
+
+
+@contextmanager
+def augmented(
+    model: Model,
+    augmentation: Augmentation | None | Sequence[Augmentation | None],
+    layout: Layout | Sequence[Layout],
+    observer: Observer | None = None,
+) -> Iterator[None]:
+    """Apply an augmentation to every forward pass of a TransformerLens model inside the block.
+
+    Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and adds to whatever hooks are
+    already there. The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several layouts
+    (`left_pad`) with their attention mask.
+
+    Args:
+        model: A TransformerBridge or HookedTransformer.
+        augmentation: One for all rows, or one per row; None leaves a row alone.
+        layout: One for all rows, or one per row.
+        observer: Sees the attention pattern of every layer and pass.
+
+    Raises:
+        AugmentationError: Layers or heads the model does not have.
+        LayoutError: A span outside the sequence, or (from the forward pass) another number of rows than layouts.
+    """
+    layouts = [layout] if isinstance(layout, Layout) else list(layout)
+    if augmentation is None or isinstance(augmentation, Augmentation):
+        augmentation = [augmentation] * len(layouts)
+    bias = _Bias(model, augmentation, layouts)
+    held = 0
+
+    def before_forward(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal held
+        cache = kwargs.get("past_key_values")
+        held = 0 if cache is None else cache.get_seq_length()
+
+    def first_query(attention: Tensor) -> int:
+        # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots than live keys.
+        return held if is_bridge(model) else attention.shape[3] - attention.shape[2]
+
+    def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor | None:
+        return bias.add(layer, scores, first_query(scores))
+
+    def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor | None:
+        if observer is not None:
+            observer.observe(layer, pattern, first_query(pattern))
+        return pattern.to(model.cfg.dtype) if pattern.dtype != model.cfg.dtype else None
+
+    read = range(model.cfg.n_layers) if observer is not None else bias.layers
+    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
+    hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
+    with ExitStack() as undo:
+        if is_bridge(model):
+            handle = model.original_model.register_forward_pre_hook(before_forward, with_kwargs=True)
+            undo.callback(handle.remove)
+        undo.enter_context(model.hooks(fwd_hooks=hooks))
+        yield

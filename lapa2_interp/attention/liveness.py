@@ -1,0 +1,109 @@
+"""Proof that an augmentation reaches a model: on some architectures the scores hook is there and does nothing.
+
+Two passes over a short sequence, the second with +3 on one key's score in every layer:
+
+1. the scores hook fires in every layer and its rows are not probabilities already;
+2. the pattern that follows is the softmax of the *edited* scores, up to the share of a learned sink;
+3. the logits move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapa2_interp.attention.hooked import PATTERN, SCORES, Model
+from lapa2_interp.errors import DeadHookError
+
+EDIT = 3.0
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """What the probe found.
+
+    Attributes:
+        dead_layers: Layers whose pattern does not follow the edited scores.
+        logit_shift: Largest change of a logit when the scores are edited.
+    """
+
+    dead_layers: tuple[int, ...]
+    logit_shift: float
+    problem: str | None
+
+    @property
+    def alive(self) -> bool:
+        return self.problem is None
+
+
+@torch.no_grad()
+def probe(model: Model) -> Liveness:
+    """Edit the scores of every layer once and watch what follows."""
+    n_layers = model.cfg.n_layers
+    ids = torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
+    scores: dict[int, Tensor] = {}
+    patterns: dict[int, Tensor] = {}
+
+    def edit(tensor: Tensor, hook: Any) -> Tensor:
+        tensor = tensor.clone()
+        tensor[..., 1] += EDIT
+        scores[_layer(hook.name)] = tensor[..., -1, :].float()
+        return tensor
+
+    def read(tensor: Tensor, hook: Any) -> None:
+        patterns[_layer(hook.name)] = tensor[..., -1, :].float()
+
+    plain = model(ids).float()
+    layers = range(n_layers)
+    hooks = [(SCORES.format(layer), edit) for layer in layers] + [(PATTERN.format(layer), read) for layer in layers]
+    try:
+        with model.hooks(fwd_hooks=hooks):
+            edited = model(ids).float()
+    except (AttributeError, KeyError, ValueError) as error:
+        return Liveness(tuple(layers), 0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
+    shift = (edited - plain).abs().max().item()
+
+    def follows(layer: int) -> bool:
+        if layer not in scores or layer not in patterns:
+            return False
+        # Scores of several units can be told from their softmax at any precision; bfloat16 patterns carry 3 digits.
+        wanted, found = scores[layer].softmax(-1), patterns[layer] / patterns[layer].sum(-1, keepdim=True)
+        return bool((wanted - found).abs().max() < 2e-2)
+
+    dead = tuple(layer for layer in layers if not follows(layer))
+    already = [layer for layer in scores if _is_distribution(scores[layer])]
+    if already:
+        return Liveness(dead, shift, "its scores hook fires after the softmax, on probabilities")
+    if dead:
+        return Liveness(dead, shift, f"in layers {list(dead)} the attention pattern ignores edits of the scores")
+    if not shift > 0:
+        return Liveness(dead, shift, "its logits do not move when the scores are edited")
+    return Liveness((), shift, None)
+
+
+def _layer(hook_name: str) -> int:
+    return int(hook_name.split(".")[1])
+
+
+def _is_distribution(edited: Tensor) -> bool:
+    row = edited.clone()
+    row[..., 1] -= EDIT
+    return bool((row >= -1e-3).all() and ((row.sum(-1) - 1).abs() < 1e-2).all())
+
+
+def assert_live(model: Model, name: str) -> Liveness:
+    """The probe's finding, or an error.
+
+    Raises:
+        DeadHookError: An augmentation would do nothing on this model.
+    """
+    found = probe(model)
+    if not found.alive:
+        raise DeadHookError(
+            f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture whose hook_attn_scores "
+            "is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma 2, Phi, Bloom)"
+        )
+    return found

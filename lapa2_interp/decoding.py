@@ -1,0 +1,343 @@
+"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one prompt.
+
+For a group of samples:
+
+1. every branch reads every prompt once (rows: branch x prompt, left-padded);
+2. each prompt's keys, values and logits are expanded to its samples (rows: branch x sample);
+3. per step: the method combines the branches' log-probabilities, the sampler draws one token per sample, the token is
+   appended to all branches of that sample.
+
+Every pass runs under the branch's augmentation (Algorithm 1) and is observed by the trace recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.hooked import Model, augmented
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import LayoutError, Lapa2Error
+from lapa2_interp.layout import Layout, layout, left_pad, text_markers
+from lapa2_interp.methods import Method
+from lapa2_interp.sampling import draw, uniforms
+from lapa2_interp.tasks import Task
+from lapa2_interp.trace import Recorder, TraceKind
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+EosPolicy = Literal["keep", "stop", "block"]
+TOP_K = 200
+MAX_ROWS = 120
+CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a call of `generate` made.
+
+    Attributes:
+        samples: One row per sample: prompt, attribute, sample, text (as it is scored), continuation, tokens, n_tokens,
+            finish ("length" or "end").
+        trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
+    """
+
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved call of `generate`: every branch's layout per prompt, and who shares a batch.
+
+    Attributes:
+        layouts: By branch, then prompt.
+        augmentations: By branch.
+        steps: New tokens per prompt.
+        groups: Batches of (prompt number, sample number).
+    """
+
+    prompts: tuple[str, ...]
+    branches: tuple[str, ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+    augmentations: tuple[Augmentation | None, ...]
+    steps: tuple[int, ...]
+    groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.steps[prompt] for group in self.groups for prompt, _ in group)
+
+    @property
+    def rows(self) -> int:
+        return len(self.branches) * sum(len(group) for group in self.groups)
+
+    @property
+    def merged(self) -> list[str]:
+        """Tokens that cross the seam between a prefix and a prompt, in words."""
+        found = [
+            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and counts as prefix"
+            for name, row in zip(self.branches, self.layouts, strict=True)
+            for prompt, each in zip(self.prompts, row, strict=True)
+            if each.merged is not None
+        ]
+        return found
+
+
+def plan(
+    model: Model,
+    method: Method,
+    task: Task,
+    attribute: str,
+    prompts: Sequence[str],
+    augmentation: Augmentation | None,
+    length: int,
+    samples: int,
+    max_rows: int | None = None,
+) -> Plan:
+    """Resolve a generation before anything runs.
+
+    Args:
+        length: Tokens of the text; with the prompt's where the task says so.
+        samples: Continuations per prompt.
+        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+
+    Raises:
+        TaskError: The task lacks the attribute.
+        LayoutError: A prefix or prompt tokenises to nothing, a prompt is given twice, or a text exceeds the context.
+        AugmentationError: Layers or heads the model does not have.
+    """
+    if length < 1 or samples < 1:
+        raise LayoutError(f"length and samples must be at least 1, found {length} and {samples}")
+    twice = [prompt for i, prompt in enumerate(prompts) if prompt in prompts[:i]]
+    if twice:
+        raise LayoutError(f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples")
+    task.prefix(attribute)
+    tokenizer = model.tokenizer
+    branches = method.branches(attribute)
+    layouts = tuple(
+        tuple(layout(tokenizer, branch.attribute and task.prefix(branch.attribute), prompt) for prompt in prompts)
+        for branch in branches
+    )
+    counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
+    steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
+    for i, prompt in enumerate(prompts):
+        longest = max(len(row[i]) for row in layouts)
+        if steps[i] < 1:
+            raise LayoutError(f"length {length} leaves nothing to generate after the {counted[i]} tokens of {prompt!r}")
+        if longest + steps[i] > model.cfg.n_ctx:
+            raise LayoutError(
+                f"{longest} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
+                f"context of {model.cfg.n_ctx}; shorten the prompt or the length"
+            )
+    if augmentation is not None:
+        augmentation.selects(model.cfg.n_layers, model.cfg.n_heads)
+    if max_rows is None:
+        keys = max(len(row[i]) + steps[i] for row in layouts for i in range(len(prompts)))
+        heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
+        row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
+        max_rows = min(MAX_ROWS, int(CACHE_BYTES // row_bytes))
+    size = max(1, max_rows // len(branches))
+    pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
+    groups = tuple(tuple(pairs[i : i + size]) for i in range(0, len(pairs), size))
+    return Plan(
+        prompts=tuple(prompts),
+        branches=tuple(branch.name for branch in branches),
+        layouts=layouts,
+        # Pre-Aug: prefix branches. A method whose only branch is the raw model gets the rule on its prompt (Eq. 9).
+        augmentations=tuple(
+            augmentation if branch.attribute is not None or len(branches) == 1 else None for branch in branches
+        ),
+        steps=steps,
+        groups=groups,
+    )
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    method: Method,
+    task: Task,
+    attribute: str,
+    prompts: Sequence[str] | None = None,
+    *,
+    augmentation: Augmentation | None = None,
+    length: int = 128,
+    samples: int = 1,
+    seed: int = 1,
+    top_k: int = TOP_K,
+    eos: EosPolicy = "keep",
+    trace: TraceKind = "full",
+    patterns: Sequence[tuple[int, int]] = (),
+    max_rows: int | None = None,
+    progress: tqdm | None = None,
+) -> Generation:
+    """Continue prompts with a controlled model, and record where the attention went.
+
+    Args:
+        model: From `load_model`.
+        method: From `methods.get`.
+        task, attribute: What to steer towards; the prefixes come from the task.
+        prompts: The task's own by default.
+        augmentation: LaPA2 on the prefix branches; None for the base method.
+        length: Tokens of a text, with the prompt's where the task counts them.
+        samples: Continuations per prompt.
+        seed: Of the random streams; one stream per (seed, prompt, sample).
+        top_k: Tokens kept of the controlled weights before sampling at temperature 1.
+        eos: "keep" an end token as any other (the paper), "stop" the text there, or "block" it.
+        trace: "none", "pooled" or "full".
+        patterns: (layer, head) pairs whose whole attention rows are recorded as well.
+        max_rows: Rows of a batch.
+        progress: A bar to advance; by default one of its own, shown after 2 s.
+
+    Raises:
+        Lapa2Error: As `plan`; TraceError for patterns of missing heads; EmptyDistributionError while sampling.
+    """
+    if top_k < 1:
+        raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
+    prompts = task.prompts.texts if prompts is None else prompts
+    todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows)
+    ends = text_markers(model.tokenizer).ends
+    bar = progress or tqdm(total=todo.new_tokens, unit="tok", delay=2, desc=f"{method.name} {attribute}", smoothing=0.1)
+    tables, traces = [], []
+    try:
+        for group in todo.groups:
+            used = sorted({prompt for prompt, _ in group})
+            layouts = left_pad([todo.layouts[b][p] for b in range(len(todo.branches)) for p in used])
+            owner = torch.tensor([used.index(prompt) for prompt, _ in group])
+            steps = np.array([todo.steps[prompt] for prompt, _ in group])
+            streams = np.zeros((len(group), steps.max()))
+            for i, (prompt, sample) in enumerate(group):
+                streams[i, : steps[i]] = uniforms(seed, prompts[prompt], sample, steps[i])
+            recorder = None if trace == "none" else Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
+            tokens = torch.stack(
+                list(
+                    _decode(model, method, todo, layouts, owner, steps, streams, top_k, eos, ends, recorder, bar)
+                ),
+                dim=1,
+            )
+            n_tokens = [_text_end(row, n, ends if eos == "stop" else ()) for row, n in zip(tokens, steps, strict=True)]
+            tables.append(_table(model, task, attribute, todo, group, tokens, n_tokens, steps))
+            if recorder is not None:
+                rows = [layouts[b * len(used) + i] for b in range(len(todo.branches)) for i in owner.tolist()]
+                traces.append(recorder.dataset(rows, todo.branches, n_tokens))
+    finally:
+        if progress is None:
+            bar.close()
+    table = pd.concat(tables, ignore_index=True)
+    return Generation(table, _join(traces, table) if traces else None)
+
+
+def _decode(
+    model: Model,
+    method: Method,
+    todo: Plan,
+    layouts: Sequence[Layout],
+    owner: Int[Tensor, " sample"],
+    steps: Int[np.ndarray, " sample"],
+    streams: Float[np.ndarray, "sample step"],
+    top_k: int,
+    eos: EosPolicy,
+    ends: Sequence[int],
+    recorder: Recorder | None,
+    bar: tqdm,
+) -> Iterator[Int[Tensor, " sample"]]:
+    """One group, step by step; yields the tokens of each step."""
+    n_branches, n_prompts = len(todo.branches), len(layouts) // len(todo.branches)
+    expand = torch.cat([branch * n_prompts + owner for branch in range(n_branches)])
+    rows = open_rows(model)
+    of_prompts = [a for a in todo.augmentations for _ in range(n_prompts)]
+    if recorder is not None:
+        recorder.begin(layouts, expand)
+    with augmented(model, of_prompts, layouts, recorder):
+        logits = rows.prompt_pass(layouts)[expand]
+    rows.expand(expand.to(logits.device), capacity=len(layouts[0]) + int(steps.max()) - 1)
+    of_samples = [layouts[i] for i in expand.tolist()]
+    if recorder is not None:
+        recorder.begin(of_samples)
+    uniform = torch.from_numpy(streams).to(logits.device)
+    running = torch.ones(len(owner), dtype=torch.bool)
+    state: Any = None
+    with augmented(model, [of_prompts[i] for i in expand.tolist()], of_samples, recorder):
+        for step in range(int(steps.max())):
+            log_probs = _of_branches(logits, todo.branches)
+            log_weights = method.combine(log_probs, state)
+            if eos == "block":
+                log_weights = log_weights.index_fill(1, torch.tensor(ends, device=logits.device), -torch.inf)
+            tokens = draw(log_weights, uniform[:, step], top_k=top_k, step=step)
+            state = method.advance(state, log_probs, tokens)
+            yield tokens.cpu()
+            bar.update(int(running.sum()))
+            if eos == "stop":
+                running &= ~torch.isin(tokens.cpu(), torch.tensor(ends))
+            running &= torch.from_numpy(steps > step + 1)
+            if not running.any():
+                return
+            logits = rows.step(tokens.repeat(n_branches))
+
+
+def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:
+    """Log-probabilities by branch, in at least float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
+
+
+def _text_end(tokens: Int[Tensor, " step"], steps: int, ends: Sequence[int]) -> int:
+    """Tokens of a text: all its steps, or up to and with the first end token."""
+    for i, token in enumerate(tokens[:steps].tolist()):
+        if token in ends:
+            return i + 1
+    return int(steps)
+
+
+def _table(
+    model: Model,
+    task: Task,
+    attribute: str,
+    todo: Plan,
+    group: Sequence[tuple[int, int]],
+    tokens: Int[Tensor, "sample step"],
+    n_tokens: Sequence[int],
+    steps: Int[np.ndarray, " sample"],
+) -> pd.DataFrame:
+    rows = []
+    for i, (prompt, sample) in enumerate(group):
+        made = tokens[i, : n_tokens[i]].tolist()
+        text = todo.prompts[prompt]
+        # Decoded with the prompt in front: some tokenizers drop the leading space of what they decode alone.
+        before = model.tokenizer(text, add_special_tokens=False).input_ids
+        head = model.tokenizer.decode(before, clean_up_tokenization_spaces=False)
+        whole = model.tokenizer.decode(before + made, clean_up_tokenization_spaces=False)
+        continuation = whole[len(head) :]
+        rows.append(
+            {
+                "prompt": text,
+                "attribute": attribute,
+                "sample": sample,
+                "text": text + continuation if task.length_counts_prompt else continuation,
+                "continuation": continuation,
+                "tokens": made,
+                "n_tokens": n_tokens[i],
+                "finish": "length" if n_tokens[i] == steps[i] else "end",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _join(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
+    """The groups' traces as one, padded with NaN to the longest, samples numbered as in the table."""
+    import xarray as xr
+
+    joined = xr.concat(list(traces), dim="sample", join="outer", data_vars="all", coords="different", compat="equals")
+    joined = joined.assign_coords(sample=np.arange(len(table)))
+    return joined.assign_coords(prompt_text=("sample", table["prompt"].astype(str).to_numpy()))

@@ -1,0 +1,68 @@
+"""Every error this package raises on purpose: what was found, what is allowed, what to do next.
+
+The command line prints the message on one line and exits with code 2; a traceback there means a defect of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+class Lapa2Error(Exception):
+    """Base of the package's errors."""
+
+
+class AugmentationError(Lapa2Error):
+    """A field of an augmentation is out of range, or selects layers or heads the model does not have."""
+
+
+class LayoutError(Lapa2Error):
+    """Prefix, prompt or span do not fit the tokens, the context or the forward pass."""
+
+
+class ModelError(Lapa2Error):
+    """A model cannot be found or loaded."""
+
+
+class DeadHookError(ModelError):
+    """Editing `hook_attn_scores` does not reach this model's attention, so an augmentation would do nothing."""
+
+
+class TaskError(Lapa2Error):
+    """A task file is malformed, or does not have the attribute asked for."""
+
+
+class MethodError(Lapa2Error):
+    """A decoding method is unknown or cannot serve the task."""
+
+
+class EmptyDistributionError(Lapa2Error):
+    """No token has positive weight at some step."""
+
+
+class TraceError(Lapa2Error):
+    """A trace asks for layers or heads the model does not have, or cannot be read."""
+
+
+class RunError(Lapa2Error):
+    """A run folder is finished, not writable, or not a run."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """One line for the first problem pydantic found: the field, what is wrong, the value."""
+    problem = error.errors()[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "value"
+    return f"{field}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
+
+
+def one_of(kind: str, found: object, allowed: object) -> str:
+    """The sentence for a name that is not in a closed list, with the nearest allowed name when one is close."""
+    from difflib import get_close_matches
+
+    names = [str(name) for name in allowed]  # type: ignore[attr-defined]
+    near = get_close_matches(str(found), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {found!r}; allowed: {', '.join(names)}{hint}"

@@ -1,0 +1,233 @@
+"""Which key is which: the tokens of a branch, its spans, and the paper's lengths.
+
+A branch is one conditional model call: BOS, a hard prefix, the prompt, and then what is generated. `layout` tokenises
+prefix and prompt *together*, as the model will read them, and finds the spans from character offsets: a token that starts
+before the seam belongs to the prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead is
+how spans go wrong.
+
+Slots are key positions in the cache: padding on the left, then BOS, prefix, prompt, generated. A span is half-open,
+[start, stop). Slot numbers a user gives (an explicit span) count live keys: 0 is the first BOS.
+
+Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
+
+    kv     l = keys the query can see, its own and BOS included
+    paper  l = l_pre + l_pro + (t - T) of Algorithm 1: the same without BOS
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
+from lapa2_interp.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+CHAT_MARKERS = ("<|im_start|>",)
+"""Configured "bos" tokens that open a chat turn; plain text does not start with them."""
+PLAIN_START = "<|endoftext|>"
+
+
+class Span(NamedTuple):
+    """Half-open interval of key slots."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class TextMarkers(NamedTuple):
+    """The token that starts plain text, and those that end one."""
+
+    start: int
+    ends: tuple[int, ...]
+
+
+def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
+    """The one place that decides how plain text starts and ends for a tokenizer.
+
+    Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS where there is none.
+    Ends: EOS, and `<|endoftext|>` wherever the vocabulary has it as a special token.
+
+    Raises:
+        LayoutError: The tokenizer has neither BOS nor EOS.
+    """
+    plain = tokenizer.convert_tokens_to_ids(PLAIN_START)
+    has_plain = isinstance(plain, int) and plain in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder)
+    if has_plain and tokenizer.bos_token in (*CHAT_MARKERS, None):
+        start = plain
+    else:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise LayoutError("the tokenizer has neither a BOS nor an EOS token; set tokenizer.bos_token")
+    ends = {tokenizer.eos_token_id, plain if has_plain else None} - {None}
+    return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The keys of one branch up to the end of its prompt.
+
+    Attributes:
+        ids: Token ids: BOS, prefix, prompt. `tokens` are their strings.
+        n_bos: BOS tokens in front, 1 (2 in the doubled form of the released LLaMA scripts).
+        l_pre: Prefix tokens; 0 on the raw model.
+        l_pro: Prompt tokens, >= 1.
+        counted: What the tokenizer counts for the prefix alone (for the prompt on the raw model), its automatic BOS
+            included: the released code's span length.
+        merged: The token that crosses the seam between prefix and prompt, if one does. It counts as prefix.
+        pad: Padding slots on the left.
+    """
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    n_bos: int
+    l_pre: int
+    l_pro: int
+    counted: int
+    merged: str | None = None
+    pad: int = 0
+
+    def __len__(self) -> int:
+        """Slots up to the end of the prompt, padding included."""
+        return self.pad + len(self.ids)
+
+    @property
+    def bos(self) -> Span:
+        return Span(self.pad, self.pad + self.n_bos)
+
+    @property
+    def prefix(self) -> Span:
+        return Span(self.bos.stop, self.bos.stop + self.l_pre)
+
+    @property
+    def prompt(self) -> Span:
+        return Span(self.prefix.stop, self.prefix.stop + self.l_pro)
+
+    @property
+    def controlled(self) -> Span:
+        """What an augmentation strengthens: the prefix, or the prompt on the raw model (Eq. 9)."""
+        return self.prefix if self.l_pre else self.prompt
+
+    @property
+    def tensor(self) -> Int[Tensor, "row=1 query"]:
+        """The ids without padding, as a batch of one row."""
+        import torch
+
+        return torch.tensor([self.ids])
+
+    def spans(self, rule: SpanRule) -> tuple[Span, ...]:
+        """The key slots a span rule covers, in this row's slots.
+
+        Raises:
+            LayoutError: An explicit or released span ends after the prompt.
+        """
+        match rule:
+            case "prefix":
+                return (self.controlled,)
+            case "bos":
+                return (self.bos,)
+            case "prefix+bos":
+                return (self.bos, self.controlled)
+            case "released":
+                found = (Span(self.pad, self.pad + self.counted),)
+            case _:
+                found = tuple(Span(self.pad + start, self.pad + stop) for start, stop in rule)
+        for span in found:
+            if span.stop > len(self):
+                raise LayoutError(
+                    f"span [{span.start - self.pad}, {span.stop - self.pad}) lies outside the sequence of "
+                    f"{len(self.ids)} tokens that this prefix and prompt have; see `lapa2 layout`"
+                )
+        return found
+
+    def n(self, rule: SpanRule) -> int:
+        """The n of b(l): the controlled length, the tokenizer's count under "released", the span's size if explicit."""
+        if rule == "released":
+            return self.counted
+        if isinstance(rule, str):
+            return self.controlled.size
+        return sum(span.size for span in self.spans(rule))
+
+    def lengths(self, queries: Int[np.ndarray, " query"], rule: LengthRule) -> Int[np.ndarray, " query"]:
+        """l at the queries in these slots; <= 0 on padding (and on BOS under "paper")."""
+        return queries + 1 - self.pad - (self.n_bos if rule == "paper" else 0)
+
+    def bias(self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]) -> Float[np.ndarray, " query"]:
+        """The bias each query adds to every key of the span; 0 for queries outside the augmentation's phase."""
+        first = {
+            "decode": self.prompt.stop,
+            "last_query": self.prompt.stop - 1,
+            "all_queries": max(span.stop for span in self.spans(augmentation.span)),
+        }[augmentation.phase]
+        l = np.maximum(self.lengths(queries, augmentation.length), 1)  # noqa: E741
+        return np.where(queries >= first, augmentation.bias(l, self.n(augmentation.span)), 0.0)
+
+    def padded(self, width: int) -> Layout:
+        """The same branch, left-padded to `width` slots."""
+        return replace(self, pad=width - len(self.ids))
+
+
+def layout(
+    tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, *, doubled_bos: bool = False
+) -> Layout:
+    """Tokenise one branch and find its spans.
+
+    Args:
+        tokenizer: A fast tokenizer (character offsets are needed).
+        prefix: The hard prefix, joined to the prompt exactly as given (put separators into one of the two); None for
+            the raw model.
+        prompt: The prompt.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers that prepend BOS themselves.
+
+    Raises:
+        LayoutError: Prefix or prompt tokenise to nothing, the tokenizer has no offsets, or a doubled BOS is asked of a
+            tokenizer that adds none.
+    """
+    if not tokenizer.is_fast:
+        raise LayoutError(f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer")
+    start = text_markers(tokenizer).start
+    adds_bos = tokenizer("a").input_ids[0] == start
+    if doubled_bos and not adds_bos:
+        raise LayoutError("doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not")
+
+    seam = len(prefix or "")
+    encoded = tokenizer((prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True)
+    # Tokenizers that trim offsets leave leading white space between two tokens; it belongs to the one that follows.
+    stops = [0] + [stop for _, stop in encoded["offset_mapping"]]
+    begins = [min(begin, stop) for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)]
+    l_pre = sum(begin < seam for begin in begins)
+    l_pro = len(begins) - l_pre
+    if prefix is not None and not tokenizer(prefix, add_special_tokens=False).input_ids:
+        raise LayoutError(f"the prefix {prefix!r} tokenises to nothing; give text, or None for the raw model")
+    if not l_pro:
+        raise LayoutError(f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of text")
+
+    n_bos = 2 if doubled_bos else 1
+    ids = (start,) * n_bos + tuple(encoded["input_ids"])
+    crosses = l_pre > 0 and stops[l_pre] > seam
+    return Layout(
+        ids=ids,
+        tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
+        n_bos=n_bos,
+        l_pre=l_pre,
+        l_pro=l_pro,
+        counted=len(tokenizer(prefix if prefix is not None else prompt).input_ids),
+        merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
+    )
+
+
+def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts of a batch, padded to the longest."""
+    width = max(len(each.ids) for each in layouts)
+    return [each.padded(width) for each in layouts]

