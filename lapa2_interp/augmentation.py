@@ -103,7 +103,7 @@ class Augmentation(BaseModel):
                     raise ValueError(f"span [{start}, {stop}) is empty or negative; give 0 <= start < stop")
         return self
 
-    def bias(self, l: ArrayLike, n: int) -> Float[np.ndarray, "*shape"]:  # noqa: E741
+    def bias(self, l: ArrayLike, n: int) -> Float[np.ndarray, "*shape"]:
         """b(l), the number added to the attention score of every key of the span (Eq. 7; the laws of Table "scaling").
 
         Args:
@@ -113,7 +113,7 @@ class Augmentation(BaseModel):
         Returns:
             The bias at each length, float64. The log law is 0 where l <= n; under profile "released" every law is.
         """
-        l = np.asarray(l, dtype=np.float64)  # noqa: E741
+        l = np.asarray(l, dtype=np.float64)
         match self.law:
             case "log":
                 b = self.alpha * np.log(np.maximum(l, n) / n)

@@ -12,6 +12,7 @@ Every pass runs under the branch's augmentation (Algorithm 1) and is observed by
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import Model, augmented
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import LayoutError, Lapa2Error
+from lapa2_interp.errors import Lapa2Error, LayoutError
 from lapa2_interp.layout import Layout, layout, left_pad, text_markers
 from lapa2_interp.methods import Method
 from lapa2_interp.sampling import draw, uniforms
@@ -208,7 +209,7 @@ def generate(
     prompts = task.prompts.texts if prompts is None else prompts
     todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows)
     ends = text_markers(model.tokenizer).ends
-    bar = progress or tqdm(total=todo.new_tokens, unit="tok", delay=2, desc=f"{method.name} {attribute}", smoothing=0.1)
+    bar = progress or progress_bar(todo.new_tokens, f"{method.name} {attribute}")
     tables, traces = [], []
     try:
         for group in todo.groups:
@@ -221,9 +222,7 @@ def generate(
                 streams[i, : steps[i]] = uniforms(seed, prompts[prompt], sample, steps[i])
             recorder = None if trace == "none" else Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
             tokens = torch.stack(
-                list(
-                    _decode(model, method, todo, layouts, owner, steps, streams, top_k, eos, ends, recorder, bar)
-                ),
+                list(_decode(model, method, todo, layouts, owner, steps, streams, top_k, eos, ends, recorder, bar)),
                 dim=1,
             )
             n_tokens = [_text_end(row, n, ends if eos == "stop" else ()) for row, n in zip(tokens, steps, strict=True)]
@@ -235,7 +234,13 @@ def generate(
         if progress is None:
             bar.close()
     table = pd.concat(tables, ignore_index=True)
-    return Generation(table, _join(traces, table) if traces else None)
+    return Generation(table, join_traces(traces, table) if traces else None)
+
+
+def progress_bar(new_tokens: int, label: str) -> tqdm:
+    """Tokens, tokens/s and time left on stderr, shown after 2 s; a line every 10 s where stderr is not a terminal."""
+    every = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(total=new_tokens, unit="tok", desc=label, delay=2, mininterval=every, smoothing=0.1, dynamic_ncols=True)
 
 
 def _decode(
@@ -334,8 +339,8 @@ def _table(
     return pd.DataFrame(rows)
 
 
-def _join(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
-    """The groups' traces as one, padded with NaN to the longest, samples numbered as in the table."""
+def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
+    """Traces as one along `sample`, padded with NaN to the longest, samples numbered as the rows of the table."""
     import xarray as xr
 
     joined = xr.concat(list(traces), dim="sample", join="outer", data_vars="all", coords="different", compat="equals")

@@ -140,9 +140,10 @@ class Layout:
             case "prefix+bos":
                 return (self.bos, self.controlled)
             case "released":
-                found = (Span(self.pad, self.pad + self.counted),)
+                slots: tuple[tuple[int, int], ...] = ((0, self.counted),)
             case _:
-                found = tuple(Span(self.pad + start, self.pad + stop) for start, stop in rule)
+                slots = rule
+        found = tuple(Span(self.pad + start, self.pad + stop) for start, stop in slots)
         for span in found:
             if span.stop > len(self):
                 raise LayoutError(
@@ -170,7 +171,7 @@ class Layout:
             "last_query": self.prompt.stop - 1,
             "all_queries": max(span.stop for span in self.spans(augmentation.span)),
         }[augmentation.phase]
-        l = np.maximum(self.lengths(queries, augmentation.length), 1)  # noqa: E741
+        l = np.maximum(self.lengths(queries, augmentation.length), 1)
         return np.where(queries >= first, augmentation.bias(l, self.n(augmentation.span)), 0.0)
 
     def padded(self, width: int) -> Layout:
@@ -178,9 +179,7 @@ class Layout:
         return replace(self, pad=width - len(self.ids))
 
 
-def layout(
-    tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, *, doubled_bos: bool = False
-) -> Layout:
+def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, *, doubled_bos: bool = False) -> Layout:
     """Tokenise one branch and find its spans.
 
     Args:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 
-def prefix_share(l: ArrayLike, l_pre: int) -> Float[np.ndarray, "*shape"]:  # noqa: E741
+def prefix_share(l: ArrayLike, l_pre: int) -> Float[np.ndarray, "*shape"]:
     """Proposition 1: A = l_pre / l, O(1/l).
 
     Args:
@@ -22,7 +22,7 @@ def prefix_share(l: ArrayLike, l_pre: int) -> Float[np.ndarray, "*shape"]:  # no
     return l_pre / np.asarray(l, dtype=np.float64)
 
 
-def augmented_share(l: ArrayLike, l_pre: int, alpha: float) -> Float[np.ndarray, "*shape"]:  # noqa: E741
+def augmented_share(l: ArrayLike, l_pre: int, alpha: float) -> Float[np.ndarray, "*shape"]:
     """Proposition 2 (Eq. 8): A' = r^alpha / (r^alpha + r - 1) with r = l / l_pre.
 
     Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1.

@@ -25,12 +25,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.errors import TraceError
+from lapa2_interp.errors import TraceError, one_of
 from lapa2_interp.layout import Layout
+from lapa2_interp.stats import mean_interval, resampled_means
+from lapa2_interp.theory import fit_decay
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -76,7 +79,9 @@ class Recorder:
         self.index = index
         self.l_pre = max(each.l_pre for each in layouts)
         pads = torch.tensor([each.pad for each in layouts])
-        self.parts = {name: torch.tensor([getattr(each, name) for each in layouts]) for name in ("bos", "prefix", "prompt")}
+        self.parts = {
+            name: torch.tensor([getattr(each, name) for each in layouts]) for name in ("bos", "prefix", "prompt")
+        }
         self.parts["released_slice"] = torch.stack(
             [pads, torch.tensor([each.spans("released")[0].stop for each in layouts])], dim=1
         )
@@ -154,7 +159,10 @@ class Recorder:
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
         if self.rows:
-            coords |= {name: ("pair", [pair[i] for pair in self.patterns]) for i, name in enumerate(("pair_layer", "pair_head"))}
+            coords |= {
+                name: ("pair", [pair[i] for pair in self.patterns])
+                for i, name in enumerate(("pair_layer", "pair_head"))
+            }
         return xr.Dataset(data, coords)
 
     def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
@@ -177,6 +185,103 @@ def trace_bytes(kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: 
     return 4 * rows * steps * (cells + n_patterns * keys)
 
 
-def prefix_attention(trace: xr.Dataset) -> xr.DataArray:
-    """Attention on the exact prefix, averaged over layers and heads where the trace has them: [branch, sample, step]."""
-    return trace["prefix"].mean([axis for axis in ("layer", "head") if axis in trace["prefix"].dims])
+# --- reading a trace
+
+
+def pooled(trace: xr.Dataset, name: str) -> Float[np.ndarray, "branch sample step"]:
+    """One of the sums, averaged over layers and heads where the trace has them; NaN after a sample's last step."""
+    found = trace[name]
+    return found.mean([axis for axis in ("layer", "head") if axis in found.dims], skipna=False).to_numpy()
+
+
+def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Prefix and BOS attention against step, one row per arm and step.
+
+    Args:
+        trace: Of a run; its samples are the rows of `samples`.
+        samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
+        branch: Which branch; by default the first with a prefix.
+
+    Returns:
+        Columns arm, step, name, mean, low, high (95 %, prompts resampled), n. Steps that any sample of the arm lacks
+        are left out, so that a curve never changes its texts on the way.
+    """
+    at = _branch_number(trace, branch)
+    rows = []
+    for arm, members in _arms(samples):
+        for name in ("prefix", "bos", "released_slice"):
+            curve = pooled(trace, name)[at, members.index]
+            curve = curve[:, ~np.isnan(curve).any(axis=0)]
+            low, high = np.percentile(resampled_means(curve, members["prompt"]), [2.5, 97.5], axis=0)
+            rows.append(
+                pd.DataFrame(
+                    {
+                        "arm": arm,
+                        "name": name,
+                        "step": np.arange(curve.shape[1]),
+                        "mean": curve.mean(axis=0),
+                        "low": low,
+                        "high": high,
+                        "n": len(curve),
+                    }
+                )
+            )
+    return pd.concat(rows, ignore_index=True)
+
+
+def fit_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """C / (t + D) fitted to each arm's mean prefix attention: columns arm, C, D, R2 (NaN where it does not converge)."""
+    curves = steps[steps["name"] == "prefix"].groupby("arm", sort=False)
+    fits = {arm: fit_decay(curve["step"], curve["mean"]) for arm, curve in curves if len(curve) >= 3}
+    return pd.DataFrame([{"arm": arm, "C": fit.c, "D": fit.d, "R2": fit.r2} for arm, fit in fits.items()])
+
+
+def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Mean over steps and samples of every head's sums: columns arm, layer, head, then the sums."""
+    at = _branch_number(trace, branch)
+    if "head" not in trace["prefix"].dims:
+        raise TraceError("this trace is pooled over heads; record it with --trace full")
+    frames = []
+    for arm, members in _arms(samples):
+        part = trace.isel(branch=at, sample=members.index.to_numpy())
+        means = part[list(SUMS)].mean(("sample", "step")).to_dataframe().reset_index()[["layer", "head", *SUMS]]
+        frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
+    return pd.concat(frames, ignore_index=True)
+
+
+def prefix_token_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Attention on BOS and on each prefix token, mean over steps, layers and heads.
+
+    Returns:
+        Columns arm, key ("BOS", "p1", ...), mean, low, high (95 %, prompts resampled), n.
+    """
+    at = _branch_number(trace, branch)
+    rows = []
+    for arm, members in _arms(samples):
+        tokens = np.nanmean(trace["prefix_tokens"].to_numpy()[at, members.index], axis=1)
+        bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
+        masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
+        for key, values in masses.items():
+            has = ~np.isnan(values)
+            found = mean_interval(values[has], members["prompt"].to_numpy()[has])
+            rows.append(
+                {"arm": arm, "key": key, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+            )
+    return pd.DataFrame(rows)
+
+
+def _arms(samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    samples = samples.reset_index(drop=True)
+    if "arm" not in samples:
+        return [("run", samples)]
+    return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
+
+
+def _branch_number(trace: xr.Dataset, branch: str | None) -> int:
+    names = [str(name) for name in trace["branch"].to_numpy()]
+    if branch is None:
+        with_prefix = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))
+        return int(with_prefix[0]) if len(with_prefix) else 0
+    if branch not in names:
+        raise TraceError(one_of("branch", branch, names))
+    return names.index(branch)

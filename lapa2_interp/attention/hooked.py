@@ -90,7 +90,9 @@ class _Bias:
         """
         n_rows, _, n_queries, n_keys = scores.shape
         if n_rows != len(self.rows) and len(self.rows) > 1:
-            raise LayoutError(f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give one each")
+            raise LayoutError(
+                f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give one each"
+            )
         if n_keys < self.last_key:
             raise LayoutError(
                 f"the span ends at slot {self.last_key} but the forward pass has {n_keys} keys; "
@@ -114,7 +116,7 @@ class _Bias:
 @contextmanager
 def augmented(
     model: Model,
-    augmentation: Augmentation | None | Sequence[Augmentation | None],
+    augmentation: Augmentation | Sequence[Augmentation | None] | None,
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
 ) -> Iterator[None]:

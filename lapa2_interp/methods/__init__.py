@@ -59,7 +59,7 @@ class Method(Protocol):
         """The state after these tokens were sampled; the first step's state is None."""
 
 
-def registry() -> dict[str, type]:
+def registry() -> dict[str, type[Method]]:
     """Method classes by name."""
     from lapa2_interp.methods.none import NoControl
     from lapa2_interp.methods.prefix import NegPrompt, PrefixConditioning

@@ -1,16 +1,17 @@
 """Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in or a user's own.
 
-    length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
+length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
 
-    [attributes.positive]
-    prefix = "Very positive:"          # joined to the prompt as it stands
+[attributes.positive]
+prefix = "Very positive:"          # joined to the prompt as it stands
 
-    [prompts]
-    texts = ["The lake", "The movie"]
+[prompts]
+texts = ["The lake", "The movie"]
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable
 from importlib import resources
@@ -97,3 +98,28 @@ def load_task(name: str) -> Task:
 
 def _files() -> Iterable:
     return resources.files(__name__).iterdir()
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Prompts from a file: one per line, or `.jsonl` objects with a field "prompt".
+
+    Raises:
+        TaskError: Unreadable, empty, or a line is malformed; the message names it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"cannot read prompts from {path}: {error}") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                line = json.loads(line)["prompt"]
+            except (ValueError, KeyError, TypeError):
+                raise TaskError(f'{path} line {number}: expected a JSON object with a field "prompt"') from None
+        found.append(line)
+    if not found:
+        raise TaskError(f"{path} has no prompts; give one per line")
+    return tuple(found)

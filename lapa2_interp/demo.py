@@ -1,0 +1,209 @@
+"""The demo: does attention on a hard prefix fade while a real model writes, and what does LaPA2 change?
+
+SmolLM2-135M continues the paper's 15 sentiment prompts behind "Very positive:" and "Very negative:", four times with the
+same random streams: as it is, with LaPA2 at alpha 1/2 and 1 (profile paper), and at 1/2 as the released code places it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp import methods, plots
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.experiments.runner import run_arms
+from lapa2_interp.experiments.store import Manifest, Run, new_folder, write_run
+from lapa2_interp.layout import layout
+from lapa2_interp.models import Dtype, load_model, load_tokenizer
+from lapa2_interp.report import Section, page
+from lapa2_interp.stats import mean_interval
+from lapa2_interp.tasks import load_task
+from lapa2_interp.trace import fit_table, head_table, pooled, prefix_token_table, step_table
+
+ARMS: dict[str, Augmentation | None] = {
+    "baseline": None,
+    "alpha 1/2": Augmentation(alpha=0.5),
+    "alpha 1": Augmentation(alpha=1.0),
+    "alpha 1/2 released": Augmentation(alpha=0.5, profile="released"),
+}
+SHOWN_STEPS = (0, 16, 64)
+
+
+def run_demo(
+    out: Path,
+    *,
+    model_name: str = "smollm2-135m",
+    dtype: Dtype = "float32",
+    length: int = 128,
+    samples: int = 1,
+    seed: int = 1,
+    force: bool = False,
+) -> str:
+    """Generate, record, tabulate, draw; returns what to print.
+
+    Args:
+        out: The run folder: manifest.json, samples.parquet, trace.nc, tables/*.csv, figures/*.png, report.html.
+        length: Tokens of a text, its prompt included.
+        samples: Continuations per prompt, attribute and arm.
+
+    Raises:
+        Lapa2Error: As `load_model`, `generate` and `new_folder`.
+    """
+    with new_folder(out, force) as folder:
+        run = _generate(model_name, dtype, length, samples, seed)
+        write_run(folder, run)
+        tables = make_tables(run)
+        figures = {
+            "prefix_attention": plots.attention_curves(tables["steps"], tables["fits"]),
+            "head_maps": plots.head_maps(tables["heads"]),
+            "prefix_tokens": plots.prefix_token_bars(tables["prefix_tokens"]),
+        }
+        (folder / "tables").mkdir()
+        for name, table in tables.items():
+            table.to_csv(folder / "tables" / f"{name}.csv", index=False)
+        (folder / "figures").mkdir()
+        for name, figure in figures.items():
+            figure.savefig(folder / "figures" / f"{name}.png")
+        lead, shown = finding(tables["summary"]), as_text(tables["summary"], tables["fits"])
+        sections = [
+            Section(
+                "Attention on the prefix against step",
+                "Mean over all layers and heads, 95 % bands from resampling prompts. Dotted: C/(t+D), the paper's form of "
+                "the decay, fitted to the mean curve.",
+                figures["prefix_attention"],
+                shown,
+            ),
+            Section(
+                "Which heads",
+                "Mean over steps and texts. Left the baseline; then what each augmentation adds to it.",
+                figures["head_maps"],
+            ),
+            Section(
+                "Which keys",
+                "The released code counts slots from 0, so it boosts BOS and misses the last prefix token; the paper's "
+                "Algorithm 1 boosts the prefix itself.",
+                figures["prefix_tokens"],
+            ),
+        ]
+        (folder / "report.html").write_text(
+            page("Does the prefix fade?", lead, sections, side_by_side(run), facts(run.manifest)), encoding="utf-8"
+        )
+        printed = as_text(tables["summary"]).to_string(index=False)
+    return (
+        f"{printed}\n\n{lead}\n\nLook at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
+    )
+
+
+def _generate(model_name: str, dtype: Dtype, length: int, samples: int, seed: int) -> Run:
+    model, task = load_model(model_name, dtype=dtype), load_task("sentiment")
+    return run_arms(
+        model,
+        methods.get("prefix"),
+        task,
+        tuple(task.attributes),
+        task.prompts.texts,
+        ARMS,
+        length=length,
+        samples=samples,
+        seed=seed,
+    )
+
+
+def make_tables(run: Run) -> dict[str, pd.DataFrame]:
+    """The tidy tables behind the demo's pictures; `summary` is the one it prints."""
+    assert run.trace is not None
+    steps = step_table(run.trace, run.samples)
+    tokens = prefix_token_table(run.trace, run.samples)
+    return {
+        "summary": _summary(run),
+        "steps": steps,
+        "fits": fit_table(steps),
+        "heads": head_table(run.trace, run.samples),
+        "prefix_tokens": tokens.assign(label=tokens["key"].map(_prefix_labels(run))),
+    }
+
+
+def _summary(run: Run) -> pd.DataFrame:
+    """Attention on the prefix at a few steps and on average, and on BOS: columns arm, quantity, mean, low, high, n."""
+    assert run.trace is not None
+    prefix, bos = pooled(run.trace, "prefix")[0], pooled(run.trace, "bos")[0]
+    shown = [step for step in SHOWN_STEPS if step < prefix.shape[1] and not np.isnan(prefix[:, step]).any()]
+    quantities = {f"prefix at step {step}": prefix[:, step] for step in shown}
+    quantities |= {"prefix, mean": np.nanmean(prefix, axis=1), "BOS, mean": np.nanmean(bos, axis=1)}
+    rows = []
+    for arm, members in run.samples.groupby("arm", sort=False):
+        for name, values in quantities.items():
+            found = mean_interval(values[members.index], members["prompt"])
+            rows.append(
+                {"arm": arm, "quantity": name, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+            )
+    return pd.DataFrame(rows)
+
+
+def as_text(summary: pd.DataFrame, fits: pd.DataFrame) -> pd.DataFrame:
+    """The summary for reading: one row per arm, every mean with its 95 % interval in one cell, and the fit."""
+    cells = zip(summary["mean"], summary["low"], summary["high"], strict=True)
+    text = summary.assign(cell=[f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in cells])
+    shown = text.pivot(index="arm", columns="quantity", values="cell")[list(dict.fromkeys(summary["quantity"]))]
+    shown.insert(0, "texts", summary.groupby("arm")["n"].first())
+    curves = zip(fits["C"], fits["D"], fits["R2"], strict=True)
+    fitted = ["no fit" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R2 {r2:.2f}" for c, d, r2 in curves]
+    shown["C/(t+D)"] = pd.Series(fitted, index=fits["arm"])
+    return shown.loc[list(dict.fromkeys(summary["arm"]))].rename_axis(index=None, columns=None).reset_index(names="arm")
+
+
+def finding(summary: pd.DataFrame) -> str:
+    """What the numbers say, in sentences built from them."""
+    steps = [name for name in dict.fromkeys(summary["quantity"]) if name.startswith("prefix at step")]
+    rows = summary.set_index(["arm", "quantity"])[["mean", "low", "high"]]
+
+    def cell(arm: str, quantity: str) -> str:
+        mean, low, high = rows.loc[(arm, quantity)]
+        return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+    return (
+        f"Attention on the prefix, averaged over all heads, goes from {cell('baseline', steps[0])} at the first step to "
+        f"{cell('baseline', steps[-1])} at step {steps[-1].split()[-1]} in the baseline. With LaPA2 it is "
+        f"{cell('alpha 1/2', steps[-1])} there at alpha 1/2 and {cell('alpha 1', steps[-1])} at alpha 1 (profile paper). "
+        f"The released placement at alpha 1/2 gives {cell('alpha 1/2 released', steps[-1])} on the prefix and moves BOS "
+        f"from {cell('baseline', 'BOS, mean')} to {cell('alpha 1/2 released', 'BOS, mean')}."
+    )
+
+
+def side_by_side(run: Run, prompts: int = 6) -> pd.DataFrame:
+    """The first sample of some prompts and every attribute, one column per arm."""
+    first = run.samples[(run.samples["sample"] == 0) & run.samples["prompt"].isin(run.manifest.prompts[:prompts])]
+    table = first.assign(which=first["prompt"] + " (" + first["attribute"] + ")").pivot(
+        index="which", columns="arm", values="text"
+    )
+    return table[list(run.manifest.arms)].rename_axis("prompt (attribute)")
+
+
+def facts(manifest: Manifest) -> dict[str, str]:
+    """The manifest's settings for the foot of the report."""
+    arms = {name: "no augmentation" if a is None else a.to_json() for name, a in manifest.arms.items()}
+    return {
+        "model": f"{manifest.model.name}, {manifest.model.dtype}, {manifest.model.model_class}, {manifest.model.weights}",
+        "start of text": manifest.model.start_token,
+        "method": f"{manifest.method}; prefixes " + ", ".join(repr(prefix) for prefix in manifest.prefixes.values()),
+        "texts": f"{len(manifest.prompts)} prompts x {manifest.samples} samples of {manifest.length} tokens, "
+        f"top-k {manifest.top_k}, temperature 1, seed {manifest.seed}",
+        **{f"arm {name}": text for name, text in arms.items()},
+        "intervals": "95 %, percentile bootstrap over prompts",
+        "versions": ", ".join(f"{name} {found}" for name, found in manifest.versions.items()),
+        "commit": manifest.commit or "not a checkout",
+        "made": f"{manifest.created:%Y-%m-%d %H:%M} UTC, {manifest.new_tokens} tokens in {manifest.seconds:.0f} s",
+    }
+
+
+def _prefix_labels(run: Run) -> dict[str, str]:
+    """p1, p2, ... as the prefixes' tokens: where the attributes' prefixes differ, both."""
+    tokenizer = load_tokenizer(run.manifest.model.name)
+    tokens = [layout(tokenizer, prefix, "The").tokens for prefix in run.manifest.prefixes.values()]
+    labels = {"BOS": "BOS"}
+    for i in range(1, max(map(len, tokens)) - 1):  # between BOS and the one prompt token
+        words = [tokenizer.convert_tokens_to_string([row[i]]).strip() for row in tokens if i < len(row) - 1]
+        labels[f"p{i}"] = "/".join(dict.fromkeys(words))
+    return labels

@@ -1,0 +1,1 @@
+"""Runs: how they are stored and read."""

@@ -1,0 +1,116 @@
+"""Generate arms that are compared: the same prompts, attributes and random streams under several augmentations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from time import perf_counter
+
+import pandas as pd
+
+from lapa2_interp.attention.hooked import Model
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.decoding import TOP_K, EosPolicy, Plan, generate, join_traces, plan, progress_bar
+from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
+from lapa2_interp.methods import Method
+from lapa2_interp.models import model_card
+from lapa2_interp.tasks import Task
+from lapa2_interp.trace import TraceKind, trace_bytes
+
+
+def run_arms(
+    model: Model,
+    method: Method,
+    task: Task,
+    attributes: Sequence[str],
+    prompts: Sequence[str],
+    arms: Mapping[str, Augmentation | None],
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    top_k: int = TOP_K,
+    eos: EosPolicy = "keep",
+    trace: TraceKind = "full",
+    patterns: Sequence[tuple[int, int]] = (),
+    max_rows: int | None = None,
+) -> Run:
+    """Every arm and attribute, as one run whose samples carry columns `arm` and `attribute`.
+
+    Arguments are those of `decoding.generate`; everything is resolved and checked before the first token.
+
+    Raises:
+        Lapa2Error: As `decoding.generate`.
+    """
+    plans = {
+        (arm, attribute): plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows)
+        for arm, augmentation in arms.items()
+        for attribute in attributes
+    }
+    total = sum(each.new_tokens for each in plans.values())
+    tables, traces = [], []
+    began = perf_counter()
+    with progress_bar(total, f"{method.name} {task.name}") as bar:
+        for arm, attribute in plans:
+            made = generate(
+                model,
+                method,
+                task,
+                attribute,
+                prompts,
+                augmentation=arms[arm],
+                length=length,
+                samples=samples,
+                seed=seed,
+                top_k=top_k,
+                eos=eos,
+                trace=trace,
+                patterns=patterns,
+                max_rows=max_rows,
+                progress=bar,
+            )
+            tables.append(made.samples.assign(arm=arm))
+            if made.trace is not None:
+                traces.append(made.trace)
+    table = pd.concat(tables, ignore_index=True)
+    manifest = Manifest(
+        created=datetime.now(UTC),
+        commit=source_commit(),
+        versions=library_versions(),
+        model=model_card(model),
+        method=method.name,
+        task=task.name,
+        attributes=tuple(attributes),
+        prefixes={name: task.prefix(name) for name in attributes},
+        prompts=tuple(prompts),
+        arms=dict(arms),
+        length=length,
+        length_counts_prompt=task.length_counts_prompt,
+        samples=samples,
+        seed=seed,
+        top_k=top_k,
+        eos=eos,
+        max_rows=max_rows,
+        trace=trace,
+        patterns=tuple(patterns),
+        merged=tuple(dict.fromkeys(note for each in plans.values() for note in each.merged)),
+        seconds=round(perf_counter() - began, 3),
+        new_tokens=int(table["n_tokens"].sum()),
+    )
+    return Run(manifest, table, join_traces(traces, table) if traces else None)
+
+
+def trace_size(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: int) -> int:
+    """Bytes of the trace these plans will make."""
+    return sum(
+        trace_bytes(
+            trace,
+            each.rows,
+            max(each.steps),
+            model.cfg.n_layers,
+            model.cfg.n_heads,
+            patterns,
+            max(len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps))),
+        )
+        for each in plans
+    )

@@ -1,0 +1,118 @@
+"""The drawings that notebooks, figures and the report share. Each takes a tidy table and returns a matplotlib figure.
+
+Colours are Okabe and Ito's, told apart by the colour-blind; arms keep their colour across drawings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def _plain(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix") -> Figure:
+    """Attention against step with 95 % bands, and the fitted C/(t+D) dotted.
+
+    Args:
+        steps: From `trace.step_table`.
+        fits: From `trace.fit_table`; None draws no fits.
+        name: Which sum.
+    """
+    figure = _figure(6.4, 3.8)
+    axes = figure.subplots()
+    for colour, (arm, curve) in zip(COLOURS, steps[steps["name"] == name].groupby("arm", sort=False), strict=False):
+        t = curve["step"].to_numpy()
+        axes.plot(t, curve["mean"], color=colour, lw=1.4, label=arm)
+        axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+        fit = None if fits is None else fits[(fits["arm"] == arm) & fits["C"].notna()]
+        if fit is not None and len(fit):
+            c, d, r2 = fit[["C", "D", "R2"]].iloc[0]
+            axes.plot(t, c / (t + d), color=colour, lw=1.2, ls=":", label=f"{c:.2f}/(t+{d:.0f}), R² {r2:.2f}")
+    _plain(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n(mean over layers and heads)")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=7, ncols=2)
+    return figure
+
+
+def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Figure:
+    """Layer x head maps of one sum: the first arm as it is, the others as differences from it.
+
+    Args:
+        heads: From `trace.head_table`.
+        name: Which sum.
+    """
+    maps = {
+        str(arm): part.pivot(index="layer", columns="head", values=name).to_numpy()
+        for arm, part in heads.groupby("arm", sort=False)
+    }
+    first = next(iter(maps))
+    figure = _figure(1.0 + 2.1 * len(maps), 5.2)
+    panels = np.atleast_1d(figure.subplots(1, len(maps), sharey=True))
+    for panel, (arm, found) in zip(panels, maps.items(), strict=True):
+        if arm == first:
+            drawn = panel.imshow(found, aspect="auto", origin="lower", cmap="viridis", vmin=0)
+            panel.set_title(arm, fontsize=8)
+        else:
+            difference = found - maps[first]
+            reach = float(np.abs(difference).max()) or 1.0
+            drawn = panel.imshow(difference, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-reach, vmax=reach)
+            panel.set_title(f"{arm}\nminus {first}", fontsize=8)
+        bar = figure.colorbar(drawn, ax=panel, location="bottom", shrink=0.9)
+        bar.ax.tick_params(labelsize=7)
+        panel.set(xlabel="head")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].yaxis.get_major_locator().set_params(integer=True)
+    panels[0].set(ylabel="layer")
+    figure.suptitle(f"attention on {name}, mean over steps (each map has its own scale)", fontsize=9)
+    return figure
+
+
+def prefix_token_bars(tokens: pd.DataFrame) -> Figure:
+    """Attention on BOS and on every prefix token, by arm, with 95 % intervals.
+
+    Args:
+        tokens: From `trace.prefix_token_table`; a column `label` names the keys if there is one.
+    """
+    figure = _figure(6.4, 3.2)
+    sink, axes = figure.subplots(1, 2, width_ratios=(1, 3))
+    keys = list(dict.fromkeys(tokens["key"]))
+    arms = list(dict.fromkeys(tokens["arm"]))
+    names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
+    for i, (arm, colour) in enumerate(zip(arms, COLOURS, strict=False)):
+        part = tokens[tokens["arm"] == arm].set_index("key").loc[keys]
+        error = np.abs(part[["low", "high"]].to_numpy().T - part["mean"].to_numpy())
+        x = np.arange(len(keys)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+        for axis, chosen in ((sink, slice(0, 1)), (axes, slice(1, None))):
+            axis.bar(
+                x[chosen],
+                part["mean"].iloc[chosen],
+                0.8 / len(arms),
+                yerr=error[:, chosen],
+                color=colour,
+                label=arm,
+                error_kw={"lw": 0.8},
+            )
+    sink.set_xticks([0], [names[keys[0]]])
+    axes.set_xticks(np.arange(1, len(keys)), [names[key] for key in keys[1:]])
+    _plain(sink, "", "mean attention")
+    _plain(axes, "prefix token", "")
+    axes.legend(frameon=False, fontsize=7)
+    return figure
