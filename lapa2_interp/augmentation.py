@@ -20,8 +20,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float
-from numpy.typing import ArrayLike
+from jaxtyping import Bool, Float, Real
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import AugmentationError, first_problem
@@ -103,7 +102,7 @@ class Augmentation(BaseModel):
                     raise ValueError(f"span [{start}, {stop}) is empty or negative; give 0 <= start < stop")
         return self
 
-    def bias(self, l: ArrayLike, n: int) -> Float[np.ndarray, "*shape"]:
+    def bias(self, l: Real[np.ndarray, "*shape"], n: int) -> Float[np.ndarray, "*shape"]:
         """b(l), the number added to the attention score of every key of the span (Eq. 7; the laws of Table "scaling").
 
         Args:

@@ -216,8 +216,8 @@ def generate(
             used = sorted({prompt for prompt, _ in group})
             layouts = left_pad([todo.layouts[b][p] for b in range(len(todo.branches)) for p in used])
             owner = torch.tensor([used.index(prompt) for prompt, _ in group])
-            steps = np.array([todo.steps[prompt] for prompt, _ in group])
-            streams = np.zeros((len(group), steps.max()))
+            steps = [todo.steps[prompt] for prompt, _ in group]
+            streams = np.zeros((len(group), max(steps)))
             for i, (prompt, sample) in enumerate(group):
                 streams[i, : steps[i]] = uniforms(seed, prompts[prompt], sample, steps[i])
             recorder = None if trace == "none" else Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
@@ -249,7 +249,7 @@ def _decode(
     todo: Plan,
     layouts: Sequence[Layout],
     owner: Int[Tensor, " sample"],
-    steps: Int[np.ndarray, " sample"],
+    steps: Sequence[int],
     streams: Float[np.ndarray, "sample step"],
     top_k: int,
     eos: EosPolicy,
@@ -266,7 +266,7 @@ def _decode(
         recorder.begin(layouts, expand)
     with augmented(model, of_prompts, layouts, recorder):
         logits = rows.prompt_pass(layouts)[expand]
-    rows.expand(expand.to(logits.device), capacity=len(layouts[0]) + int(steps.max()) - 1)
+    rows.expand(expand.to(logits.device), capacity=len(layouts[0]) + max(steps) - 1)
     of_samples = [layouts[i] for i in expand.tolist()]
     if recorder is not None:
         recorder.begin(of_samples)
@@ -274,7 +274,7 @@ def _decode(
     running = torch.ones(len(owner), dtype=torch.bool)
     state: Any = None
     with augmented(model, [of_prompts[i] for i in expand.tolist()], of_samples, recorder):
-        for step in range(int(steps.max())):
+        for step in range(max(steps)):
             log_probs = _of_branches(logits, todo.branches)
             log_weights = method.combine(log_probs, state)
             if eos == "block":
@@ -285,7 +285,7 @@ def _decode(
             bar.update(int(running.sum()))
             if eos == "stop":
                 running &= ~torch.isin(tokens.cpu(), torch.tensor(ends))
-            running &= torch.from_numpy(steps > step + 1)
+            running &= torch.tensor(steps) > step + 1
             if not running.any():
                 return
             logits = rows.step(tokens.repeat(n_branches))
@@ -302,7 +302,7 @@ def _text_end(tokens: Int[Tensor, " step"], steps: int, ends: Sequence[int]) -> 
     for i, token in enumerate(tokens[:steps].tolist()):
         if token in ends:
             return i + 1
-    return int(steps)
+    return steps
 
 
 def _table(
@@ -313,7 +313,7 @@ def _table(
     group: Sequence[tuple[int, int]],
     tokens: Int[Tensor, "sample step"],
     n_tokens: Sequence[int],
-    steps: Int[np.ndarray, " sample"],
+    steps: Sequence[int],
 ) -> pd.DataFrame:
     rows = []
     for i, (prompt, sample) in enumerate(group):

@@ -90,9 +90,8 @@ def run_demo(
         (folder / "report.html").write_text(
             page("Does the prefix fade?", lead, sections, side_by_side(run), facts(run.manifest)), encoding="utf-8"
         )
-        printed = as_text(tables["summary"]).to_string(index=False)
     return (
-        f"{printed}\n\n{lead}\n\nLook at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
+        f"{shown.to_string(index=False)}\n\n{lead}\n\nLook at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
     )
 
 
@@ -157,10 +156,10 @@ def as_text(summary: pd.DataFrame, fits: pd.DataFrame) -> pd.DataFrame:
 def finding(summary: pd.DataFrame) -> str:
     """What the numbers say, in sentences built from them."""
     steps = [name for name in dict.fromkeys(summary["quantity"]) if name.startswith("prefix at step")]
-    rows = summary.set_index(["arm", "quantity"])[["mean", "low", "high"]]
+    rows = summary.set_index(["arm", "quantity"])[["mean", "low", "high"]].T.to_dict("list")
 
     def cell(arm: str, quantity: str) -> str:
-        mean, low, high = rows.loc[(arm, quantity)]
+        mean, low, high = rows[arm, quantity]
         return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
     return (

@@ -113,6 +113,7 @@ def load_model(
         warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
         model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
         model.eval()
+    model.cfg.default_prepend_bos = True  # text given as a string starts as a layout does, on every architecture
     assert_live(model, name)
     model.lapa2_card = _card(model, name, weights, architecture)
     return model

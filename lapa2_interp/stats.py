@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from numpy.typing import ArrayLike
+
+Labels = Sequence[Any] | np.ndarray | pd.Series
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Interval:
 
 
 def resampled_means(
-    values: Float[np.ndarray, "n *rest"], clusters: ArrayLike, resamples: int = 2000, seed: int = 0
+    values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0
 ) -> Float[np.ndarray, "resample *rest"]:
     """Means of the values over bootstrap resamples of whole clusters; columns are resampled together.
 
@@ -48,7 +51,7 @@ def resampled_means(
     return np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1))
 
 
-def mean_interval(values: ArrayLike, clusters: ArrayLike, resamples: int = 2000, seed: int = 0) -> Interval:
+def mean_interval(values: Sequence[float] | np.ndarray, clusters: Labels, resamples: int = 2000, seed: int = 0) -> Interval:
     """Mean of values with a 95 % percentile interval from resampling clusters.
 
     Args:

@@ -8,30 +8,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
-from numpy.typing import ArrayLike
+from jaxtyping import Float, Real
 
 
-def prefix_share(l: ArrayLike, l_pre: int) -> Float[np.ndarray, "*shape"]:
+def prefix_share(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int) -> Float[np.ndarray, "*shape"]:
     """Proposition 1: A = l_pre / l, O(1/l).
 
     Args:
         l: Key counts >= l_pre, any shape.
         l_pre: Prefix length, >= 1.
     """
-    return l_pre / np.asarray(l, dtype=np.float64)
+    return np.asarray(l_pre / np.asarray(l, dtype=np.float64))
 
 
-def augmented_share(l: ArrayLike, l_pre: int, alpha: float) -> Float[np.ndarray, "*shape"]:
+def augmented_share(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: float) -> Float[np.ndarray, "*shape"]:
     """Proposition 2 (Eq. 8): A' = r^alpha / (r^alpha + r - 1) with r = l / l_pre.
 
     Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1.
     """
     r = np.asarray(l, dtype=np.float64) / l_pre
-    return 1 / (1 + (r - 1) * r**-alpha)
+    return np.asarray(1 / (1 + (r - 1) * r**-alpha))
 
 
-def shifted_share(share: ArrayLike, bias: ArrayLike) -> Float[np.ndarray, "*shape"]:
+def shifted_share(
+    share: Float[np.ndarray, "*shape"] | float | int, bias: Float[np.ndarray, "*#shape"] | float | int
+) -> Float[np.ndarray, "*shape"]:
     """The exact law, for any logits: a bias b on every key of a span gives logit(A') = logit(A) + b.
 
     Args:
@@ -39,7 +40,7 @@ def shifted_share(share: ArrayLike, bias: ArrayLike) -> Float[np.ndarray, "*shap
         bias: b, any sign; broadcasts against `share`.
     """
     share = np.asarray(share, dtype=np.float64)
-    return share / (share + (1 - share) * np.exp(-np.asarray(bias, dtype=np.float64)))
+    return np.asarray(share / (share + (1 - share) * np.exp(-np.asarray(bias))))
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class DecayFit:
     d: float
     r2: float
 
-    def curve(self, t: ArrayLike) -> Float[np.ndarray, " step"]:
+    def curve(self, t: Real[np.ndarray, " step"]) -> Float[np.ndarray, " step"]:
         """C / (t + D) at the given steps."""
-        return self.c / (np.asarray(t, dtype=np.float64) + self.d)
+        return self.c / (t + self.d)
 
 
-def fit_decay(t: ArrayLike, attention: ArrayLike) -> DecayFit:
+def fit_decay(t: Real[np.ndarray, " step"], attention: Float[np.ndarray, " step"]) -> DecayFit:
     """Fit C / (t + D) to an attention curve.
 
     For each D the best C is linear least squares, so only D is searched.
@@ -74,7 +75,6 @@ def fit_decay(t: ArrayLike, attention: ArrayLike) -> DecayFit:
     """
     from scipy.optimize import minimize_scalar
 
-    t, attention = np.asarray(t, dtype=np.float64), np.asarray(attention, dtype=np.float64)
     if len(t) < 3:
         raise ValueError(f"a fit of two parameters needs at least 3 steps, found {len(t)}")
 

@@ -7,7 +7,7 @@ keys and values live in buffers of their final size that each step writes one sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ from lapa2_interp.attention.hooked import Model, is_bridge
 from lapa2_interp.layout import Layout
 
 
+@runtime_checkable
 class Rows(Protocol):
     """The decode state of stacked rows: what the network remembers of each."""
 

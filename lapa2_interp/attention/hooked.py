@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Something that reads attention patterns while the model runs, such as `trace.Recorder`."""
 
@@ -83,8 +84,8 @@ class _Bias:
 
     def add(
         self, layer: int, scores: Float[Tensor, "row head query key"], first: int
-    ) -> Float[Tensor, "row head query key"] | None:
-        """The scores with the bias on the span's keys, as a new tensor; None where these queries get none.
+    ) -> Float[Tensor, "row head query key"]:
+        """The scores with the bias on the span's keys, as a new tensor; as they are where these queries get none.
 
         `first` is the slot of the first query. The numbers per row and query are computed once per pass.
         """
@@ -103,7 +104,7 @@ class _Bias:
             self.of_queries = queries, self._compute(queries, scores.device)
         of_queries = self.of_queries[1]
         if not of_queries.any():
-            return None
+            return scores
         bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(self.keys, "row key -> row 1 1 key")
         if not self.every_head:
             bias = bias * rearrange(self.heads[layer], "row head -> row head 1 1")
@@ -151,16 +152,27 @@ def augmented(
         # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots than live keys.
         return held if is_bridge(model) else attention.shape[3] - attention.shape[2]
 
-    def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor | None:
-        return bias.add(layer, scores, first_query(scores))
+    # float64 is there to check equalities, but Llama's softmax runs in float32 whatever the dtype (and gives NaN where
+    # float64's masking value overflows on a padding query), so in float64 the pattern is computed here.
+    in_double = model.cfg.dtype == torch.float64
+    latest: Tensor | None = None
 
-    def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor | None:
+    def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
+        nonlocal latest
+        latest = bias.add(layer, scores, first_query(scores)) if layer in bias.layers else scores
+        return latest
+
+    def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
+        if in_double and latest is not None and not _has_sink(pattern):
+            pattern = latest.softmax(-1)
         if observer is not None:
             observer.observe(layer, pattern, first_query(pattern))
-        return pattern.to(model.cfg.dtype) if pattern.dtype != model.cfg.dtype else None
+        return pattern.to(model.cfg.dtype)
 
-    read = range(model.cfg.n_layers) if observer is not None else bias.layers
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
+    every = range(model.cfg.n_layers)
+    edited = every if in_double else bias.layers
+    read = every if in_double or observer is not None else bias.layers
+    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in edited]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
     with ExitStack() as undo:
         if is_bridge(model):
@@ -168,3 +180,8 @@ def augmented(
             undo.callback(handle.remove)
         undo.enter_context(model.hooks(fwd_hooks=hooks))
         yield
+
+
+def _has_sink(pattern: Float[Tensor, "row head query key"]) -> bool:
+    """Whether a learned sink takes a share of the attention, so that rows add up to less than 1."""
+    return bool((pattern.sum(-1) < 0.999).any())

@@ -9,6 +9,7 @@ Two passes over a short sequence, the second with +3 on one key's score in every
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,8 @@ def probe(model: Model) -> Liveness:
     layers = range(n_layers)
     hooks = [(SCORES.format(layer), edit) for layer in layers] + [(PATTERN.format(layer), read) for layer in layers]
     try:
-        with model.hooks(fwd_hooks=hooks):
+        with warnings.catch_warnings(), model.hooks(fwd_hooks=hooks):
+            warnings.simplefilter("ignore")  # the bridge warns of discarded edits; here that becomes the finding
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(tuple(layers), 0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")

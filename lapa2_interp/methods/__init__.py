@@ -10,9 +10,10 @@ A method names its branches and combines their next-token distributions. It neve
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,7 +37,7 @@ class Branch:
     attribute: str | None = None
 
 
-class Method(Protocol):
+class Method(ABC):
     """What a decoding method states.
 
     Attributes:
@@ -49,14 +50,17 @@ class Method(Protocol):
     equation: ClassVar[str]
     alpha: ClassVar[float]
 
+    @abstractmethod
     def branches(self, attribute: str) -> tuple[Branch, ...]:
         """The model calls that steering to an attribute needs."""
 
+    @abstractmethod
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         """Log-weights of the next token from the branches' log-probabilities; need not be normalised."""
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        """The state after these tokens were sampled; the first step's state is None."""
+        """The state after these tokens were sampled; the first step's state is None, and so is a stateless method's."""
+        return None
 
 
 def registry() -> dict[str, type[Method]]:

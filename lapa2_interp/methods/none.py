@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp.methods import Branch, LogProbs, State
+from lapa2_interp.methods import Branch, LogProbs, Method, State
 
 
 @dataclass(frozen=True)
-class NoControl:
+class NoControl(Method):
     """The prompt alone. With an augmentation its prompt is strengthened (Eq. 9)."""
 
     name: ClassVar[str] = "none"
@@ -25,6 +25,3 @@ class NoControl:
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         return log_probs["base"]
-
-    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        return None

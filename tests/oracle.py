@@ -1,0 +1,100 @@
+"""An independent statement of the augmentation, in plain loops, to check the package against.
+
+It knows nothing of the package's layouts beyond the numbers of tokens, works on one unpadded row without a cache, and reads
+the rules from the method description: which keys, what n, what l, which queries, which law.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def oracle_bias(
+    *, n_bos, l_pre, l_pro, counted, total, alpha, law="log", l0=None, span="prefix", length="paper", phase="last_query",
+    released=False,
+):  # fmt: skip
+    """bias[query][key] over `total` keys of one row: BOS, prefix, prompt, generated."""
+    target = range(n_bos, n_bos + l_pre) if l_pre else range(n_bos, n_bos + l_pro)
+    if span == "prefix":
+        keys, n = set(target), len(target)
+    elif span == "prefix+bos":
+        keys, n = set(range(n_bos)) | set(target), len(target)
+    elif span == "bos":
+        keys, n = set(range(n_bos)), len(target)
+    elif span == "released":
+        keys, n = set(range(counted)), counted
+    else:
+        keys = {key for start, stop in span for key in range(start, stop)}
+        n = len(keys)
+    prompt_end = n_bos + l_pre + l_pro
+    first_query = {"decode": prompt_end, "last_query": prompt_end - 1, "all_queries": max(keys) + 1}[phase]
+    bias = [[0.0] * total for _ in range(total)]
+    for query in range(first_query, total):
+        l = query + 1 - (n_bos if length == "paper" else 0)
+        if law == "log":
+            b = alpha * math.log(l / n) if l > n else 0.0
+        elif law == "linear":
+            b = alpha * l / n
+        elif law == "sqrt":
+            b = alpha * (l / n) ** 0.5
+        else:
+            b = alpha * math.log(l0 / n)
+        if released and l <= n:
+            b = 0.0
+        for key in keys:
+            bias[query][key] = b
+    return bias
+
+
+def oracle_logits(model, layout, tokens, augmentation=None, heads=None):
+    """Logits after each generated token, and every layer's pattern, from one full pass without cache or padding.
+
+    `heads`: the (layer, head) pairs the bias reaches; all by default.
+    """
+    ids = torch.tensor([[*layout.ids, *tokens]])
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    reach = {(i, j) for i in range(n_layers) for j in range(n_heads)} if heads is None else set(heads)
+    patterns, bias = {}, None
+    if augmentation is not None:
+        bias = torch.tensor(
+            oracle_bias(
+                n_bos=layout.n_bos,
+                l_pre=layout.l_pre,
+                l_pro=layout.l_pro,
+                counted=layout.counted,
+                total=ids.shape[1],
+                alpha=augmentation.alpha,
+                law=augmentation.law,
+                l0=augmentation.l0,
+                span=augmentation.span,
+                length=augmentation.length,
+                phase=augmentation.phase,
+                released=augmentation.profile == "released",
+            ),
+            dtype=torch.float64,
+        )
+
+    edited = {}
+
+    def edit(scores, hook, layer):
+        scores = scores.clone()
+        for head in range(n_heads):
+            if bias is not None and (layer, head) in reach:
+                scores[0, head] += bias.to(scores.dtype)
+        edited[layer] = scores
+        return scores
+
+    def attend(pattern, hook, layer):
+        # Llama computes its softmax in float32; in float64 the oracle computes its own.
+        if pattern.dtype == torch.float64:
+            pattern = torch.softmax(edited[layer], dim=-1)
+        patterns[layer] = pattern[0].clone()
+        return pattern
+
+    hooks = [(f"blocks.{i}.attn.hook_attn_scores", lambda s, hook, i=i: edit(s, hook, i)) for i in range(n_layers)]
+    hooks += [(f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: attend(p, hook, i)) for i in range(n_layers)]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        logits = model(ids)[0]
+    return logits[len(layout.ids) - 1 :], patterns

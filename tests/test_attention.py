@@ -1,0 +1,263 @@
+"""The bias inside a network: exact, confined to what was selected, and gone afterwards."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, load
+from oracle import oracle_logits
+
+from lapa2_interp import Augmentation, augmented, probe
+from lapa2_interp.attention.hooked import PATTERN, SCORES
+from lapa2_interp.attention.liveness import assert_live
+from lapa2_interp.errors import AugmentationError, DeadHookError, LayoutError
+from lapa2_interp.layout import layout, left_pad
+from lapa2_interp.theory import shifted_share
+
+GENERATED = [70, 81, 92, 103, 114]
+
+
+def branch(model, prefix="ab cd:", prompt="efg hi"):
+    return layout(model.tokenizer, prefix, prompt)
+
+
+def ids_of(found, generated=()):
+    return torch.tensor([[*found.ids, *generated]])
+
+
+def hooks_left(model):
+    points = [(name, point) for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)]
+    network = getattr(model, "original_model", model)
+    return points, list(network._forward_pre_hooks)
+
+
+def patterns_of(model, ids, *contexts):
+    from contextlib import ExitStack
+
+    found = {}
+    reads = [
+        (PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone())) for i in range(model.cfg.n_layers)
+    ]
+    with torch.no_grad(), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        with model.hooks(fwd_hooks=reads):
+            logits = model(ids)
+    return logits, found
+
+
+@pytest.mark.parametrize("layers", ["all", (1,), (2, 3)])
+def test_exact_law_in_the_first_augmented_layer(tiny, model_class, layers):
+    """logit(A') - logit(A) = b per head and query; the renormalised attention on the other keys does not move."""
+    model = load(tiny, "float64", model_class)
+    found = branch(model)
+    augmentation = Augmentation(alpha=0.8, layers=layers)
+    ids = ids_of(found, GENERATED)
+    first = 0 if layers == "all" else layers[0]
+    before, after = (
+        patterns_of(model, ids, augmented(model, each, found))[1][first][0] for each in (None, augmentation)
+    )
+    start, stop = found.prefix
+    bias = found.bias(augmentation, np.arange(ids.shape[1]))
+    share = before[:, :, start:stop].sum(-1).numpy()
+    assert (bias > 0).sum() == len(GENERATED) + 1
+    queries = slice(found.prompt.stop - 1, None)
+    shifted = shifted_share(share[:, queries], np.broadcast_to(bias[queries], share[:, queries].shape))
+    assert np.abs(after[:, queries, start:stop].sum(-1).numpy() - shifted).max() < 1e-12
+    outside = torch.ones(ids.shape[1], dtype=torch.bool)
+    outside[start:stop] = False
+    rest_before, rest_after = (p[:, :, outside] / p[:, :, outside].sum(-1, keepdim=True) for p in (before, after))
+    assert (rest_before - rest_after)[:, queries].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        Augmentation(alpha=0.5),
+        Augmentation(alpha=2, profile="released"),
+        Augmentation(alpha=1, phase="all_queries", law="sqrt"),
+        Augmentation(alpha=1, span=((0, 1), (4, 6)), law="constant", l0=128),
+    ],
+)
+def test_a_forward_pass_equals_the_oracle(tiny, model_class, augmentation):
+    model = load(tiny, "float64", model_class)
+    found = branch(model)
+    expected, expected_patterns = oracle_logits(model, found, GENERATED, augmentation)
+    logits, patterns = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))
+    assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
+    for i, pattern in expected_patterns.items():
+        assert (patterns[i][0] - pattern).abs().max() < 1e-10
+    plain, _ = oracle_logits(model, found, GENERATED)
+    assert (plain - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads"),
+    [("all", "all"), ("bottom", "all"), ("top", "all"), ("even", "all"), ((2,), "all"), ("all", ((1, 2), (3, 0))), ("odd", ((1, 1), (2, 2)))],
+)  # fmt: skip
+def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
+    """Scores before and after the hook differ on the span's keys of the selected heads, and nowhere else."""
+    model = load(tiny, "float64")
+    found = branch(model)
+    augmentation = Augmentation(alpha=1, layers=layers, heads=heads)
+    selected = augmentation.selects(model.cfg.n_layers, model.cfg.n_heads)
+    before, after = {}, {}
+
+    def keep(store):
+        return [
+            (SCORES.format(i), lambda s, hook, i=i: store.__setitem__(i, s[0].clone()))
+            for i in range(model.cfg.n_layers)
+        ]
+
+    with torch.no_grad(), model.hooks(fwd_hooks=keep(before)), augmented(model, augmentation, found):
+        with model.hooks(fwd_hooks=keep(after)):
+            model(ids_of(found, GENERATED))
+    for i in range(model.cfg.n_layers):
+        moved = (after[i] - before[i]).abs() > 1e-12
+        for head in range(model.cfg.n_heads):
+            assert bool(moved[head].any()) == bool(selected[i, head])
+            queries, keys = torch.nonzero(moved[head], as_tuple=True)
+            if selected[i, head]:
+                assert sorted(set(keys.tolist())) == list(range(*found.prefix))
+                assert sorted(set(queries.tolist())) == list(range(found.prompt.stop - 1, len(found) + len(GENERATED)))
+
+
+def test_left_padded_rows_of_different_prefixes_equal_each_row_alone(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    rows = left_pad([branch(model), branch(model, "a:", "b"), branch(model, None, "longer prompt than the others")])
+    augmentations = [Augmentation(alpha=0.5), Augmentation(alpha=2, profile="released"), None]
+    ids = torch.tensor([(each.ids[0],) * each.pad + each.ids + tuple(GENERATED) for each in rows])
+    mask = torch.ones_like(ids)
+    for row, each in enumerate(rows):
+        mask[row, : each.pad] = 0
+    extra = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if model_class == "TransformerBridge" else {}
+    with torch.no_grad(), augmented(model, augmentations, rows):
+        logits = model(ids, attention_mask=mask, **extra)
+    for row, each in enumerate(rows):
+        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
+        assert (logits[row, len(each) - 1 :] - expected).abs().max() < 1e-9
+
+
+def test_every_hook_is_gone_after_success_and_after_an_exception(tiny, model_class):
+    model = load(tiny, "float32", model_class)
+    found = branch(model)
+    plain = patterns_of(model, ids_of(found))[0]
+    assert hooks_left(model) == ([], [])
+    with augmented(model, Augmentation(alpha=1), found):
+        assert len(hooks_left(model)[0]) >= 2 * model.cfg.n_layers
+        model(ids_of(found))
+    assert hooks_left(model) == ([], [])
+    with pytest.raises(ZeroDivisionError), augmented(model, Augmentation(alpha=1), found):
+        raise ZeroDivisionError
+    assert hooks_left(model) == ([], [])
+    with pytest.raises(AugmentationError), augmented(model, Augmentation(alpha=1, layers=(9,)), found):
+        pass
+    assert hooks_left(model) == ([], [])
+    assert torch.equal(patterns_of(model, ids_of(found))[0], plain)
+
+
+def test_the_users_own_hooks_survive(model_class):
+    model = load("tiny-gpt2", "float32", model_class)
+    found = branch(model)
+    seen = []
+    model.add_hook(PATTERN.format(0), lambda p, hook: seen.append(1))
+    try:
+        with augmented(model, Augmentation(alpha=1), found):
+            model(ids_of(found))
+        model(ids_of(found))
+    finally:
+        model.reset_hooks()
+    assert len(seen) == 2
+
+
+def test_run_with_cache_and_run_with_hooks_see_the_augmented_model(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    found = branch(model)
+    augmentation = Augmentation(alpha=1)
+    ids = ids_of(found, GENERATED)
+    expected, patterns = oracle_logits(model, found, GENERATED, augmentation)
+    with torch.no_grad(), augmented(model, augmentation, found):
+        logits, cache = model.run_with_cache(ids)
+        again = model.run_with_hooks(ids, fwd_hooks=[])
+    assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
+    assert torch.equal(logits, again)
+    for i in range(model.cfg.n_layers):
+        assert (cache[PATTERN.format(i)][0] - patterns[i]).abs().max() < 1e-10
+
+
+def test_gradients_flow_through_the_bias(tiny):
+    model = load(tiny, "float64")
+    found = branch(model)
+    with augmented(model, Augmentation(alpha=1), found):
+        embedded = model.original_model.get_input_embeddings()(ids_of(found)).detach().requires_grad_()
+        model(embedded)[0, -1, 3].backward()
+    assert embedded.grad[0, found.prefix.start].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("profile", ["paper", "released"])
+def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile):
+    """Three significant digits of bfloat16 over four layers; the logits here are of order 10."""
+    augmentation = Augmentation(alpha=2, profile=profile)
+    results = {}
+    for precision in ("float32", dtype):
+        model = load(tiny, precision, model_class)
+        found = branch(model)
+        logits, patterns = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))
+        results[precision] = logits.float()
+        assert logits.dtype == getattr(torch, precision)
+    difference = (results["float32"] - results[dtype]).abs().max() / results["float32"].abs().max()
+    assert difference < (0.06 if dtype == "bfloat16" else 0.01)
+
+
+def test_alpha_zero_changes_nothing(tiny, model_class):
+    model = load(tiny, "float32", model_class)
+    found = branch(model)
+    plain = patterns_of(model, ids_of(found, GENERATED))[0]
+    for augmentation in (None, Augmentation(alpha=0), Augmentation(alpha=0, law="linear", profile="released")):
+        logits = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))[0]
+        assert torch.equal(logits, plain)
+
+
+def test_rows_without_layouts_are_an_error():
+    model = load("tiny-gpt2")
+    found = branch(model)
+    with augmented(model, Augmentation(alpha=1), [found, found]), pytest.raises(LayoutError, match="3 rows, but 2"):
+        model(ids_of(found).repeat(3, 1))
+
+
+def test_a_forward_pass_shorter_than_the_span_is_an_error():
+    model = load("tiny-gpt2")
+    found = branch(model)
+    with augmented(model, Augmentation(alpha=1), found), pytest.raises(LayoutError, match="span ends at slot 7"):
+        model(ids_of(found)[:, :4])
+
+
+def test_an_explicit_span_outside_the_sequence_is_an_error():
+    model = load("tiny-gpt2")
+    with pytest.raises(LayoutError, match="outside the sequence"):
+        augmented(model, Augmentation(alpha=1, span=((0, 99),)), branch(model)).__enter__()
+
+
+@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
+def test_live_models_pass_the_probe(name, model_class):
+    found = probe(load(name, "float32", model_class))
+    assert found.alive
+    assert found.logit_shift > 1e-3
+
+
+def test_a_dead_scores_hook_raises():
+    """OPT's scores hook fires after the softmax on the bridge, and edits of it change nothing."""
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    from lapa2_interp.models import _bridge, load_tokenizer
+
+    tokenizer = load_tokenizer("tiny-gpt2")
+    config = OPTConfig(
+        vocab_size=len(tokenizer), hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32,
+    )  # fmt: skip
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = _bridge(network, tokenizer, "tiny-opt", torch.float32, "cpu")
+    assert not probe(model).alive
+    with pytest.raises(DeadHookError, match="tiny-opt: .*augmentation would do nothing"):
+        assert_live(model, "tiny-opt")

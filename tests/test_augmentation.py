@@ -1,0 +1,107 @@
+"""The bias as a value: laws, profiles, selection, JSON, errors."""
+
+import numpy as np
+import pytest
+
+from lapa2_interp import Augmentation
+from lapa2_interp.errors import AugmentationError
+
+
+@pytest.mark.parametrize(
+    ("law", "l0", "expected"),
+    [
+        ("log", None, [0.0, 0.0, 0.5 * np.log(8 / 4), 0.5 * np.log(100 / 4)]),
+        ("linear", None, [0.5 * 2 / 4, 0.5, 1.0, 12.5]),
+        ("sqrt", None, [0.5 * np.sqrt(0.5), 0.5, 0.5 * np.sqrt(2), 2.5]),
+        ("constant", 128, [0.5 * np.log(32)] * 4),
+    ],
+)
+def test_laws_at_and_around_n(law, l0, expected):
+    lengths = np.array([2, 4, 8, 100])
+    assert Augmentation(alpha=0.5, law=law, l0=l0).bias(lengths, 4) == pytest.approx(expected, abs=1e-15)
+    released = Augmentation(alpha=0.5, law=law, l0=l0, profile="released").bias(lengths, 4)
+    assert released[:2].tolist() == [0, 0]
+    assert released[2:] == pytest.approx(expected[2:], abs=1e-15)
+
+
+def test_profiles_fill_only_what_is_not_given():
+    paper, released = Augmentation(alpha=1), Augmentation(alpha=1, profile="released")
+    assert (paper.span, paper.length, paper.phase) == ("prefix", "paper", "last_query")
+    assert (released.span, released.length, released.phase) == ("released", "kv", "decode")
+    mixed = Augmentation(alpha=1, profile="released", span="prefix")
+    assert (mixed.span, mixed.length, mixed.phase) == ("prefix", "kv", "decode")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alpha": 0.5},
+        {"alpha": 2, "profile": "released"},
+        {"alpha": 1, "law": "constant", "l0": 128, "span": ((0, 2), (4, 5)), "layers": (0, 3), "heads": ((0, 1), (3, 2))},
+        {"alpha": 1 / 3, "span": "prefix+bos", "phase": "all_queries", "length": "kv", "layers": "top"},
+    ],
+)
+def test_json_round_trip(fields):
+    augmentation = Augmentation(**fields)
+    again = Augmentation.from_json(augmentation.to_json())
+    assert again == augmentation
+    assert hash(again) == hash(augmentation)
+
+
+def test_a_value_cannot_be_changed():
+    with pytest.raises(Exception, match="frozen"):
+        Augmentation(alpha=1).alpha = 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("all", [0, 1, 2, 3, 4]), ("bottom", [0, 1]), ("top", [2, 3, 4]), ("even", [0, 2, 4]), ("odd", [1, 3]), ((4,), [4])],
+)
+def test_layer_rules(layers, expected):
+    selected = Augmentation(alpha=1, layers=layers).selects(5, 2)
+    assert np.flatnonzero(selected.all(axis=1)).tolist() == expected
+    assert selected.sum() == 2 * len(expected)
+
+
+def test_the_papers_halves():
+    assert np.flatnonzero(Augmentation(alpha=1, layers="bottom").selects(24, 16).all(1)).tolist() == list(range(12))
+    assert np.flatnonzero(Augmentation(alpha=1, layers="top").selects(32, 32).all(1)).tolist() == list(range(16, 32))
+
+
+def test_layers_and_heads_intersect():
+    selected = Augmentation(alpha=1, layers="even", heads=((0, 1), (1, 1), (2, 0))).selects(4, 2)
+    assert np.argwhere(selected).tolist() == [[0, 1], [2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alpha": -1}, "alpha.*greater than or equal to 0.*-1"),
+        ({"alpha": float("nan")}, "alpha.*finite"),
+        ({"alpha": float("inf")}, "alpha.*finite"),
+        ({}, "alpha.*required"),
+        ({"alpha": 1, "law": "constant"}, "constant law needs l0"),
+        ({"alpha": 1, "l0": 128}, "l0 belongs to the constant law"),
+        ({"alpha": 1, "law": "cubic"}, "law.*'log'.*cubic"),
+        ({"alpha": 1, "profile": "code"}, "profile.*'paper'.*code"),
+        ({"alpha": 1, "span": ((3, 3),)}, r"span \[3, 3\) is empty"),
+        ({"alpha": 1, "span": ()}, "span"),
+        ({"alpha": 1, "layer": "all"}, "layer"),
+    ],
+)
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(AugmentationError, match=message) as caught:
+        Augmentation(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_and_heads_the_model_lacks():
+    with pytest.raises(AugmentationError, match="layer 7 does not exist; the model has layers 0-3"):
+        Augmentation(alpha=1, layers=(7,)).selects(4, 4)
+    with pytest.raises(AugmentationError, match=r"head \(1, 9\) does not exist.*heads 0-3"):
+        Augmentation(alpha=1, heads=((1, 9),)).selects(4, 4)
+
+
+def test_malformed_json():
+    with pytest.raises(AugmentationError):
+        Augmentation.from_json('{"alpha": "much"}')

@@ -1,0 +1,263 @@
+"""The decode loop against full recomputation, against transformers, and against itself in other batches."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, load
+from oracle import oracle_logits
+
+from lapa2_interp import Augmentation, augmented, generate, load_task, methods
+from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.decoding import plan
+from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, TaskError
+from lapa2_interp.layout import layout, left_pad, text_markers
+from lapa2_interp.models import load_transformers
+
+GENERATED = [70, 81, 92, 103, 114, 64, 75]
+SENTIMENT = load_task("sentiment")
+PREFIX = methods.get("prefix")
+
+
+def made(model, prompts=("The lake", "Once upon a time"), attribute="positive", task=SENTIMENT, method=PREFIX, **settings):
+    return generate(model, method, task, attribute, list(prompts), **({"length": 30} | settings))
+
+
+@pytest.mark.parametrize("phase", ["decode", "last_query"])
+@pytest.mark.parametrize("profile", ["paper", "released"])
+@pytest.mark.parametrize("law", ["log", "linear"])
+def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, profile, law):
+    """Row-wise l, left padding, rows of different prefix lengths, one row without a prefix and one without a bias."""
+    model = load(tiny, "float64", model_class)
+    rows = left_pad(
+        [
+            layout(model.tokenizer, "ab cd:", "efg hi"),
+            layout(model.tokenizer, "a:", "b"),
+            layout(model.tokenizer, None, "a longer prompt than the others"),
+            layout(model.tokenizer, "xyz", "uvw"),
+        ]
+    )
+    augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law)
+    augmentations = [augmentation, augmentation, augmentation, None]
+    state = open_rows(model)
+    with torch.no_grad():
+        with augmented(model, augmentations, rows):
+            logits = [state.prompt_pass(rows)]
+        state.expand(torch.arange(4), capacity=len(rows[0]) + len(GENERATED))
+        with augmented(model, augmentations, rows):
+            logits += [state.step(torch.full((4,), token)) for token in GENERATED]
+    found = torch.stack(logits, dim=1)
+    for row, each in enumerate(rows):
+        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
+        assert (found[row] - expected).abs().max() < 1e-7
+        if augmentations[row] is not None:
+            assert (expected - oracle_logits(model, each, GENERATED)[0]).abs().max() > 1e-3
+
+
+def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    rows = left_pad([layout(model.tokenizer, "ab cd:", "efg hi"), layout(model.tokenizer, "a:", "b")])
+    augmentation = Augmentation(alpha=0.7, phase="all_queries")
+    state = open_rows(model)
+    with torch.no_grad(), augmented(model, augmentation, rows):
+        logits = [state.prompt_pass(rows)]
+        state.expand(torch.arange(2), capacity=len(rows[0]) + len(GENERATED))
+        logits += [state.step(torch.full((2,), token)) for token in GENERATED]
+    for row, each in enumerate(rows):
+        expected, _ = oracle_logits(model, each, GENERATED, augmentation)
+        assert (torch.stack(logits, dim=1)[row] - expected).abs().max() < 1e-7
+
+
+def test_generated_tokens_are_draws_from_the_recomputed_distribution(tiny, model_class):
+    """The loop's own tokens, fed to the oracle, are what the sampler draws from the oracle's logits."""
+    from lapa2_interp.sampling import draw, uniforms
+
+    model = load(tiny, "float32", model_class)
+    augmentation = Augmentation(alpha=1)
+    found = made(model, augmentation=augmentation, samples=2, seed=5)
+    for sample in found.samples.itertuples():
+        branch = layout(model.tokenizer, "Very positive:", sample.prompt)
+        logits, _ = oracle_logits(model, branch, sample.tokens[:-1], augmentation)
+        streams = torch.from_numpy(uniforms(5, sample.prompt, sample.sample, sample.n_tokens))
+        assert draw(logits.log_softmax(1), streams, top_k=200, step=0).tolist() == sample.tokens
+
+
+@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
+def test_alpha_zero_is_plain_greedy_transformers(name):
+    model = load(name)
+    network, _, _ = load_transformers(name)
+    for augmentation in (None, Augmentation(alpha=0)):
+        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=40)
+        ids = layout(model.tokenizer, "Very positive:", "The lake").tensor
+        for token in found.samples["tokens"][0]:
+            with torch.no_grad():
+                assert network(ids).logits[0, -1].argmax().item() == token
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+@pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")])
+def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
+    model = load(tiny, "float32", model_class)
+    settings = {"augmentation": augmentation, "seed": 3, "trace": "none"}
+    together = made(model, samples=20, **settings).samples
+    first = made(model, samples=1, **settings).samples
+    alone = made(model, ["Once upon a time"], samples=20, max_rows=1, **settings).samples
+    backwards = made(model, ["Once upon a time", "The lake"], samples=20, max_rows=7, **settings).samples
+    key = together.set_index(["prompt", "sample"])["text"]
+    assert len(key) == 40
+    for other in (first, alone, backwards):
+        assert other.set_index(["prompt", "sample"])["text"].equals(
+            key.loc[list(zip(other["prompt"], other["sample"], strict=True))]
+        )
+    assert key.nunique() == 40
+
+
+def test_a_short_text_begins_the_long_one():
+    model = load("tiny-llama")
+    long, short = (made(model, length=length, augmentation=Augmentation(alpha=1)).samples for length in (60, 25))
+    for a, b in zip(long["tokens"], short["tokens"], strict=True):
+        assert a[: len(b)] == b
+
+
+def test_baseline_and_lapa2_share_their_random_numbers():
+    model = load("tiny-gpt2")
+    base, same, other = (
+        made(model, augmentation=a).samples["text"].tolist()
+        for a in (None, Augmentation(alpha=1e-9), Augmentation(alpha=3))
+    )
+    assert base == same
+    assert base != other
+
+
+def test_attribute_and_seed_change_the_text():
+    model = load("tiny-gpt2")
+    texts = {tuple(made(model, attribute=a, seed=s).samples["text"]) for a in ("positive", "negative") for s in (1, 2)}
+    assert len(texts) == 4
+
+
+def test_length_counts_the_prompt_where_the_task_says_so():
+    model = load("tiny-gpt2")
+    sentiment = made(model, ["The lake"], length=30).samples.iloc[0]
+    assert sentiment["n_tokens"] == 30 - len("The lake")  # one token per byte
+    assert sentiment["text"].startswith("The lake")
+    assert sentiment["text"] == "The lake" + sentiment["continuation"]
+    detox = made(model, ["The lake"], task=load_task("detox"), attribute="nontoxic", length=30).samples.iloc[0]
+    assert detox["n_tokens"] == 30
+    assert detox["text"] == detox["continuation"]
+
+
+def test_llama_continuations_keep_their_leading_space():
+    model = load("smollm2-135m")
+    found = made(model, ["The lake"], top_k=1, length=8).samples.iloc[0]
+    assert found["continuation"].startswith(" ")
+    assert found["text"] == "The lake" + model.tokenizer.decode(found["tokens"])
+
+
+class Ends(type(PREFIX)):
+    """Prefix conditioning that makes the end token nearly certain at its third step."""
+
+    name = "ends"
+
+    def combine(self, log_probs, state):
+        weights = log_probs["prefix"].clone()
+        weights[:, 0] = 50.0 if (state or 0) == 2 else -50.0
+        return weights
+
+    def advance(self, state, log_probs, tokens):
+        return (state or 0) + 1
+
+
+def test_end_token_policies():
+    model = load("tiny-gpt2")
+    assert text_markers(model.tokenizer).ends == (0,)
+    kept, stopped, blocked = (made(model, method=Ends(), eos=eos) for eos in ("keep", "stop", "block"))
+    for sample in kept.samples.itertuples():
+        assert sample.tokens[2] == 0
+        assert sample.finish == "length"
+        assert "<|endoftext|>" in sample.text
+        assert len(sample.tokens) == 30 - len(sample.prompt)
+    for sample in stopped.samples.itertuples():
+        assert sample.tokens[2] == 0
+        assert (sample.n_tokens, sample.finish) == (3, "end")
+    assert stopped.trace.sizes["step"] == 3
+    assert all(0 not in tokens for tokens in blocked.samples["tokens"])
+
+
+def test_prompts_of_a_batch_end_at_their_own_lengths():
+    model = load("tiny-gpt2")
+    found = made(model, ["The lake", "Once upon a time"], length=30)
+    assert found.samples["n_tokens"].tolist() == [22, 14]
+    prefix = found.trace["prefix"].to_numpy()[0]
+    assert np.isfinite(prefix[0]).all()
+    assert np.isfinite(prefix[1, :14]).all()
+    assert np.isnan(prefix[1, 14:]).all()
+
+
+def test_rows_of_a_batch_are_bounded_by_their_cache():
+    model = load("smollm2-135m")
+    short = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, 128, 300)
+    assert {len(group) for group in short.groups} == {120, 60}
+    long = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, 8000, 300)
+    bytes_of_a_row = 2 * 30 * 3 * 64 * 4 * 8003
+    assert max(len(group) for group in long.groups) == (2 << 30) // bytes_of_a_row
+
+
+def test_every_branch_sees_the_same_tokens():
+    """Two branches as stacked rows equal two separate passes: combining base and prefix by hand."""
+    from dataclasses import dataclass
+
+    from lapa2_interp.methods import Branch
+
+    @dataclass(frozen=True)
+    class Sum(type(PREFIX)):
+        name = "sum"
+
+        def branches(self, attribute):
+            return (Branch("base"), Branch("prefix", attribute))
+
+        def combine(self, log_probs, state):
+            return log_probs["base"] + log_probs["prefix"]
+
+    model = load("tiny-neox", "float64")
+    found = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
+    assert found.trace["branch"].values.tolist() == ["base", "prefix"]
+    for sample in found.samples.itertuples():
+        base, _ = oracle_logits(model, layout(model.tokenizer, None, sample.prompt), sample.tokens[:-1])
+        with_prefix = layout(model.tokenizer, "Very positive:", sample.prompt)
+        steered, _ = oracle_logits(model, with_prefix, sample.tokens[:-1], Augmentation(alpha=1))
+        assert (base.log_softmax(1) + steered.log_softmax(1)).argmax(1).tolist() == sample.tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"length": 300}, LayoutError, "exceed the model's context of 256"),
+        ({"length": 8}, LayoutError, "leaves nothing to generate after the 8 tokens of 'The lake'"),
+        ({"length": 0}, LayoutError, "at least 1"),
+        ({"samples": 0}, LayoutError, "at least 1"),
+        ({"top_k": 0}, Lapa2Error, "top_k must be at least 1"),
+        ({"prompts": ("The lake", "The lake")}, LayoutError, "given twice"),
+        ({"prompts": ("",)}, LayoutError, "tokenises to nothing"),
+        ({"attribute": "joyful"}, TaskError, "unknown attribute 'joyful'; allowed: positive, negative"),
+        ({"augmentation": Augmentation(alpha=1, layers=(4,))}, AugmentationError, "layers 0-3"),
+        ({"augmentation": Augmentation(alpha=1, span=((0, 50),))}, LayoutError, "outside the sequence"),
+        ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
+    ],
+)
+def test_bad_input(settings, error, message):
+    with pytest.raises(error, match=message):
+        made(load("tiny-gpt2"), **settings)
+
+
+def test_nothing_stays_hooked_after_generation():
+    model = load("tiny-gpt2")
+    made(model, augmentation=Augmentation(alpha=1))
+    assert not [name for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_generates(tiny, model_class, dtype):
+    found = made(load(tiny, dtype, model_class), augmentation=Augmentation(alpha=2), samples=2)
+    assert len(found.samples) == 4
+    assert np.isfinite(found.trace["prefix"].to_numpy()[0, 0]).all()
+    total = sum(found.trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()[0, 0]
+    assert np.abs(total - 1).max() < 0.03  # bfloat16 weights carry 3 digits; 40 of them are summed

@@ -1,0 +1,41 @@
+"""TransformerBridge == HookedTransformer: forward passes, cached decoding, traces. Collected where both classes exist."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import load
+
+from lapa2_interp import Augmentation, augmented, generate, load_task, methods
+from lapa2_interp.layout import layout
+from lapa2_interp.trace import SUMS
+
+AUGMENTATIONS = [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
+def test_forward_passes(tiny, augmentation):
+    logits = []
+    for kind in ("TransformerBridge", "HookedTransformer"):
+        model = load(tiny, "float64", kind)
+        found = layout(model.tokenizer, "ab cd:", "efg hi")
+        with torch.no_grad(), augmented(model, augmentation, found):
+            logits.append(model(found.tensor).log_softmax(-1))
+    # HookedTransformer builds its rotary tables and norm epsilons in float32; its logits are centred, hence log_softmax.
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
+def test_generated_texts_and_traces(tiny, augmentation):
+    made = []
+    for kind in ("TransformerBridge", "HookedTransformer"):
+        model = load(tiny, "float32", kind)
+        made.append(
+            generate(
+                model, methods.get("prefix"), load_task("sentiment"), "positive", ["The lake", "Once upon a time"],
+                augmentation=augmentation, length=40, samples=3,
+            )  # fmt: skip
+        )
+    bridge, hooked = made
+    assert bridge.samples["text"].tolist() == hooked.samples["text"].tolist()
+    for name in SUMS:
+        assert np.nanmax(np.abs(bridge.trace[name] - hooked.trace[name])) < 1e-4

@@ -1,0 +1,219 @@
+"""Spans and lengths: every row of the table "which keys the official span covers", both profiles, all phases."""
+
+import numpy as np
+import pytest
+from conftest import load
+from oracle import oracle_bias
+
+from lapa2_interp import Augmentation
+from lapa2_interp.errors import LayoutError
+from lapa2_interp.layout import layout, left_pad, text_markers
+from lapa2_interp.models import load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("prefix", "count"),
+    [
+        ("Very positive:", 3),
+        ("Very negative:", 3),
+        ("Positive:", 3),
+        ("A positive text:", 4),
+        ("Very nontoxic:", 4),
+        ("Very toxic:", 3),
+        ("World-related:", 4),
+        (
+            "The following text perpetuates negative stereotypes, is threatening or sexually explicit, or contains "
+            "profane language.",
+            20,
+        ),
+    ],
+)
+def test_prefix_lengths_of_the_paper_under_gpt2(gpt2_tokenizer, prefix, count):
+    found = layout(gpt2_tokenizer, prefix, " The lake")
+    assert found.l_pre == count == found.counted
+
+
+def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
+    found = layout(gpt2_tokenizer, "Very positive:", "The lake")
+    assert found.tokens == ("<|endoftext|>", "Very", "Ġpositive", ":", "The", "Ġlake")
+    assert (found.bos, found.prefix, found.prompt) == ((0, 1), (1, 4), (4, 6))
+    assert found.spans("prefix") == ((1, 4),)
+    assert found.spans("released") == ((0, 3),), "BOS and all but the last prefix token"
+    assert found.spans("bos") == ((0, 1),)
+    assert found.spans("prefix+bos") == ((0, 1), (1, 4))
+    assert found.spans(((0, 2), (5, 6))) == ((0, 2), (5, 6))
+    assert [found.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))] == [3, 3, 3, 3, 3]
+
+
+def test_base_branch_row(gpt2_tokenizer):
+    found = layout(gpt2_tokenizer, None, "The year is 1910.")
+    assert found.l_pre == 0
+    assert found.spans("prefix") == ((1, 1 + found.l_pro),), "Pro-Aug acts on the prompt"
+    assert found.spans("released") == ((0, found.l_pro),), "BOS and all but the last prompt token"
+
+
+def test_llama_rows_count_the_automatic_bos():
+    tokenizer = load_tokenizer("tiny-llama")
+    single = layout(tokenizer, "ab:", "cd")
+    assert (single.n_bos, single.l_pre, single.counted) == (1, 3, 4)
+    doubled = layout(tokenizer, "ab:", "cd", doubled_bos=True)
+    assert doubled.ids == (single.ids[0], *single.ids)
+    assert doubled.prefix == (2, 5)
+    assert doubled.spans("released") == ((0, 4),), "both BOS and all but the last prefix token"
+    assert doubled.n("released") == 4
+
+
+def test_doubled_bos_needs_a_tokenizer_that_adds_one(gpt2_tokenizer):
+    with pytest.raises(LayoutError, match="doubled_bos"):
+        layout(gpt2_tokenizer, "Very positive:", "The lake", doubled_bos=True)
+
+
+def test_biases_of_the_worked_example(gpt2_tokenizer):
+    """l_pre 3, l_pro 4, alpha 1/2: paper .4236 .4904 .5493 .6020, released 0 .5493 .6020 .6496."""
+    found = layout(gpt2_tokenizer, "Very positive:", "The lake is blue")
+    assert (found.l_pre, found.l_pro) == (3, 4)
+    queries = np.arange(7, 11)
+    paper = found.bias(Augmentation(alpha=0.5), queries)
+    released = found.bias(Augmentation(alpha=0.5, profile="released"), queries)
+    assert paper.round(4).tolist() == [0.4236, 0.4904, 0.5493, 0.6020]
+    assert released.round(4).tolist() == [0.0, 0.5493, 0.6020, 0.6496]
+
+
+def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
+    """l_pro 4, alpha 1/2, second step: .1116 (paper), .2027 (released); the first step's is 0 in both."""
+    found = layout(gpt2_tokenizer, None, "The lake is blue")
+    queries = np.arange(4, 6)
+    assert found.bias(Augmentation(alpha=0.5), queries).round(4).tolist() == [0.0, 0.1116]
+    assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [0.0, 0.2027]
+
+
+@pytest.mark.parametrize("branch", ["gpt2 prefix", "gpt2 base", "llama single", "llama doubled", "llama base"])
+@pytest.mark.parametrize("profile", ["paper", "released"])
+@pytest.mark.parametrize("phase", ["decode", "last_query", "all_queries"])
+@pytest.mark.parametrize("law", ["log", "linear", "sqrt", "constant"])
+@pytest.mark.parametrize("span", ["prefix", "prefix+bos", "bos", "released", ((0, 1), (3, 5))])
+@pytest.mark.parametrize("pad", [0, 5])
+def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, span, pad):
+    llama = load_tokenizer("tiny-llama")
+    found = {
+        "gpt2 prefix": lambda: layout(gpt2_tokenizer, "Very positive:", "The lake"),
+        "gpt2 base": lambda: layout(gpt2_tokenizer, None, "Once upon a time"),
+        "llama single": lambda: layout(llama, "ab:", "cde"),
+        "llama doubled": lambda: layout(llama, "ab:", "cde", doubled_bos=True),
+        "llama base": lambda: layout(llama, None, "cdefg"),
+    }[branch]()
+    l0 = 128 if law == "constant" else None
+    augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law, l0=l0, span=span)
+    total = len(found) + 6
+    expected = np.array(
+        oracle_bias(
+            n_bos=found.n_bos, l_pre=found.l_pre, l_pro=found.l_pro, counted=found.counted, total=total, alpha=0.7,
+            law=law, l0=l0, span=span, length=augmentation.length, phase=phase, released=profile == "released",
+        )  # fmt: skip
+    )
+    padded = found.padded(len(found) + pad)
+    bias = padded.bias(augmentation, np.arange(pad, pad + total))
+    keys = np.zeros(total)
+    for start, stop in padded.spans(augmentation.span):
+        keys[start - pad : stop - pad] = 1
+    assert np.abs(bias[:, None] * keys - expected).max() < 1e-12
+    assert expected.any()
+
+
+def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_tokenizer):
+    found = layout(gpt2_tokenizer, "Very positive:", '"Quoted" text')
+    assert found.merged == ':"'
+    assert found.tokens[found.prefix.stop - 1] == ':"'
+    assert layout(gpt2_tokenizer, "Very positive:", "The lake").merged is None
+
+
+@pytest.mark.parametrize("prefix", ["Very positive:", "The following text contains profane language.\n\n", "x"])
+@pytest.mark.parametrize("prompt", ["The lake", " The lake", "“OMG u", "湖 is 🏞️ nice", "  two spaces"])
+def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
+    for tokenizer in (gpt2_tokenizer, load_tokenizer("tiny-neox")):
+        found = layout(tokenizer, prefix, prompt)
+        assert found.prompt.stop == len(found) == found.n_bos + found.l_pre + found.l_pro
+        if found.merged is None:
+            assert tokenizer.decode(found.ids[found.prefix.start : found.prefix.stop]) == prefix
+            assert tokenizer.decode(found.ids[found.prompt.start : found.prompt.stop]) == prompt
+
+
+def test_trimmed_offsets_do_not_move_the_seam(gpt2_tokenizer):
+    """Some tokenizers leave the leading space of a token out of its offsets; the space still opens the prompt."""
+    import copy
+
+    from tokenizers import processors
+
+    trimming = copy.deepcopy(gpt2_tokenizer)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    assert trimming(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
+    assert layout(trimming, "Be kind.", " The lake") == layout(gpt2_tokenizer, "Be kind.", " The lake")
+
+
+def test_empty_prefix(gpt2_tokenizer):
+    with pytest.raises(LayoutError, match="prefix '' tokenises to nothing"):
+        layout(gpt2_tokenizer, "", "The lake")
+
+
+def test_empty_prompt(gpt2_tokenizer):
+    with pytest.raises(LayoutError, match="prompt '' tokenises to nothing"):
+        layout(gpt2_tokenizer, "Very positive:", "")
+
+
+def test_span_outside_the_sequence(gpt2_tokenizer):
+    found = layout(gpt2_tokenizer, "Very positive:", "The lake")
+    with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 tokens"):
+        found.spans(((2, 9),))
+
+
+def test_left_padding_moves_slots_not_lengths(gpt2_tokenizer):
+    short = layout(gpt2_tokenizer, "Very positive:", "The lake")
+    long = layout(gpt2_tokenizer, "A positive text:", "Once upon a time")
+    padded, same = left_pad([short, long])
+    assert same == long
+    assert padded.pad == 3
+    assert padded.prefix == (4, 7)
+    queries = np.array([8, 9])
+    assert padded.lengths(queries, "kv").tolist() == short.lengths(queries - 3, "kv").tolist() == [6, 7]
+
+
+def test_plain_text_starts_are_decided_in_one_place(gpt2_tokenizer):
+    assert gpt2_tokenizer.convert_ids_to_tokens(text_markers(gpt2_tokenizer).start) == "<|endoftext|>"
+    llama = load_tokenizer("tiny-llama")
+    assert llama.convert_ids_to_tokens(text_markers(llama).start) == "<s>"
+    assert llama.convert_ids_to_tokens(list(text_markers(llama).ends)) == ["</s>"]
+    smol = load_tokenizer("smollm2-135m")
+    assert text_markers(smol).start == 0, "not the configured <|im_start|>, which opens a chat turn"
+    assert text_markers(smol).ends == (0, 2)
+    assert smol.bos_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+def test_transformer_lens_tokenises_text_as_the_layout_does(name):
+    model = load(name)
+    found = layout(model.tokenizer, "Very positive:", "The lake")
+    assert model.to_tokens("Very positive:The lake")[0].tolist() == list(found.ids)
+    assert found.counted == layout(load_tokenizer(name), "Very positive:", "The lake").counted
+
+
+def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
+    """The method description counts 11 of the 203 prompts whose first character merges with a ":" before it."""
+    import json
+    import lzma
+
+    with lzma.open(data / "prompts" / "rtp_challenging_203.jsonl.xz", "rt") as lines:
+        prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts) == 203
+    merged = [layout(gpt2_tokenizer, "Very nontoxic:", prompt).merged is not None for prompt in prompts]
+    assert sum(merged) == 11
+    assert not any(layout(gpt2_tokenizer, "Very nontoxic:", " " + prompt).merged for prompt in prompts)
+
+
+def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):
+    from lapa2_interp import load_task
+
+    for name in ("sentiment", "topic"):
+        task = load_task(name)
+        for attribute in task.attributes:
+            for prompt in task.prompts.texts:
+                assert layout(gpt2_tokenizer, task.prefix(attribute), prompt).merged is None
