@@ -16,7 +16,7 @@ from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.experiments.runner import run_arms
 from lapa2_interp.experiments.store import Manifest, Run, new_folder, write_run
 from lapa2_interp.layout import layout
-from lapa2_interp.models import Dtype, load_model, load_tokenizer
+from lapa2_interp.models import load_model, load_tokenizer
 from lapa2_interp.report import Section, page
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks import load_task
@@ -35,7 +35,7 @@ def run_demo(
     out: Path,
     *,
     model_name: str = "smollm2-135m",
-    dtype: Dtype = "float32",
+    dtype: str = "float32",
     length: int = 128,
     samples: int = 1,
     seed: int = 1,
@@ -95,7 +95,7 @@ def run_demo(
     )
 
 
-def _generate(model_name: str, dtype: Dtype, length: int, samples: int, seed: int) -> Run:
+def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int) -> Run:
     model, task = load_model(model_name, dtype=dtype), load_task("sentiment")
     return run_arms(
         model,

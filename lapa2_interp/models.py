@@ -22,11 +22,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp.errors import ModelError
+from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
     from lapa2_interp.attention.hooked import Model
 
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-ModelClass = Literal["TransformerBridge", "HookedTransformer"]
-
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -77,9 +75,9 @@ def model_card(model: Model) -> ModelCard:
 
 def load_model(
     name: str,
-    dtype: Dtype = "float32",
+    dtype: str = "float32",
     device: str | None = None,
-    model_class: ModelClass = "TransformerBridge",
+    model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
 ) -> Model:
     """Load a model, ready for `augmented`.
@@ -102,12 +100,15 @@ def load_model(
 
     from lapa2_interp.attention.liveness import assert_live
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code)
-    network = network.to(device)
     wrap = {"TransformerBridge": _bridge, "HookedTransformer": _hooked_transformer}
     if model_class not in wrap:
-        raise ModelError(f"unknown model class {model_class!r}; allowed: {', '.join(wrap)}")
+        raise ModelError(one_of("model class", model_class, wrap))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code)
+    try:
+        network = network.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from None
     architecture = type(network).__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
@@ -120,12 +121,14 @@ def load_model(
 
 
 def load_transformers(
-    name: str, dtype: Dtype = "float32", trust_remote_code: bool = False
+    name: str, dtype: str = "float32", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """The plain transformers model on the CPU with eager attention, its tokenizer, and where its weights come from."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    if dtype not in DTYPES:
+        raise ModelError(one_of("dtype", dtype, DTYPES))
     tokenizer = load_tokenizer(name, trust_remote_code)
     if name in TINY:
         torch_state = torch.random.get_rng_state()

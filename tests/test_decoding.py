@@ -86,7 +86,7 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
     model = load(name)
     network, _, _ = load_transformers(name)
     for augmentation in (None, Augmentation(alpha=0)):
-        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=40)
+        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=22)
         ids = layout(model.tokenizer, "Very positive:", "The lake").tensor
         for token in found.samples["tokens"][0]:
             with torch.no_grad():

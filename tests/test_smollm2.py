@@ -1,0 +1,51 @@
+"""The real model: what the paper says happens, happens here."""
+
+import numpy as np
+import pytest
+from conftest import load
+
+from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp.theory import fit_decay
+from lapa2_interp.trace import pooled
+
+
+@pytest.fixture(scope="module")
+def curves():
+    model, task = load("smollm2-135m", "bfloat16"), load_task("sentiment")
+    arms = {"baseline": None, "half": Augmentation(alpha=0.5), "released": Augmentation(alpha=0.5, profile="released")}
+    return {
+        arm: generate(
+            model, methods.get("prefix"), task, "positive", task.prompts.texts, augmentation=a, length=90, trace="pooled"
+        ).trace
+        for arm, a in arms.items()
+    }
+
+
+def at(trace, name, steps):
+    return pooled(trace, name)[0][:, steps].mean(axis=1)
+
+
+def test_prefix_attention_fades_without_the_bias(curves):
+    base = curves["baseline"]
+    early, late = at(base, "prefix", slice(0, 8)), at(base, "prefix", slice(56, 72))
+    assert (late < 0.5 * early).all(), "for every one of the 15 prompts"
+    curve = pooled(base, "prefix")[0][:, :72].mean(axis=0).astype(float)
+    assert fit_decay(np.arange(72), curve).r2 > 0.8
+
+
+def test_lapa2_holds_it_up_at_step_64(curves):
+    base, half = (at(curves[arm], "prefix", slice(56, 72)) for arm in ("baseline", "half"))
+    assert (half > base).mean() >= 14 / 15
+    assert half.mean() > 2 * base.mean()
+
+
+def test_the_released_span_feeds_the_sink_instead(curves):
+    """BOS gains more than the prefix does, and the prefix gains less than under the paper's span."""
+    window = slice(56, 72)
+    gain = {
+        (arm, name): (at(curves[arm], name, window) - at(curves["baseline"], name, window)).mean()
+        for arm in ("half", "released")
+        for name in ("prefix", "bos")
+    }
+    assert gain["released", "bos"] > 3 * gain["released", "prefix"]
+    assert gain["half", "prefix"] > 2 * gain["released", "prefix"]

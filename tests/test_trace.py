@@ -1,0 +1,164 @@
+"""Recorded sums against whole patterns of a full recomputation."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from conftest import load
+from oracle import oracle_logits
+
+from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp.errors import TraceError
+from lapa2_interp.layout import layout
+from lapa2_interp.theory import fit_decay
+from lapa2_interp.trace import (
+    SUMS,
+    Recorder,
+    fit_table,
+    head_table,
+    pooled,
+    prefix_token_table,
+    step_table,
+    trace_bytes,
+)
+
+PROMPTS = ["The lake", "Once upon a time"]
+
+
+def made(model, **settings):
+    settings = {"length": 34, "samples": 2, "augmentation": Augmentation(alpha=1)} | settings
+    return generate(model, methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS, **settings)
+
+
+def expected_sums(pattern, found):
+    """The sums of one query's attention row [head, key], by slicing."""
+    n_bos, pre, n_keys = found.n_bos, found.l_pre, pattern.shape[1]
+    rest = [key for key in range(n_keys) if not n_bos <= key < n_bos + pre]
+    sums = {
+        "bos": pattern[:, :n_bos].sum(1),
+        "prefix": pattern[:, n_bos : n_bos + pre].sum(1),
+        "prompt": pattern[:, n_bos + pre : len(found)].sum(1),
+        "generated": pattern[:, len(found) :].sum(1),
+        "released_slice": pattern[:, : found.counted].sum(1),
+    }
+    return sums | {f"nearest_{k}": pattern[:, rest[-k:]].sum(1) for k in (2, 4, 6, 8)}
+
+
+@pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")])
+def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(tiny, model_class, augmentation):
+    model = load(tiny, "float32", model_class)
+    run = made(model, augmentation=augmentation, patterns=[(1, 2), (3, 0)])
+    trace = run.trace.isel(branch=0)
+    assert trace["prefix"].dims == ("sample", "step", "layer", "head")
+    for number, sample in enumerate(run.samples.itertuples()):
+        found = layout(model.tokenizer, "Very positive:", sample.prompt)
+        _, patterns = oracle_logits(model, found, sample.tokens[:-1], augmentation)
+        for step in range(sample.n_tokens):
+            query = len(found) - 1 + step
+            rows = {layer: pattern[:, query, : query + 1].double() for layer, pattern in patterns.items()}
+            for layer, row in rows.items():
+                for name, expected in expected_sums(row, found).items():
+                    recorded = trace[name][number, step, layer].to_numpy()
+                    assert np.abs(recorded - expected.numpy()).max() < 2e-5, (name, layer, step)
+            tokens = np.mean([row[:, slice(*found.prefix)].numpy() for row in rows.values()], axis=(0, 1))
+            assert np.abs(trace["prefix_tokens"][number, step].to_numpy() - tokens).max() < 2e-5
+            for pair, (layer, head) in enumerate([(1, 2), (3, 0)]):
+                kept = trace["pattern"][number, step, pair].to_numpy()
+                assert np.abs(kept[: query + 1] - rows[layer][head].numpy()).max() < 2e-5
+                assert np.isnan(kept[query + 1 :]).all()
+            assert trace["l_kv"][number, step] == query + 1
+
+
+def test_the_parts_add_up_to_one():
+    trace = made(load("tiny-llama")).trace
+    total = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()
+    assert np.nanmax(np.abs(total - 1)) < 1e-6
+
+
+def test_steps_a_sample_does_not_have_are_nan():
+    run = made(load("tiny-gpt2"))
+    for number, sample in enumerate(run.samples.itertuples()):
+        for name in (*SUMS, "prefix_tokens"):
+            values = run.trace[name].to_numpy()[0, number]
+            assert np.isfinite(values[: sample.n_tokens]).all()
+            assert np.isnan(values[sample.n_tokens :]).all()
+
+
+def test_pooled_is_the_mean_of_full():
+    full, mean = (made(load("tiny-neox"), trace=kind).trace for kind in ("full", "pooled"))
+    assert mean["prefix"].dims == ("branch", "sample", "step")
+    for name in SUMS:
+        assert np.allclose(pooled(full, name), mean[name], atol=1e-6, equal_nan=True)
+    assert made(load("tiny-neox"), trace="none").trace is None
+
+
+def test_batches_do_not_change_a_trace():
+    together, alone = (made(load("tiny-gpt2"), max_rows=rows).trace for rows in (None, 1))
+    for name in SUMS:
+        assert np.allclose(together[name], alone[name], atol=1e-5, equal_nan=True)
+
+
+def test_a_base_branch_has_no_prefix():
+    model = load("tiny-gpt2")
+    run = generate(model, methods.get("none"), load_task("sentiment"), "positive", PROMPTS, length=34)
+    assert np.nanmax(run.trace["prefix"].to_numpy()) == 0
+    assert run.trace.sizes["prefix_token"] == 0
+    first = run.trace.isel(branch=0, sample=0, step=0)
+    assert np.allclose(first["released_slice"] + 0, 1 - nearest_last_prompt_token(run, model), atol=1e-5)
+
+
+def nearest_last_prompt_token(run, model):
+    """What the released slice misses at step 0 on the raw model: the last prompt token."""
+    found = layout(model.tokenizer, None, PROMPTS[0])
+    _, patterns = oracle_logits(model, found, [])
+    return np.stack([patterns[i][:, -1, -1].numpy() for i in range(model.cfg.n_layers)])
+
+
+def test_netcdf_round_trip(tmp_path):
+    trace = made(load("tiny-gpt2"), patterns=[(0, 0)]).trace.assign_attrs(manifest='{"nested": {"a": [1]}}')
+    trace.to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
+    with xr.open_dataset(tmp_path / "trace.nc", engine="h5netcdf") as stored:
+        xr.testing.assert_identical(stored.load(), trace)
+
+
+def test_size_estimate_is_the_size():
+    run = made(load("tiny-gpt2"), patterns=[(0, 0)])
+    trace = run.trace
+    size = sum(trace[name].nbytes for name in SUMS) + trace["pattern"].nbytes
+    assert trace_bytes("full", 4, trace.sizes["step"], 4, 4, 1, trace.sizes["key"]) == size
+    assert trace_bytes("none", 4, 30, 4, 4, 0, 60) == 0
+
+
+def test_heads_the_model_lacks():
+    with pytest.raises(TraceError, match=r"head \(4, 0\) does not exist; the model has layers 0-3"):
+        Recorder(4, 4, "full", [(4, 0)])
+
+
+def test_tables_of_a_run_with_two_arms():
+    model = load("tiny-gpt2")
+    arms = {"base": None, "lapa2": Augmentation(alpha=1)}
+    runs = {arm: made(model, augmentation=a, trace="full") for arm, a in arms.items()}
+    samples = pd.concat([run.samples.assign(arm=arm) for arm, run in runs.items()], ignore_index=True)
+    trace = xr.concat([run.trace for run in runs.values()], dim="sample", data_vars="all", coords="different", compat="equals")
+    steps = step_table(trace, samples)
+    shortest = min(samples["n_tokens"])
+    for arm, run in runs.items():
+        mean = pooled(run.trace, "prefix")[0, :, :shortest].mean(axis=0)
+        part = steps[(steps["arm"] == arm) & (steps["name"] == "prefix")]
+        assert len(part) == shortest
+        assert np.allclose(part["mean"], mean)
+        assert (part["low"] <= part["mean"] + 1e-12).all()
+        assert (part["mean"] <= part["high"] + 1e-12).all()
+        fit = fit_decay(np.arange(shortest), mean.astype(float))
+        row = fit_table(steps).set_index("arm").loc[arm]
+        assert row["C"] == pytest.approx(fit.c, rel=1e-5, nan_ok=True)
+        heads = head_table(trace, samples)
+        expected = np.nanmean(run.trace["prefix"].to_numpy()[0], axis=(0, 1))
+        found = heads[heads["arm"] == arm].pivot(index="layer", columns="head", values="prefix").to_numpy()
+        assert np.allclose(found, expected, atol=1e-6)
+    tokens = prefix_token_table(trace, samples)
+    assert tokens["key"].tolist() == ["BOS", *(f"p{i}" for i in range(1, 15))] * 2
+    with pytest.raises(TraceError, match="unknown branch 'other'; allowed: prefix"):
+        step_table(trace, samples, branch="other")
+    with pytest.raises(TraceError, match="pooled over heads"):
+        head_table(made(model, trace="pooled").trace, runs["base"].samples)
