@@ -24,7 +24,9 @@ types: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
 notebook: $(VENV)/.installed
-	$(VENV)/bin/jupytext --to ipynb --execute --output results/first_look.ipynb analyses/first_look.py
+	mkdir -p results
+	$(VENV)/bin/jupytext --quiet --to ipynb --output results/first_look.ipynb analyses/first_look.py
+	$(VENV)/bin/jupyter-execute --inplace results/first_look.ipynb
 
 check: test test-hooked lint types
 

@@ -27,6 +27,7 @@ Start with `lapa2 demo` (two minutes), then `lapa2 layout` to see which keys a p
 `lapa2 generate` to make runs of your own.""",
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]

@@ -90,9 +90,8 @@ def run_demo(
         (folder / "report.html").write_text(
             page("Does the prefix fade?", lead, sections, side_by_side(run), facts(run.manifest)), encoding="utf-8"
         )
-    return (
-        f"{shown.to_string(index=False)}\n\n{lead}\n\nLook at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
-    )
+    where = f"Look at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
+    return f"{shown.to_string(index=False)}\n\n{lead}\n\n{where}"
 
 
 def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int) -> Run:

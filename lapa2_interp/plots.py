@@ -5,22 +5,27 @@ Colours are Okabe and Ito's, told apart by the colour-blind; arms keep their col
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from io import BytesIO
 
 import numpy as np
 import pandas as pd
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
+class Drawing(Figure):
+    """A figure outside pyplot's global list that notebooks show as a picture and reports embed."""
 
-    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
+def _figure(width: float, height: float) -> Drawing:
+    return Drawing(figsize=(width, height), layout="constrained", dpi=150)
 
 
 def _plain(axes: Axes, xlabel: str, ylabel: str) -> None:
@@ -28,7 +33,7 @@ def _plain(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix") -> Figure:
+def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix") -> Drawing:
     """Attention against step with 95 % bands, and the fitted C/(t+D) dotted.
 
     Args:
@@ -52,7 +57,7 @@ def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name
     return figure
 
 
-def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Figure:
+def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
     """Layer x head maps of one sum: the first arm as it is, the others as differences from it.
 
     Args:
@@ -81,11 +86,11 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Figure:
         panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0].yaxis.get_major_locator().set_params(integer=True)
     panels[0].set(ylabel="layer")
-    figure.suptitle(f"attention on {name}, mean over steps (each map has its own scale)", fontsize=9)
+    figure.suptitle(f"attention on {name} (each map has its own scale)", fontsize=9)
     return figure
 
 
-def prefix_token_bars(tokens: pd.DataFrame) -> Figure:
+def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     """Attention on BOS and on every prefix token, by arm, with 95 % intervals.
 
     Args:

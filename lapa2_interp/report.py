@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from lapa2_interp.plots import Drawing
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Section:
 
     title: str
     text: str
-    figure: Figure | None = None
+    figure: Drawing | None = None
     table: pd.DataFrame | None = None
 
 
@@ -48,10 +47,8 @@ def page(title: str, lead: str, sections: Sequence[Section], texts: pd.DataFrame
     )
 
 
-def _png(figure: Figure) -> str:
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+def _png(drawing: Drawing) -> str:
+    return base64.b64encode(drawing._repr_png_()).decode("ascii")
 
 
 def _cells(table: pd.DataFrame | None) -> dict[str, list] | None:

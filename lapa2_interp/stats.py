@@ -51,7 +51,9 @@ def resampled_means(
     return np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1))
 
 
-def mean_interval(values: Sequence[float] | np.ndarray, clusters: Labels, resamples: int = 2000, seed: int = 0) -> Interval:
+def mean_interval(
+    values: Sequence[float] | np.ndarray, clusters: Labels, resamples: int = 2000, seed: int = 0
+) -> Interval:
     """Mean of values with a 95 % percentile interval from resampling clusters.
 
     Args:

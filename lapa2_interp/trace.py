@@ -232,7 +232,9 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
 def fit_table(steps: pd.DataFrame) -> pd.DataFrame:
     """C / (t + D) fitted to each arm's mean prefix attention: columns arm, C, D, R2 (NaN where it does not converge)."""
     curves = steps[steps["name"] == "prefix"].groupby("arm", sort=False)
-    fits = {arm: fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy()) for arm, curve in curves if len(curve) >= 3}
+    fits = {
+        arm: fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy()) for arm, curve in curves if len(curve) >= 3
+    }
     return pd.DataFrame([{"arm": arm, "C": fit.c, "D": fit.d, "R2": fit.r2} for arm, fit in fits.items()])
 
 

@@ -92,8 +92,12 @@ def test_a_forward_pass_equals_the_oracle(tiny, model_class, augmentation):
 
 @pytest.mark.parametrize(
     ("layers", "heads"),
-    [("all", "all"), ("bottom", "all"), ("top", "all"), ("even", "all"), ((2,), "all"), ("all", ((1, 2), (3, 0))), ("odd", ((1, 1), (2, 2)))],
-)  # fmt: skip
+    [
+        *((rule, "all") for rule in ("all", "bottom", "top", "even", (2,))),
+        ("all", ((1, 2), (3, 0))),
+        ("odd", ((1, 1), (2, 2))),
+    ],
+)
 def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
     """Scores before and after the hook differ on the span's keys of the selected heads, and nowhere else."""
     model = load(tiny, "float64")
@@ -108,9 +112,9 @@ def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
             for i in range(model.cfg.n_layers)
         ]
 
-    with torch.no_grad(), model.hooks(fwd_hooks=keep(before)), augmented(model, augmentation, found):
-        with model.hooks(fwd_hooks=keep(after)):
-            model(ids_of(found, GENERATED))
+    first, last = (model.hooks(fwd_hooks=keep(store)) for store in (before, after))
+    with torch.no_grad(), first, augmented(model, augmentation, found), last:
+        model(ids_of(found, GENERATED))
     for i in range(model.cfg.n_layers):
         moved = (after[i] - before[i]).abs() > 1e-12
         for head in range(model.cfg.n_heads):
@@ -204,6 +208,7 @@ def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile
         found = branch(model)
         logits, patterns = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))
         results[precision] = logits.float()
+        assert {pattern.dtype for pattern in patterns.values()} == {logits.dtype}
         assert logits.dtype == getattr(torch, precision)
     difference = (results["float32"] - results[dtype]).abs().max() / results["float32"].abs().max()
     assert difference < (0.06 if dtype == "bfloat16" else 0.01)

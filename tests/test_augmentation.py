@@ -37,7 +37,14 @@ def test_profiles_fill_only_what_is_not_given():
     [
         {"alpha": 0.5},
         {"alpha": 2, "profile": "released"},
-        {"alpha": 1, "law": "constant", "l0": 128, "span": ((0, 2), (4, 5)), "layers": (0, 3), "heads": ((0, 1), (3, 2))},
+        {
+            "alpha": 1,
+            "law": "constant",
+            "l0": 128,
+            "span": ((0, 2), (4, 5)),
+            "layers": (0, 3),
+            "heads": ((0, 1), (3, 2)),
+        },
         {"alpha": 1 / 3, "span": "prefix+bos", "phase": "all_queries", "length": "kv", "layers": "top"},
     ],
 )
@@ -55,7 +62,14 @@ def test_a_value_cannot_be_changed():
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
-    [("all", [0, 1, 2, 3, 4]), ("bottom", [0, 1]), ("top", [2, 3, 4]), ("even", [0, 2, 4]), ("odd", [1, 3]), ((4,), [4])],
+    [
+        ("all", [0, 1, 2, 3, 4]),
+        ("bottom", [0, 1]),
+        ("top", [2, 3, 4]),
+        ("even", [0, 2, 4]),
+        ("odd", [1, 3]),
+        ((4,), [4]),
+    ],
 )
 def test_layer_rules(layers, expected):
     selected = Augmentation(alpha=1, layers=layers).selects(5, 2)

@@ -18,7 +18,9 @@ SENTIMENT = load_task("sentiment")
 PREFIX = methods.get("prefix")
 
 
-def made(model, prompts=("The lake", "Once upon a time"), attribute="positive", task=SENTIMENT, method=PREFIX, **settings):
+def made(
+    model, prompts=("The lake", "Once upon a time"), attribute="positive", task=SENTIMENT, method=PREFIX, **settings
+):
     return generate(model, method, task, attribute, list(prompts), **({"length": 30} | settings))
 
 

@@ -31,9 +31,15 @@ def test_generated_texts_and_traces(tiny, augmentation):
         model = load(tiny, "float32", kind)
         made.append(
             generate(
-                model, methods.get("prefix"), load_task("sentiment"), "positive", ["The lake", "Once upon a time"],
-                augmentation=augmentation, length=40, samples=3,
-            )  # fmt: skip
+                model,
+                methods.get("prefix"),
+                load_task("sentiment"),
+                "positive",
+                ["The lake", "Once upon a time"],
+                augmentation=augmentation,
+                length=40,
+                samples=3,
+            )
         )
     bridge, hooked = made
     assert bridge.samples["text"].tolist() == hooked.samples["text"].tolist()

@@ -107,9 +107,19 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, spa
     total = len(found) + 6
     expected = np.array(
         oracle_bias(
-            n_bos=found.n_bos, l_pre=found.l_pre, l_pro=found.l_pro, counted=found.counted, total=total, alpha=0.7,
-            law=law, l0=l0, span=span, length=augmentation.length, phase=phase, released=profile == "released",
-        )  # fmt: skip
+            n_bos=found.n_bos,
+            l_pre=found.l_pre,
+            l_pro=found.l_pro,
+            counted=found.counted,
+            total=total,
+            alpha=0.7,
+            law=law,
+            l0=l0,
+            span=span,
+            length=augmentation.length,
+            phase=phase,
+            released=profile == "released",
+        )
     )
     padded = found.padded(len(found) + pad)
     bias = padded.bias(augmentation, np.arange(pad, pad + total))

@@ -25,7 +25,9 @@ def test_the_papers_alphas():
 
 
 def test_unknown_methods_and_parameters():
-    with pytest.raises(MethodError, match="unknown method 'prefx'; allowed: none, prefix, negprompt; did you mean 'prefix'"):
+    with pytest.raises(
+        MethodError, match="unknown method 'prefx'; allowed: none, prefix, negprompt; did you mean 'prefix'"
+    ):
         methods.get("prefx")
     with pytest.raises(MethodError, match="method 'prefix'.*omega"):
         methods.get("prefix", omega=3)

@@ -15,7 +15,14 @@ def curves():
     arms = {"baseline": None, "half": Augmentation(alpha=0.5), "released": Augmentation(alpha=0.5, profile="released")}
     return {
         arm: generate(
-            model, methods.get("prefix"), task, "positive", task.prompts.texts, augmentation=a, length=90, trace="pooled"
+            model,
+            methods.get("prefix"),
+            task,
+            "positive",
+            task.prompts.texts,
+            augmentation=a,
+            length=90,
+            trace="pooled",
         ).trace
         for arm, a in arms.items()
     }

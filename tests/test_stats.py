@@ -30,7 +30,9 @@ def test_coverage_of_clustered_means():
         values = (effect[:, None] + rng.normal(0, 0.5, (40, 5))).ravel()
         found = mean_interval(values, np.repeat(np.arange(40), 5), resamples=500, seed=trial)
         hits += found.low <= 0 <= found.high
-    assert 0.88 <= hits / 200 <= 0.99  # nominal 0.95; two binomial standard errors and the bootstrap's small-sample loss
+    assert (
+        0.88 <= hits / 200 <= 0.99
+    )  # nominal 0.95; two binomial standard errors and the bootstrap's small-sample loss
 
 
 def test_missing_labels():

@@ -34,7 +34,11 @@ def test_a_run_reads_back_equal(run, tmp_path):
     pd.testing.assert_frame_equal(again.samples.drop(columns="tokens"), run.samples.drop(columns="tokens"))
     assert again.trace.attrs["manifest"] == run.manifest.model_dump_json(indent=1)
     xr.testing.assert_equal(again.trace, run.trace)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["manifest.json", "samples.parquet", "trace.nc"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "manifest.json",
+        "samples.parquet",
+        "trace.nc",
+    ]
 
 
 def test_a_run_holds_every_arm_and_attribute(run):

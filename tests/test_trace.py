@@ -8,6 +8,7 @@ from conftest import load
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp.decoding import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.layout import layout
 from lapa2_interp.theory import fit_decay
@@ -139,7 +140,7 @@ def test_tables_of_a_run_with_two_arms():
     arms = {"base": None, "lapa2": Augmentation(alpha=1)}
     runs = {arm: made(model, augmentation=a, trace="full") for arm, a in arms.items()}
     samples = pd.concat([run.samples.assign(arm=arm) for arm, run in runs.items()], ignore_index=True)
-    trace = xr.concat([run.trace for run in runs.values()], dim="sample", data_vars="all", coords="different", compat="equals")
+    trace = join_traces([run.trace for run in runs.values()], samples)
     steps = step_table(trace, samples)
     shortest = min(samples["n_tokens"])
     for arm, run in runs.items():

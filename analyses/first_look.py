@@ -1,0 +1,158 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # First look: one prefix, one prompt, every head
+#
+# Where does a language model look while it writes behind the prefix "Very positive:"? What does LaPA2 change, and what do
+# the next-token logits do when a single head is kept from reading the prefix?
+#
+# Everything here is TransformerLens as you know it; `augmented(...)` is a context manager around any forward pass. Set the
+# environment variable `LAPA2_MODEL` to look at another model.
+
+# %%
+import os
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+
+from lapa2_interp import Augmentation, augmented, generate, load_model, load_task, methods, model_card, plots
+from lapa2_interp.layout import layout
+from lapa2_interp.trace import head_table, pooled
+
+torch.set_grad_enabled(False)
+model = load_model(os.environ.get("LAPA2_MODEL", "smollm2-135m"))
+print(model_card(model))
+
+# %% [markdown]
+# ## Which keys are the prefix?
+#
+# `layout` tokenises prefix and prompt together and finds the spans from character offsets. The bias of Eq. 7 goes to the
+# slots `prefix`; `released` is what the paper's code boosts instead.
+
+# %%
+branch = layout(model.tokenizer, "Very positive:", "The lake")
+pd.DataFrame(
+    {
+        "token": branch.tokens,
+        "prefix": [branch.prefix.start <= slot < branch.prefix.stop for slot in range(len(branch))],
+        "released": [slot < branch.spans("released")[0].stop for slot in range(len(branch))],
+    }
+)
+
+# %% [markdown]
+# ## `run_with_cache`, with and without
+#
+# `last_query` (the default phase) augments the query that predicts the first new token. The exact law: in the first layer,
+# every head's log-odds of attending to the prefix move by exactly b.
+
+# %%
+augmentation = Augmentation(alpha=1.0)
+_, plain = model.run_with_cache(branch.tensor)
+with augmented(model, augmentation, branch):
+    _, boosted = model.run_with_cache(branch.tensor)
+
+
+def on_prefix(cache, layer):
+    """Attention of the last query on the prefix: [head]."""
+    return cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1, slice(*branch.prefix)].sum(-1)
+
+
+b = branch.bias(augmentation, np.array([len(branch) - 1]))[0]
+moved = torch.logit(on_prefix(boosted, 0)) - torch.logit(on_prefix(plain, 0))
+print(f"b = {b:.4f}; log-odds moved by {moved.min():.4f} to {moved.max():.4f} over the heads of layer 0")
+assert (moved - b).abs().max() < 1e-3
+
+# %%
+layers = range(model.cfg.n_layers)
+maps = pd.concat(
+    pd.DataFrame(
+        {
+            "arm": arm,
+            "layer": layer,
+            "head": range(model.cfg.n_heads),
+            "prefix": on_prefix(cache, layer).numpy(),
+        }
+    )
+    for arm, cache in (("plain", plain), ("alpha 1", boosted))
+    for layer in layers
+)
+plots.head_maps(maps)
+
+# %% [markdown]
+# ## While it writes
+#
+# The same two arms over 64 tokens of text, traced head by head inside the decode loop.
+
+# %%
+task = load_task("sentiment")
+runs = {
+    arm: generate(
+        model,
+        methods.get("prefix"),
+        task,
+        "positive",
+        task.prompts.texts[:4],
+        augmentation=chosen,
+        length=64,
+        samples=2,
+    )
+    for arm, chosen in {"plain": None, "alpha 1": augmentation}.items()
+}
+for arm, run in runs.items():
+    print(f"{arm}: {run.samples['text'][0]!r}\n")
+
+# %% [markdown]
+# ## One head
+#
+# The head that attends to the prefix most without help, and its curve over the steps.
+
+# %%
+top = head_table(runs["plain"].trace, runs["plain"].samples).sort_values("prefix").iloc[-1]
+layer, head = int(top["layer"]), int(top["head"])
+figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+for (arm, run), colour in zip(runs.items(), plots.COLOURS, strict=False):
+    curve = run.trace["prefix"].isel(branch=0, layer=layer, head=head)
+    axes.plot(curve.mean("sample"), color=colour, label=f"{arm}, head {layer}.{head}")
+    axes.plot(np.nanmean(pooled(run.trace, "prefix")[0], axis=0), color=colour, ls=":", label=f"{arm}, all heads")
+axes.set(xlabel="generation step", ylabel="attention on the prefix", ylim=(0, None))
+axes.legend(frameon=False, fontsize=8)
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# ## Blocked
+#
+# Keep that one head from reading the prefix (its scores there to -inf at every query after it) and compare next-token
+# log-probabilities: what did the model get through this head?
+
+
+# %%
+def block(scores, hook):
+    scores = scores.clone()
+    scores[:, head, branch.prefix.stop :, slice(*branch.prefix)] = -torch.inf
+    return scores
+
+
+before = model(branch.tensor)[0, -1].log_softmax(-1)
+after = model.run_with_hooks(branch.tensor, fwd_hooks=[(f"blocks.{layer}.attn.hook_attn_scores", block)])
+change = after[0, -1].log_softmax(-1) - before
+likely = before.topk(200).indices
+ranked = likely[change[likely].argsort()]
+print(f"head {layer}.{head} blocked: KL divergence {(before.exp() * -change).sum():.4f} nats")
+pd.DataFrame(
+    {
+        "less likely": [model.tokenizer.decode([i]) for i in ranked[:8].tolist()],
+        "change (nats)": change[ranked[:8]].numpy(),
+        "more likely": [model.tokenizer.decode([i]) for i in ranked.flip(0)[:8].tolist()],
+        "change (nats) ": change[ranked.flip(0)[:8]].numpy(),
+    }
+)

@@ -1,0 +1,193 @@
+"""The command line as a user meets it: one-line errors with exit code 2, help that teaches, results that load back."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from lapa2_interp.cli import main
+from lapa2_interp.experiments.store import read_run
+
+GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
+
+
+def lapa2(line, *more):
+    return main([*shlex.split(line), *map(str, more)])
+
+
+def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
+    out = tmp_path / "run"
+    line = f"{GENERATE} --prompt 'The sea' --method prefix --task sentiment --alpha 0.5 --samples 4 --seed 1 --patterns 0.1"
+    assert lapa2(line, "--out", out) == 0
+    run = read_run(out)
+    assert run.manifest.arms["alpha 0.5 paper"].alpha == 0.5
+    assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
+    assert run.manifest.patterns == ((0, 1),)
+    printed = capsys.readouterr()
+    assert run.samples["text"][0] in printed.out
+    assert "2 prompts x 4 samples x 1 branches" in printed.err
+    assert "trace" in printed.err, "the size is said before"
+
+
+def test_generation_from_the_shell_is_reproducible(tmp_path):
+    texts = []
+    for place, rows in (("a", 120), ("b", 1)):
+        assert lapa2(f"{GENERATE} --samples 3 --max-rows {rows}", "--out", tmp_path / place) == 0
+        texts.append(read_run(tmp_path / place).samples["text"].tolist())
+    assert texts[0] == texts[1]
+
+
+def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
+    for flags, arm in (("", "alpha 0.5 paper"), ("--alpha 0", "baseline"), ("--method negprompt", "alpha 1 paper")):
+        assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
+        assert list(read_run(tmp_path / "run").manifest.arms) == [arm]
+
+
+def test_augmentation_flags_reach_the_manifest(tmp_path):
+    flags = "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase all_queries"
+    flags += " --layers 0,2 --heads 0.1,2.3"
+    assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
+    (found,) = read_run(tmp_path / "run").manifest.arms.values()
+    assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
+    assert (found.law, found.l0, found.length, found.phase) == ("constant", 128, "kv", "all_queries")
+
+
+def test_trace_reads_a_run(tmp_path, capsys):
+    assert lapa2(f"{GENERATE} --samples 2", "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+    printed = capsys.readouterr().out
+    assert "attention on the prefix" in printed
+    assert "C/(t+D)" in printed
+    assert sorted(path.name for path in (tmp_path / "look").iterdir()) == [
+        "fits.csv", "head_maps.png", "heads.csv", "manifest.json", "prefix_attention.png", "prefix_tokens.csv",
+        "prefix_tokens.png", "steps.csv",
+    ]  # fmt: skip
+
+
+def test_trace_of_a_pooled_and_an_untraced_run(tmp_path, capsys):
+    assert lapa2(f"{GENERATE} --trace pooled", "--out", tmp_path / "pooled") == 0
+    assert lapa2("trace", tmp_path / "pooled") == 0
+    assert lapa2(f"{GENERATE} --trace none", "--out", tmp_path / "none") == 0
+    capsys.readouterr()
+    assert lapa2("trace", tmp_path / "none") == 2
+    assert "has no trace; generate it with --trace full" in capsys.readouterr().err
+
+
+def test_layout_prints_spans_lengths_and_biases(capsys):
+    assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --steps 4") == 0
+    printed = capsys.readouterr().out
+    assert "l_pre 3, l_pro 3, BOS 1, n 3" in printed
+    rows = [line.split() for line in printed.splitlines() if line.strip()]
+    assert [row[:4] for row in rows if row[0] == "0"][1] == ["0", "6", "0.3466", "1.414"]
+    assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --profile released --steps 2 --json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [token["boosted"] for token in facts["tokens"]] == [True, True, True, False, False, False, False]
+    assert [token["part"] for token in facts["tokens"]] == ["bos", *["prefix"] * 3, *["prompt"] * 3]
+    assert facts["steps"][0] == {"step": 0, "l": 7, "bias": 0.0}
+    assert lapa2("layout --prefix Ver --prompt 'y good'") == 0
+    assert "the token 'Very' crosses the seam" in capsys.readouterr().out
+
+
+def test_probe_and_lists(capsys):
+    assert lapa2("probe tiny-llama") == 0
+    printed = capsys.readouterr().out
+    assert "live in all 4 layers" in printed
+    assert "largest logit difference" in printed
+    assert lapa2("models --json") == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)][:2] == ["smollm2-135m", "tiny-gpt2"]
+    for command in ("models", "methods", "tasks"):
+        assert lapa2(command) == 0
+    assert "Very nontoxic:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generate --attribute positive", "requires an argument.*--out|--out"),
+        (GENERATE.replace("tiny-gpt2", "nope") + " --out OUT", "cannot load model 'nope'"),
+        (f"{GENERATE} --method nope --out OUT", "unknown method 'nope'"),
+        (f"{GENERATE} --task nope --out OUT", "unknown task 'nope'"),
+        (GENERATE.replace("positive", "nope") + " --out OUT", "unknown attribute 'nope'"),
+        (f"{GENERATE} --alpha -1 --out OUT", "alpha"),
+        (f"{GENERATE} --alpha nan --out OUT", "alpha"),
+        (f"{GENERATE} --law constant --out OUT", "needs l0"),
+        (f"{GENERATE} --layers 9 --out OUT", "layer 9 does not exist"),
+        (f"{GENERATE} --layers middle --out OUT", "layers"),
+        (f"{GENERATE} --layers 1,x --out OUT", "not a list such as 0,1,5"),
+        (f"{GENERATE} --heads 1.9 --out OUT", "does not exist"),
+        (f"{GENERATE} --heads 1-2 --out OUT", "not a list such as"),
+        (f"{GENERATE} --span 3:99 --out OUT", "lies outside the sequence"),
+        (f"{GENERATE} --span 3:1 --out OUT", "is empty or negative"),
+        (f"{GENERATE} --patterns 0.9 --out OUT", "does not exist"),
+        (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
+        (f"{GENERATE} --prompts nowhere.txt --out OUT", "cannot read prompts"),
+        (f"{GENERATE} --dtype float23 --out OUT", "float23"),
+        (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),
+        (f"{GENERATE} --nonsense 3 --out OUT", "nonsense"),
+        (f"{GENERATE} --out /proc/nowhere/run", "cannot write"),
+        ("layout --prompt 'The lake' --prefix ''", "prefix '' tokenises to nothing"),
+        ("layout --prompt '' --prefix 'x'", "prompt '' tokenises to nothing"),
+        ("layout --prompt 'The lake' --doubled-bos", "doubled_bos"),
+        ("trace OUT", "is not a run folder"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, line, message):
+    import re
+
+    assert lapa2(line.replace("OUT", str(tmp_path / "out"))) == 2
+    printed = capsys.readouterr()
+    errors = [x for x in printed.err.splitlines() if x.startswith("lapa2:")]
+    assert len(errors) == 1
+    assert printed.err.splitlines()[-1] == errors[0]
+    assert re.search(message, errors[0]), errors[0]
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_finished_run_needs_force(tmp_path, capsys):
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
+    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
+    assert lapa2(GENERATE, "--out", tmp_path / "run", "--force") == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["", *["models", "layout", "probe", "generate", "trace", "demo", "methods", "tasks"]]
+)
+def test_help_teaches(command, capsys):
+    assert lapa2(f"{command} --help") == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Usage: lapa2" in printed
+    if command == "generate":
+        for expected in (
+            "[default: smollm2-135m]",
+            "--alpha",
+            "[choices: keep, stop, block] [default: keep]",
+            "--out results/lake",
+        ):
+            assert expected in printed
+
+
+def test_help_and_import_are_quick_and_load_no_torch():
+    code = (
+        "import sys, lapa2_interp.cli as cli; cli.main(['--help']); print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    from lapa2_interp.experiments import runner
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "generate", interrupted)
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
