@@ -160,6 +160,12 @@ class Augmentation(BaseModel):
             selected &= named
         return selected
 
+    def with_profile_span(self) -> Augmentation:
+        """The same with its profile's span where the span is explicit slots, which only fit the branch they were given for."""
+        if isinstance(self.span, str):
+            return self
+        return self.model_copy(update={"span": PROFILES[self.profile]["span"]})
+
     def to_json(self) -> str:
         """Every field, resolved, as one JSON object."""
         return self.model_dump_json()

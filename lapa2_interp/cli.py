@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
-from lapa2_interp.errors import AugmentationError, Lapa2Error
+from lapa2_interp.errors import AugmentationError, EmptyDistributionError, Lapa2Error, MethodError
 
 if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
@@ -84,6 +84,14 @@ def _pairs(option: str, text: str, mark: str) -> Any:
 
 def _span(text: str | None) -> Any:
     return None if text is None else _pairs("span", text, ":")
+
+
+def _settings(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE options; the method's own types convert and check the values."""
+    malformed = [text for text in texts if "=" not in text]
+    if malformed:
+        raise MethodError(f"--set {malformed[0]!r} is not of the form NAME=VALUE, such as omega=60")
+    return dict(text.split("=", 1) for text in texts)
 
 
 def _layers(text: str) -> Any:
@@ -243,9 +251,10 @@ def generate(
     out: Path,
     model: str = "smollm2-135m",
     method: str = "prefix",
+    parameters: Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)] = (),
     task: str = "sentiment",
     attribute: str,
-    prompt: tuple[str, ...] = (),
+    prompt: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     prompts: Path | None = None,
     length: int = 128,
     samples: int = 1,
@@ -272,6 +281,7 @@ def generate(
         out: The run's folder. It appears when the run is complete.
         model: A name of `lapa2 models`, a hub id or a folder.
         method: A decoding method of `lapa2 methods`.
+        parameters: A parameter of the method as NAME=VALUE, such as omega=60; repeat the option for more.
         task: A task of `lapa2 tasks`, or the path of a task file.
         attribute: What to steer towards; the task's file has its prefix.
         prompt: A prompt; repeat the option for more. By default the task's.
@@ -296,7 +306,8 @@ def generate(
     from lapa2_interp.models import load_model
     from lapa2_interp.tasks import load_task, read_prompts
 
-    chosen_method, chosen_task = decoders.get(method), load_task(task)
+    chosen_task = load_task(task)
+    chosen_method = decoders.for_task(method, chosen_task, **_settings(parameters))
     chosen = augmentation.build(chosen_method.alpha)
     chosen_task.prefix(attribute)
     texts = [*prompt, *(read_prompts(prompts) if prompts else ())] or list(chosen_task.prompts.texts)
@@ -329,6 +340,8 @@ def generate(
             max_rows=max_rows,
         )
         write_run(folder, run)
+    if run.manifest.problems:
+        raise EmptyDistributionError(f"{run.manifest.problems[0]} in {out}")
     for text in run.samples["text"].head(3):
         print(f"---\n{text}")
     print(
@@ -414,26 +427,53 @@ def demo(
 
 @app.command(name="methods")
 def list_methods() -> None:
-    """List the decoding methods: equation, branches, the paper's alpha."""
-    from lapa2_interp.methods import registry
+    """List the decoding methods: equation, branches with their prefixes and spans, parameters by task."""
+    from dataclasses import asdict
+
+    from lapa2_interp.augmentation import Augmentation
+    from lapa2_interp.decoding import assign
+    from lapa2_interp.methods import for_task, registry
+    from lapa2_interp.tasks import built_in, load_task
 
     for name, method in registry().items():
-        branches = ", ".join(branch.name for branch in method().branches("ATTRIBUTE"))
-        print(f"{name}: {method.paper_name}\n  next token  {method.equation}\n  branches    {branches}")
-        print(f"  alpha       {method.alpha:g}")
+        print(f"{name}: {method.paper_name}")
+        print(f"  next token  {method.equation}")
+        print(f"  alpha       {method.alpha:g} (the paper's; --alpha overrides)")
+        for task in map(load_task, built_in()):
+            attribute = next(iter(task.attributes))
+            try:
+                chosen = for_task(name, task)
+                branches = chosen.branches(task, attribute)
+            except Lapa2Error:
+                continue
+            settings = ", ".join(f"{key}={value}" for key, value in asdict(chosen).items())  # type: ignore[call-overload]
+            print(f"  {task.name} ({attribute})" + (f": {settings}" if settings else ""))
+            for branch, given in zip(branches, assign(chosen, branches, Augmentation(alpha=1)), strict=True):
+                span = "not augmented" if given is None else "prefix augmented" if branch.prefix else "prompt augmented"
+                print(f"    {branch.name:<9} {span:<17}" + (f" {branch.prefix!r}" if branch.prefix else ""))
+        print()
 
 
 @app.command(name="tasks")
 def list_tasks() -> None:
-    """List the built-in tasks; a file of the same form is a task of your own."""
+    """List the built-in tasks; a file of the same form is a task of your own.
+
+    The files in lapa2_interp/tasks/ are the examples to copy.
+    """
     from lapa2_interp.tasks import built_in, load_task
 
     for name in built_in():
         task = load_task(name)
         counted = "the prompt's tokens count" if task.length_counts_prompt else "new tokens only"
-        print(f"{name}: {task.description}\n  length      {counted}\n  prompts     {len(task.prompts.texts)}")
+        print(f"{name}: {task.description}")
+        print(f"  lengths       {', '.join(map(str, task.lengths))} ({counted})")
+        print(f"  prompts       {len(task.prompts.texts)}, {task.prompts.source}: {task.prompts.texts[0]!r}, ...")
         for attribute, found in task.attributes.items():
-            print(f"  {attribute:<10}  {found.prefix!r}")
+            print(f"  {attribute:<13} {found.prefix!r}")
+        for method, settings in task.methods.items():
+            given = ", ".join(f"{key}={value}" for key, value in settings.parameters.items())
+            print(f"  {method:<13} {given or 'texts of its own'}")
+        print()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

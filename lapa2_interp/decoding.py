@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import Model, augmented
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import Lapa2Error, LayoutError
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, LayoutError
 from lapa2_interp.layout import Layout, layout, left_pad, text_markers
-from lapa2_interp.methods import Method
+from lapa2_interp.methods import Branch, Method
 from lapa2_interp.sampling import draw, uniforms
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace import Recorder, TraceKind
@@ -49,12 +49,42 @@ class Generation:
 
     Attributes:
         samples: One row per sample: prompt, attribute, sample, text (as it is scored), continuation, tokens, n_tokens,
-            finish ("length" or "end").
+            finish ("length", "end", or "empty" where no token was left to draw).
         trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
     """
 
     samples: pd.DataFrame
     trace: xr.Dataset | None
+
+
+class EmptyGenerationError(EmptyDistributionError):
+    """Some texts ended because no token was left to draw; `generation` holds all texts, those up to their last token."""
+
+    def __init__(self, message: str, generation: Generation) -> None:
+        super().__init__(message)
+        self.generation = generation
+
+
+@dataclass
+class Ending:
+    """When and how the samples of a group end; `n_tokens` starts as the steps they were planned to have."""
+
+    n_tokens: list[int]
+    finish: list[str]
+
+    @classmethod
+    def at(cls, steps: Sequence[int]) -> Ending:
+        return cls(list(steps), ["length"] * len(steps))
+
+    def running(self, step: int) -> int:
+        """Samples that have this step."""
+        return sum(n > step for n in self.n_tokens)
+
+    def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
+        """End these samples after `at` tokens, if they have not ended before."""
+        for i in which.nonzero()[:, 0].tolist():
+            if self.n_tokens[i] > at or (self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"):
+                self.n_tokens[i], self.finish[i] = at, how
 
 
 @dataclass(frozen=True)
@@ -125,10 +155,9 @@ def plan(
         raise LayoutError(f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples")
     task.prefix(attribute)
     tokenizer = model.tokenizer
-    branches = method.branches(attribute)
+    branches = method.branches(task, attribute)
     layouts = tuple(
-        tuple(layout(tokenizer, branch.attribute and task.prefix(branch.attribute), prompt) for prompt in prompts)
-        for branch in branches
+        tuple(layout(tokenizer, branch.prefix, branch.join + prompt) for prompt in prompts) for branch in branches
     )
     counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
     steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
@@ -141,8 +170,12 @@ def plan(
                 f"{longest} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
                 f"context of {model.cfg.n_ctx}; shorten the prompt or the length"
             )
-    if augmentation is not None:
-        augmentation.selects(model.cfg.n_layers, model.cfg.n_heads)
+    augmentations = assign(method, branches, augmentation)
+    for chosen, row in zip(augmentations, layouts, strict=True):
+        if chosen is not None:
+            chosen.selects(model.cfg.n_layers, model.cfg.n_heads)
+            for found in row:
+                found.spans(chosen.span)
     if max_rows is None:
         keys = max(len(row[i]) + steps[i] for row in layouts for i in range(len(prompts)))
         heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
@@ -155,12 +188,23 @@ def plan(
         prompts=tuple(prompts),
         branches=tuple(branch.name for branch in branches),
         layouts=layouts,
-        # Pre-Aug: prefix branches. A method whose only branch is the raw model gets the rule on its prompt (Eq. 9).
-        augmentations=tuple(
-            augmentation if branch.attribute is not None or len(branches) == 1 else None for branch in branches
-        ),
+        augmentations=augmentations,
         steps=steps,
         groups=groups,
+    )
+
+
+def assign(
+    method: Method, branches: Sequence[Branch], augmentation: Augmentation | None
+) -> tuple[Augmentation | None, ...]:
+    """What each branch gets: Pre-Aug on prefix branches, Pro-Aug on the base branch where the method has it on.
+
+    An explicit span counts the keys of prefix branches, so beside those the base branch gets its profile's span.
+    """
+    steered = any(branch.prefix is not None for branch in branches)
+    on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
+    return tuple(
+        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None for branch in branches
     )
 
 
@@ -202,7 +246,8 @@ def generate(
         progress: A bar to advance; by default one of its own, shown after 2 s.
 
     Raises:
-        Lapa2Error: As `plan`; TraceError for patterns of missing heads; EmptyDistributionError while sampling.
+        Lapa2Error: As `plan`; TraceError for patterns of missing heads; EmptyGenerationError, at the end, if a text
+            ran out of tokens.
     """
     if top_k < 1:
         raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
@@ -210,7 +255,7 @@ def generate(
     todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows)
     ends = text_markers(model.tokenizer).ends
     bar = progress or progress_bar(todo.new_tokens, f"{method.name} {attribute}")
-    tables, traces = [], []
+    tables, traces, problems = [], [], []
     try:
         for group in todo.groups:
             used = sorted({prompt for prompt, _ in group})
@@ -221,20 +266,31 @@ def generate(
             for i, (prompt, sample) in enumerate(group):
                 streams[i, : steps[i]] = uniforms(seed, prompts[prompt], sample, steps[i])
             recorder = None if trace == "none" else Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
-            tokens = torch.stack(
-                list(_decode(model, method, todo, layouts, owner, steps, streams, top_k, eos, ends, recorder, bar)),
-                dim=1,
-            )
-            n_tokens = [_text_end(row, n, ends if eos == "stop" else ()) for row, n in zip(tokens, steps, strict=True)]
-            tables.append(_table(model, task, attribute, todo, group, tokens, n_tokens, steps))
+            ending = Ending.at(steps)
+            made = _decode(model, method, todo, layouts, owner, ending, streams, top_k, eos, ends, recorder, bar)
+            tokens = torch.stack(list(made), dim=1)
+            tables.append(_table(model, task, attribute, todo, group, tokens, ending))
+            problems += [
+                f"{todo.prompts[prompt]!r} sample {sample} at step {ending.n_tokens[i]}"
+                for i, (prompt, sample) in enumerate(group)
+                if ending.finish[i] == "empty"
+            ]
             if recorder is not None:
                 rows = [layouts[b * len(used) + i] for b in range(len(todo.branches)) for i in owner.tolist()]
-                traces.append(recorder.dataset(rows, todo.branches, n_tokens))
+                traces.append(recorder.dataset(rows, todo.branches, ending.n_tokens))
     finally:
         if progress is None:
             bar.close()
     table = pd.concat(tables, ignore_index=True)
-    return Generation(table, join_traces(traces, table) if traces else None)
+    found = Generation(table, join_traces(traces, table) if traces else None)
+    if problems:
+        raise EmptyGenerationError(
+            f"no token has positive weight for {problems[0]}"
+            + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
+            + f" ({method.name}: {method.when_empty}); the texts up to there are kept",
+            found,
+        )
+    return found
 
 
 def progress_bar(new_tokens: int, label: str) -> tqdm:
@@ -249,7 +305,7 @@ def _decode(
     todo: Plan,
     layouts: Sequence[Layout],
     owner: Int[Tensor, " sample"],
-    steps: Sequence[int],
+    ending: Ending,
     streams: Float[np.ndarray, "sample step"],
     top_k: int,
     eos: EosPolicy,
@@ -266,27 +322,28 @@ def _decode(
         recorder.begin(layouts, expand)
     with augmented(model, of_prompts, layouts, recorder):
         logits = rows.prompt_pass(layouts)[expand]
-    rows.expand(expand.to(logits.device), capacity=len(layouts[0]) + max(steps) - 1)
+    rows.expand(expand.to(logits.device), capacity=len(layouts[0]) + max(ending.n_tokens) - 1)
     of_samples = [layouts[i] for i in expand.tolist()]
     if recorder is not None:
         recorder.begin(of_samples)
     uniform = torch.from_numpy(streams).to(logits.device)
-    running = torch.ones(len(owner), dtype=torch.bool)
     state: Any = None
     with augmented(model, [of_prompts[i] for i in expand.tolist()], of_samples, recorder):
-        for step in range(max(steps)):
+        for step in range(max(ending.n_tokens)):
             log_probs = _of_branches(logits, todo.branches)
             log_weights = method.combine(log_probs, state)
             if eos == "block":
                 log_weights = log_weights.index_fill(1, torch.tensor(ends, device=logits.device), -torch.inf)
-            tokens = draw(log_weights, uniform[:, step], top_k=top_k, step=step)
+            empty = ~log_weights.max(dim=1).values.isfinite()
+            ending.stop(empty, step, "empty")
+            # An ended sample's row runs on with the others; what it draws is not read.
+            tokens = draw(log_weights.masked_fill(empty[:, None], 0.0), uniform[:, step], top_k=top_k)
             state = method.advance(state, log_probs, tokens)
             yield tokens.cpu()
-            bar.update(int(running.sum()))
+            bar.update(ending.running(step))
             if eos == "stop":
-                running &= ~torch.isin(tokens.cpu(), torch.tensor(ends))
-            running &= torch.tensor(steps) > step + 1
-            if not running.any():
+                ending.stop(torch.isin(tokens.cpu(), torch.tensor(ends)), step + 1, "end")
+            if not ending.running(step + 1):
                 return
             logits = rows.step(tokens.repeat(n_branches))
 
@@ -297,14 +354,6 @@ def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) ->
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 
-def _text_end(tokens: Int[Tensor, " step"], steps: int, ends: Sequence[int]) -> int:
-    """Tokens of a text: all its steps, or up to and with the first end token."""
-    for i, token in enumerate(tokens[:steps].tolist()):
-        if token in ends:
-            return i + 1
-    return steps
-
-
 def _table(
     model: Model,
     task: Task,
@@ -312,12 +361,11 @@ def _table(
     todo: Plan,
     group: Sequence[tuple[int, int]],
     tokens: Int[Tensor, "sample step"],
-    n_tokens: Sequence[int],
-    steps: Sequence[int],
+    ending: Ending,
 ) -> pd.DataFrame:
     rows = []
     for i, (prompt, sample) in enumerate(group):
-        made = tokens[i, : n_tokens[i]].tolist()
+        made = tokens[i, : ending.n_tokens[i]].tolist()
         text = todo.prompts[prompt]
         # Decoded with the prompt in front: some tokenizers drop the leading space of what they decode alone.
         before = model.tokenizer(text, add_special_tokens=False).input_ids
@@ -332,8 +380,8 @@ def _table(
                 "text": text + continuation if task.length_counts_prompt else continuation,
                 "continuation": continuation,
                 "tokens": made,
-                "n_tokens": n_tokens[i],
-                "finish": "length" if n_tokens[i] == steps[i] else "end",
+                "n_tokens": ending.n_tokens[i],
+                "finish": ending.finish[i],
             }
         )
     return pd.DataFrame(rows)

@@ -185,7 +185,7 @@ def facts(manifest: Manifest) -> dict[str, str]:
     return {
         "model": f"{manifest.model.name}, {manifest.model.dtype}, {manifest.model.model_class}, {manifest.model.weights}",
         "start of text": manifest.model.start_token,
-        "method": f"{manifest.method}; prefixes " + ", ".join(repr(prefix) for prefix in manifest.prefixes.values()),
+        "method": f"{manifest.method}; " + ", ".join(f"{a}: {b['prefix']!r}" for a, b in manifest.branches.items()),
         "texts": f"{len(manifest.prompts)} prompts x {manifest.samples} samples of {manifest.length} tokens, "
         f"top-k {manifest.top_k}, temperature 1, seed {manifest.seed}",
         **{f"arm {name}": text for name, text in arms.items()},
@@ -199,7 +199,8 @@ def facts(manifest: Manifest) -> dict[str, str]:
 def _prefix_labels(run: Run) -> dict[str, str]:
     """p1, p2, ... as the prefixes' tokens: where the attributes' prefixes differ, both."""
     tokenizer = load_tokenizer(run.manifest.model.name)
-    tokens = [layout(tokenizer, prefix, "The").tokens for prefix in run.manifest.prefixes.values()]
+    prefixes = [branches["prefix"] for branches in run.manifest.branches.values()]
+    tokens = [layout(tokenizer, prefix, "The").tokens for prefix in prefixes]
     labels = {"BOS": "BOS"}
     for i in range(1, max(map(len, tokens)) - 1):  # between BOS and the one prompt token
         words = [tokenizer.convert_tokens_to_string([row[i]]).strip() for row in tokens if i < len(row) - 1]

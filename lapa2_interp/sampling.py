@@ -39,7 +39,7 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
 
 
 def draw(
-    log_weights: Float[Tensor, "sample vocab"], uniform: Float[Tensor, " sample"], *, top_k: int, step: int
+    log_weights: Float[Tensor, "sample vocab"], uniform: Float[Tensor, " sample"], *, top_k: int
 ) -> Int[Tensor, " sample"]:
     """One token per sample: keep the top k, normalise, invert the cumulative distribution at the uniform number.
 
@@ -47,7 +47,6 @@ def draw(
         log_weights: Controlled log-weights; need not be normalised. -inf excludes a token.
         uniform: One number in [0, 1) per sample.
         top_k: Tokens kept, >= 1.
-        step: Named in the error.
 
     Raises:
         EmptyDistributionError: A sample has no token of positive weight, or its weights are not numbers.
@@ -59,7 +58,7 @@ def draw(
     if bad.any():
         row = int(bad.nonzero()[0, 0])
         raise EmptyDistributionError(
-            f"step {step}: no token of sample {row} has positive, finite weight; weaken the method's parameters"
+            f"no token of sample {row} has positive, finite weight; weaken the method's parameters"
         )
     cumulative = (chosen - best).exp().cumsum(dim=1)
     # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the total.

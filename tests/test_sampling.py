@@ -11,20 +11,20 @@ from lapa2_interp.sampling import draw, keep_top_k, uniforms
 def test_draw_inverts_the_cumulative_distribution_in_id_order():
     log_weights = torch.tensor([[0.1, 0.4, 0.0, 0.5]]).log().repeat(6, 1)
     uniform = torch.tensor([0.0, 0.0999, 0.1, 0.4999, 0.5001, 0.9999], dtype=torch.float64)
-    assert draw(log_weights, uniform, top_k=200, step=0).tolist() == [0, 0, 1, 1, 3, 3]
+    assert draw(log_weights, uniform, top_k=200).tolist() == [0, 0, 1, 1, 3, 3]
 
 
 def test_unnormalised_weights_are_normalised_over_the_kept():
     log_weights = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log() + 50
     uniform = torch.tensor([0.57], dtype=torch.float64)  # kept: .4 and .3, the first has 4/7 = .5714
-    assert draw(log_weights, uniform, top_k=2, step=0).tolist() == [1]
-    assert draw(log_weights, uniform + 0.01, top_k=2, step=0).tolist() == [3]
+    assert draw(log_weights, uniform, top_k=2).tolist() == [1]
+    assert draw(log_weights, uniform + 0.01, top_k=2).tolist() == [3]
 
 
 def test_sampled_frequencies():
     weights = torch.tensor([0.05, 0.2, 0.0, 0.45, 0.3])
     uniform = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = draw(weights.log().repeat(20_000, 1), uniform, top_k=5, step=0).bincount(minlength=5) / 20_000
+    found = draw(weights.log().repeat(20_000, 1), uniform, top_k=5).bincount(minlength=5) / 20_000
     assert torch.allclose(found, weights, atol=0.012)  # about 3.5 standard errors
 
 
@@ -39,21 +39,21 @@ def test_a_rank_swap_by_rounding_does_not_move_a_draw():
     log_weights = torch.randn(50, 400, generator=rng)
     jitter = log_weights + 1e-7 * torch.randn(50, 400, generator=rng)
     uniform = torch.rand(50, dtype=torch.float64, generator=rng)
-    assert torch.equal(draw(log_weights, uniform, top_k=200, step=0), draw(jitter, uniform, top_k=200, step=0))
+    assert torch.equal(draw(log_weights, uniform, top_k=200), draw(jitter, uniform, top_k=200))
 
 
 def test_certain_token_and_excluded_tokens():
     log_weights = torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf]])
     for u in (0.0, 0.5, 0.999999999):
-        assert draw(log_weights, torch.tensor([u], dtype=torch.float64), top_k=3, step=0).item() == 1
+        assert draw(log_weights, torch.tensor([u], dtype=torch.float64), top_k=3).item() == 1
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan, torch.inf])
-def test_empty_distribution_names_the_step(value):
+def test_empty_distribution_names_the_sample(value):
     log_weights = torch.zeros(3, 4)
     log_weights[1] = value
-    with pytest.raises(EmptyDistributionError, match="step 7: no token of sample 1"):
-        draw(log_weights, torch.rand(3, dtype=torch.float64), top_k=2, step=7)
+    with pytest.raises(EmptyDistributionError, match="no token of sample 1"):
+        draw(log_weights, torch.rand(3, dtype=torch.float64), top_k=2)
 
 
 def test_streams_are_keyed_by_seed_prompt_and_sample():

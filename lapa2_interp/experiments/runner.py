@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from time import perf_counter
 
@@ -10,7 +11,16 @@ import pandas as pd
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.decoding import TOP_K, EosPolicy, Plan, generate, join_traces, plan, progress_bar
+from lapa2_interp.decoding import (
+    TOP_K,
+    EmptyGenerationError,
+    EosPolicy,
+    Plan,
+    generate,
+    join_traces,
+    plan,
+    progress_bar,
+)
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
 from lapa2_interp.methods import Method
 from lapa2_interp.models import model_card
@@ -37,6 +47,8 @@ def run_arms(
 ) -> Run:
     """Every arm and attribute, as one run whose samples carry columns `arm` and `attribute`.
 
+    Texts that ran out of tokens are kept, with `finish` "empty", and named in the manifest's `problems`.
+
     Arguments are those of `decoding.generate`; everything is resolved and checked before the first token.
 
     Raises:
@@ -48,27 +60,31 @@ def run_arms(
         for attribute in attributes
     }
     total = sum(each.new_tokens for each in plans.values())
-    tables, traces = [], []
+    tables, traces, problems = [], [], []
     began = perf_counter()
     with progress_bar(total, f"{method.name} {task.name}") as bar:
         for arm, attribute in plans:
-            made = generate(
-                model,
-                method,
-                task,
-                attribute,
-                prompts,
-                augmentation=arms[arm],
-                length=length,
-                samples=samples,
-                seed=seed,
-                top_k=top_k,
-                eos=eos,
-                trace=trace,
-                patterns=patterns,
-                max_rows=max_rows,
-                progress=bar,
-            )
+            try:
+                made = generate(
+                    model,
+                    method,
+                    task,
+                    attribute,
+                    prompts,
+                    augmentation=arms[arm],
+                    length=length,
+                    samples=samples,
+                    seed=seed,
+                    top_k=top_k,
+                    eos=eos,
+                    trace=trace,
+                    patterns=patterns,
+                    max_rows=max_rows,
+                    progress=bar,
+                )
+            except EmptyGenerationError as error:
+                made = error.generation
+                problems.append(f"{arm}, {attribute}: {error}")
             tables.append(made.samples.assign(arm=arm))
             if made.trace is not None:
                 traces.append(made.trace)
@@ -79,9 +95,10 @@ def run_arms(
         versions=library_versions(),
         model=model_card(model),
         method=method.name,
+        parameters=asdict(method),  # type: ignore[call-overload]
         task=task.name,
         attributes=tuple(attributes),
-        prefixes={name: task.prefix(name) for name in attributes},
+        branches={name: {branch.name: branch.prefix for branch in method.branches(task, name)} for name in attributes},
         prompts=tuple(prompts),
         arms=dict(arms),
         length=length,
@@ -96,6 +113,7 @@ def run_arms(
         merged=tuple(dict.fromkeys(note for each in plans.values() for note in each.merged)),
         seconds=round(perf_counter() - began, 3),
         new_tokens=int(table["n_tokens"].sum()),
+        problems=tuple(problems),
     )
     return Run(manifest, table, join_traces(traces, table) if traces else None)
 

@@ -47,11 +47,13 @@ class Manifest(BaseModel):
     model: ModelCard
     method: str
     """Decoding method."""
+    parameters: dict[str, float | bool | str]
+    """The method's parameters, defaults included."""
     task: str
     attributes: tuple[str, ...]
     """Attributes steered towards."""
-    prefixes: dict[str, str]
-    """Hard prefix of each attribute."""
+    branches: dict[str, dict[str, str | None]]
+    """By attribute, then branch: the text in front of the prompt; None on the raw model."""
     prompts: tuple[str, ...]
     arms: dict[str, Augmentation | None]
     """The augmentations compared; None is the base method. Column `arm` of the samples names one."""
@@ -76,6 +78,8 @@ class Manifest(BaseModel):
     """Time spent generating."""
     new_tokens: int
     """Tokens generated."""
+    problems: tuple[str, ...] = ()
+    """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
 
-A method names its branches and combines their next-token distributions. It never sees a model:
+A method names its branches and combines their next-token distributions. It never sees a model, so a made-up vocabulary can be
+pushed through it:
 
-    method = methods.get("prefix")
-    log_weights = method.combine({"prefix": log_probs}, state=None)   # [sample, vocab], need not be normalised
+    method = methods.get("preadd", lam=-1.0)
+    log_probs = {"base": ..., "prefix": ...}                  # by branch, [sample, vocab], any float dtype
+    log_weights = method.combine(log_probs, state=None)       # [sample, vocab], need not be normalised
+    state = method.advance(None, log_probs, tokens)           # tokens [sample]; what the next step's combine is given
 
-`advance` is called with the sampled tokens and returns the state of the next step (None for methods without one).
+The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature 1.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError, one_of
+from lapa2_interp.tasks import Task
 
 State = Any
 LogProbs = Mapping[str, Float[Tensor, "sample vocab"]]
+FLOOR = -1e4
+"""Log-probability given to impossible tokens where a method subtracts branches, so that no infinities meet."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,14 @@ class Branch:
     """One conditional model call.
 
     Attributes:
-        name: "base" for the raw model; prefix branches carry their own names.
-        attribute: The attribute whose prefix stands in front of the prompt; None for the raw model.
+        name: "base" for the raw model; prefix branches carry names of their own.
+        prefix: The text in front of the prompt; None for the raw model.
+        join: What stands between the two; it counts as prompt.
     """
 
     name: str
-    attribute: str | None = None
+    prefix: str | None = None
+    join: str = ""
 
 
 class Method(ABC):
@@ -43,16 +51,25 @@ class Method(ABC):
     Attributes:
         name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it combines its branches.
         alpha: The paper's strength of LaPA2 for it (section 5.1).
+        pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor Reinforcement, Eq. 9).
+        when_empty: Why no token may have positive weight, and what to change.
     """
 
     name: ClassVar[str]
     paper_name: ClassVar[str]
     equation: ClassVar[str]
     alpha: ClassVar[float]
+    pro_aug: bool = False
+    when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
 
     @abstractmethod
-    def branches(self, attribute: str) -> tuple[Branch, ...]:
-        """The model calls that steering to an attribute needs."""
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        """The model calls that steering to an attribute needs.
+
+        Raises:
+            TaskError: The task lacks the attribute.
+            MethodError: The task lacks a text this method needs.
+        """
 
     @abstractmethod
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
@@ -64,23 +81,40 @@ class Method(ABC):
 
 
 def registry() -> dict[str, type[Method]]:
-    """Method classes by name."""
-    from lapa2_interp.methods.none import NoControl
-    from lapa2_interp.methods.prefix import NegPrompt, PrefixConditioning
+    """Method classes by name, in the paper's order."""
+    from lapa2_interp.methods.air_decoding import AirDecoding
+    from lapa2_interp.methods.con_prefix import ConPrefix
+    from lapa2_interp.methods.palette import Palette
+    from lapa2_interp.methods.preadd import Preadd
+    from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
 
-    return {method.name: method for method in (NoControl, PrefixConditioning, NegPrompt)}
+    known = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
+    return {method.name: method for method in known}
 
 
 def get(name: str, **parameters: Any) -> Method:
-    """A method by name.
+    """A method by name; `lapa2 methods` lists them with their parameters.
 
     Raises:
-        MethodError: Unknown name, or a parameter the method does not have.
+        MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
+    from pydantic import TypeAdapter, ValidationError
+
+    from lapa2_interp.errors import first_problem
+
     known = registry()
     if name not in known:
         raise MethodError(one_of("method", name, known))
     try:
-        return known[name](**parameters)
-    except TypeError as error:
-        raise MethodError(f"method {name!r}: {error}") from None
+        return TypeAdapter(known[name]).validate_python(parameters)
+    except ValidationError as error:
+        raise MethodError(f"method {name!r}: {first_problem(error)}") from None
+
+
+def for_task(name: str, task: Task, **parameters: Any) -> Method:
+    """A method with the parameters the task's file gives it, such as Air-Decoding's omega, overridden by the caller's.
+
+    Raises:
+        MethodError: As `get`.
+    """
+    return get(name, **(task.parameters(name) | parameters))

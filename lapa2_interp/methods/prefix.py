@@ -1,38 +1,60 @@
-"""Direct prefix conditioning: P(x_t | x_<t, a) = P_theta_a(x_t | x_<t) (paradigm I, section 3.1)."""
+"""One branch, passed on: the raw model, and direct prefix conditioning (paradigm I, section 3.1).
+
+P(x_t | x_<t, a) = P_theta_a(x_t | x_<t)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.methods import Branch, LogProbs, Method, State
+from lapa2_interp.tasks import Task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class NoControl(Method):
+    """The raw model on the prompt alone. With an augmentation its prompt is strengthened (Eq. 9)."""
+
+    name: ClassVar[str] = "none"
+    paper_name: ClassVar[str] = "raw model"
+    equation: ClassVar[str] = "log w = log P_base"
+    alpha: ClassVar[float] = 0.0
+    pro_aug: bool = True
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        return (Branch("base"),)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        return log_probs["base"]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PrefixConditioning(Method):
     """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else."""
 
     name: ClassVar[str] = "prefix"
     paper_name: ClassVar[str] = "GPT-2+Prefix"
-    equation: ClassVar[str] = "P_prefix(x_t | x_<t)"
+    equation: ClassVar[str] = "log w = log P_prefix"
     alpha: ClassVar[float] = 0.5
 
-    def branches(self, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("prefix", attribute),)
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        return (Branch("prefix", task.texts(self.name, attribute).get("prefix", task.prefix(attribute))),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         return log_probs["prefix"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NegPrompt(PrefixConditioning):
     """NegPrompt: the same computation, which the paper runs on large models against toxicity.
 
-    The released code skips the nontoxic attribute and so conditions on the toxic prefix; this uses the prefix of the
-    attribute that is asked for.
+    The released code skips the nontoxic attribute and so conditions on the toxic text (attribute "toxic" here); this uses
+    the prefix of the attribute that is asked for.
     """
 
     name: ClassVar[str] = "negprompt"

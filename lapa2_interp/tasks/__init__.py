@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import TaskError, first_problem, one_of
 
@@ -29,6 +29,15 @@ class Attribute(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefix: Annotated[str, Field(min_length=1)]
+
+
+class MethodSettings(BaseModel):
+    """What a method uses on this task instead of its defaults and the attributes' prefixes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parameters: dict[str, float | bool | str] = {}
+    texts: dict[str, dict[str, Annotated[str, Field(min_length=1)]]] = {}
 
 
 class Prompts(BaseModel):
@@ -47,8 +56,10 @@ class Task(BaseModel):
         name: The file's name without its ending.
         length_counts_prompt: True: `length` counts prompt tokens too and the text begins with the prompt (the paper's
             sentiment and topic). False: `length` new tokens, and the text is the continuation alone (detox).
+        lengths: The lengths it is evaluated at.
         attributes: By name.
         prompts: The default prompts.
+        methods: Parameters and texts of single methods.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,8 +67,21 @@ class Task(BaseModel):
     name: str
     description: str = ""
     length_counts_prompt: bool = True
+    lengths: tuple[Annotated[int, Field(ge=1)], ...] = (64, 128, 256, 384, 512)
     attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
     prompts: Prompts
+    methods: dict[str, MethodSettings] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Task:
+        for name in ("base", "target"):
+            if name in self.attributes:
+                raise ValueError(f"an attribute may not be called {name!r}, which names a branch")
+        for method, settings in self.methods.items():
+            for attribute in settings.texts:
+                if attribute not in self.attributes:
+                    raise ValueError(f"methods.{method}.texts: {one_of('attribute', attribute, self.attributes)}")
+        return self
 
     def prefix(self, attribute: str) -> str:
         """The hard prefix of an attribute.
@@ -68,6 +92,29 @@ class Task(BaseModel):
         if attribute not in self.attributes:
             raise TaskError(f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}")
         return self.attributes[attribute].prefix
+
+    def others(self, attribute: str) -> list[str]:
+        """The attributes that compete with this one.
+
+        Raises:
+            TaskError: There are none.
+        """
+        others = [name for name in self.attributes if name != attribute]
+        if not others:
+            raise TaskError(
+                f"task {self.name!r} has one attribute, {attribute!r}; a method with classes needs a second"
+            )
+        return others
+
+    def texts(self, method: str, attribute: str) -> dict[str, str]:
+        """The texts a method puts in front of the prompt for an attribute, by branch; empty where it has none here."""
+        settings = self.methods.get(method)
+        return settings.texts.get(attribute, {}) if settings else {}
+
+    def parameters(self, method: str) -> dict[str, float | bool | str]:
+        """A method's parameters on this task."""
+        settings = self.methods.get(method)
+        return settings.parameters if settings else {}
 
 
 def built_in() -> list[str]:

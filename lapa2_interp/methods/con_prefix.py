@@ -1,0 +1,50 @@
+"""Contrastive Prefixes: prefixes of opposing attributes (section 2.2).
+
+The paper lists hard prefixes for its sentiment rows but no code computes anything with them that differs from
+direct conditioning. The form here is the decoding-time contrast those rows suggest; it is a proposal and stands in no source:
+
+    log w = log P_a + lam (log P_a - mean over the other classes of log P_c)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State
+from lapa2_interp.tasks import Task
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ConPrefix(Method):
+    """Con-Prefix with hard prefixes.
+
+    Args:
+        form: "hard-contrast", the formula above.
+        lam: Strength of the contrast; 0 is direct conditioning.
+    """
+
+    name: ClassVar[str] = "con-prefix"
+    paper_name: ClassVar[str] = "Con-Prefix"
+    equation: ClassVar[str] = "log w = log P_target + lam (log P_target - mean_c log P_c), c the other classes"
+    alpha: ClassVar[float] = 0.5
+    when_empty: ClassVar[str] = "lam is so large that the contrast overflows; lower |lam|"
+    form: Literal["hard-contrast"] = "hard-contrast"
+    lam: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        others = task.others(attribute)
+        return (
+            Branch("target", task.prefix(attribute)),
+            *(Branch(other, task.prefix(other)) for other in others),
+        )
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        clean = {name: each.clamp(min=FLOOR) for name, each in log_probs.items()}
+        target = clean.pop("target")
+        return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))
