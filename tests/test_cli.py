@@ -54,6 +54,27 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     assert (found.law, found.l0, found.length, found.phase) == ("constant", 128, "kv", "all_queries")
 
 
+def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
+    line = f"{GENERATE} --method air-decoding"
+    assert lapa2(line, "--out", tmp_path / "a") == 0
+    assert lapa2(line, "--set", "omega=20", "--set", "pro_aug=false", "--out", tmp_path / "b") == 0
+    a, b = (read_run(tmp_path / name).manifest for name in "ab")
+    assert (a.parameters["omega"], a.parameters["pro_aug"]) == (140, True)
+    assert (b.parameters["omega"], b.parameters["pro_aug"]) == (20, False)
+    assert a.branches["positive"] == {"base": None, "target": "Very positive:", "negative": "Very negative:"}
+
+
+def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys):
+    line = f"{GENERATE} --method air-decoding --set omega=1e6 --set numerics=released"
+    assert lapa2(line, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no token has positive weight for 'The lake' sample 0 at step" in error
+    assert "lower omega" in error
+    run = read_run(tmp_path / "run")
+    assert run.samples["finish"].tolist() == ["empty"]
+    assert run.manifest.problems[0] in error
+
+
 def test_trace_reads_a_run(tmp_path, capsys):
     assert lapa2(f"{GENERATE} --samples 2", "--out", tmp_path / "run") == 0
     capsys.readouterr()
@@ -100,7 +121,14 @@ def test_probe_and_lists(capsys):
     assert [row["name"] for row in json.loads(capsys.readouterr().out)][:2] == ["smollm2-135m", "tiny-gpt2"]
     for command in ("models", "methods", "tasks"):
         assert lapa2(command) == 0
-    assert "Very nontoxic:" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for expected in (
+        "Very nontoxic:",
+        "omega=60.0",
+        "log w = log P_base + lam (log P_prefix - log P_base)",
+        "not augmented",
+    ):
+        assert expected in printed
 
 
 @pytest.mark.parametrize(
@@ -127,6 +155,9 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --dtype float23 --out OUT", "float23"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),
         (f"{GENERATE} --nonsense 3 --out OUT", "nonsense"),
+        (f"{GENERATE} --set omega=3 --out OUT", "method 'prefix': omega"),
+        (f"{GENERATE} --set omega --out OUT", "not of the form NAME=VALUE"),
+        (f"{GENERATE} --method preadd --task topic --out OUT", "unknown attribute 'positive'; allowed: world"),
         (f"{GENERATE} --out /proc/nowhere/run", "cannot write"),
         ("layout --prompt 'The lake' --prefix ''", "prefix '' tokenises to nothing"),
         ("layout --prompt '' --prefix 'x'", "prompt '' tokenises to nothing"),

@@ -213,8 +213,8 @@ def test_every_branch_sees_the_same_tokens():
     class Sum(type(PREFIX)):
         name = "sum"
 
-        def branches(self, attribute):
-            return (Branch("base"), Branch("prefix", attribute))
+        def branches(self, task, attribute):
+            return (Branch("base"), Branch("prefix", task.prefix(attribute)))
 
         def combine(self, log_probs, state):
             return log_probs["base"] + log_probs["prefix"]

@@ -320,6 +320,13 @@ def test_texts_of_the_paper():
     assert {branch.join for branch in branches[1:]} == {" "}
     one = methods.get("palette", auxiliaries=False).branches(detox, "nontoxic")
     assert [branch.name for branch in one] == ["base", "main"]
+    (short,) = methods.get("negprompt").branches(detox, "nontoxic")
+    (long,) = methods.get("negprompt", form="long").branches(detox, "nontoxic")
+    assert (short.prefix, short.join) == ("Very nontoxic:", ""), "the released loop would condition on the toxic text"
+    assert long.prefix.startswith("The following text does not perpetuate")
+    assert (long.prefix[-2:], long.join) == ("\n\n", " ")
+    with pytest.raises(MethodError, match="task 'detox' has no long negprompt text for 'toxic'"):
+        methods.get("negprompt", form="long").branches(detox, "toxic")
     sentiment = load_task("sentiment")
     assert [branch.name for branch in methods.get("palette").branches(sentiment, "negative")] == [
         "base",

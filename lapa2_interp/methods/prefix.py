@@ -5,13 +5,14 @@ P(x_t | x_<t, a) = P_theta_a(x_t | x_<t)
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from lapa2_interp.errors import MethodError
 from lapa2_interp.methods import Branch, LogProbs, Method, State
 from lapa2_interp.tasks import Task
 
@@ -55,8 +56,24 @@ class NegPrompt(PrefixConditioning):
 
     The released code skips the nontoxic attribute and so conditions on the toxic text (attribute "toxic" here); this uses
     the prefix of the attribute that is asked for.
+
+    Args:
+        form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the task file has it.
     """
 
     name: ClassVar[str] = "negprompt"
     paper_name: ClassVar[str] = "NegPrompt"
     alpha: ClassVar[float] = 1.0
+    form: Literal["short", "long"] = "short"
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        if self.form == "short":
+            return (Branch("prefix", task.prefix(attribute)),)
+        task.prefix(attribute)
+        text = task.texts(self.name, attribute).get("long")
+        if text is None:
+            raise MethodError(
+                f"task {task.name!r} has no long negprompt text for {attribute!r}; use form=short, or give it in a task file: "
+                f"[methods.negprompt.texts.{attribute}] long"
+            )
+        return (Branch("prefix", text, join=" "),)
