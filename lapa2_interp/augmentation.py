@@ -17,6 +17,7 @@ released   released    kv        decode       the released code: keys 0..n-1, wh
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -38,6 +39,13 @@ PROFILES: dict[str, dict[str, str]] = {
     "paper": {"span": "prefix", "length": "paper", "phase": "last_query"},
     "released": {"span": "released", "length": "kv", "phase": "decode"},
 }
+
+FORMS = {
+    "span": "'prefix', 'prefix+bos', 'bos', 'released', or slots ((start, stop), ...)",
+    "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
+    "heads": "'all', or pairs ((layer, head), ...)",
+}
+"""What the fields of several forms take, for error messages."""
 
 
 class Augmentation(BaseModel):
@@ -81,7 +89,7 @@ class Augmentation(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise AugmentationError(f"augmentation {first_problem(error)}") from None
+            raise AugmentationError(f"augmentation {first_problem(error, FORMS)}") from None
 
     @model_validator(mode="before")
     @classmethod
@@ -100,6 +108,10 @@ class Augmentation(BaseModel):
             for start, stop in self.span:
                 if not 0 <= start < stop:
                     raise ValueError(f"span [{start}, {stop}) is empty or negative; give 0 <= start < stop")
+            ordered = sorted(self.span)
+            for (_, stop), (start, _) in pairwise(ordered):
+                if start < stop:
+                    raise ValueError(f"the intervals of span {self.span} overlap at slot {start}; give disjoint ones")
         return self
 
     def bias(self, l: Real[np.ndarray, "*shape"], n: int) -> Float[np.ndarray, "*shape"]:
@@ -180,4 +192,4 @@ class Augmentation(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise AugmentationError(f"augmentation {first_problem(error)}") from None
+            raise AugmentationError(f"augmentation {first_problem(error, FORMS)}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
-from lapa2_interp.errors import AugmentationError, EmptyDistributionError, Lapa2Error, MethodError
+from lapa2_interp.errors import (
+    AugmentationError,
+    EmptyDistributionError,
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    TraceError,
+)
 
 if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
+    from lapa2_interp.decoding import Plan
 
 app = App(
     name="lapa2",
@@ -40,7 +49,7 @@ class AugmentationOptions:
     """Which bias is added, to which keys, for which queries, where."""
 
     alpha: float | None = None
-    """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method."""
+    """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method (`layout`: 0.5)."""
     profile: Literal["paper", "released"] = "paper"
     """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its released code computes."""
     law: Literal["log", "linear", "sqrt", "constant"] = "log"
@@ -141,7 +150,8 @@ def layout(
     model: str = "smollm2-135m",
     steps: int = 8,
     doubled_bos: bool = False,
-    augmentation: AugmentationOptions = AugmentationOptions(alpha=0.5),
+    augmentation: AugmentationOptions = AugmentationOptions(),
+    trust_remote_code: bool = False,
     as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Show which keys a prefix covers, what l is, and the bias of every step.
@@ -154,6 +164,7 @@ def layout(
         model: Whose tokenizer.
         steps: Generation steps to show.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
     import numpy as np
@@ -161,35 +172,43 @@ def layout(
     from lapa2_interp.layout import layout as make_layout
     from lapa2_interp.models import load_tokenizer
 
-    tokenizer = load_tokenizer(model)
+    if steps < 1:
+        raise LayoutError(f"--steps must be at least 1, found {steps}")
+    tokenizer = load_tokenizer(model, trust_remote_code)
     found = make_layout(tokenizer, prefix, prompt, doubled_bos=doubled_bos)
     chosen = augmentation.build(0.5)
-    spans = chosen.span if chosen else "prefix"
-    boosted = {slot for span in found.spans(spans) for slot in range(span.start, span.stop)}
-    part = {slot: name for name in ("bos", "prefix", "prompt") for slot in range(*getattr(found, name))}
-    queries = np.arange(len(found) - 1, len(found) - 1 + steps)
+    spans = {name: found.spans(name) for name in ("bos", "released")} | {
+        "prefix": (found.prefix,),
+        "prompt": (found.prompt,),
+    }
+    spans["boosted"] = found.spans(chosen.span) if chosen else ()
+    part = {slot: name for name in ("bos", "prefix", "prompt") for slot in range(*spans[name][0])}
+    boosted = {slot for span in spans["boosted"] for slot in range(*span)}
+    last = len(found) - 1  # the query of step 0; prompt queries before it count down from -1
+    first = min(last, max(boosted) + 1) if chosen and chosen.phase == "all_queries" else last
+    queries = np.arange(first, last + steps)
     l = found.lengths(queries, chosen.length if chosen else "paper")
-    bias = found.bias(chosen, queries) if chosen else np.zeros(steps)
+    bias = found.bias(chosen, queries) if chosen else np.zeros(len(queries))
+    n = found.n(chosen.span) if chosen else found.controlled.size
     if as_json:
-        tokens = [
-            {
-                "slot": slot,
-                "id": found.ids[slot],
-                "token": found.tokens[slot],
-                "part": part[slot],
-                "boosted": slot in boosted,
-            }
-            for slot in range(len(found))
-        ]
+        names = ("id", "token", "part", "boosted")
         facts = {
             "l_pre": found.l_pre,
             "l_pro": found.l_pro,
             "n_bos": found.n_bos,
-            "n": found.n(spans),
+            "n": n,
             "merged": found.merged,
-            "tokens": tokens,
+            "spans": {name: [list(span) for span in found_spans] for name, found_spans in spans.items()},
+            "tokens": [
+                {"slot": slot}
+                | dict(zip(names, (found.ids[slot], found.tokens[slot], part[slot], slot in boosted), strict=True))
+                for slot in range(len(found))
+            ],
             "augmentation": chosen and json.loads(chosen.to_json()),
-            "steps": [{"step": t, "l": int(l[t]), "bias": float(bias[t])} for t in range(steps)],
+            "steps": [
+                {"step": int(q) - last, "l": int(length), "bias": float(b)}
+                for q, length, b in zip(queries, l, bias, strict=True)
+            ],
         }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
@@ -197,21 +216,33 @@ def layout(
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
     for slot in range(len(found)):
         mark = "yes" if slot in boosted else ""
-        print(f"{slot:>4}  {found.ids[slot]:>6}  {found.tokens[slot]!r:<{width}}  {part[slot]:<6}  {mark}")
-    print(f"\nl_pre {found.l_pre}, l_pro {found.l_pro}, BOS {found.n_bos}, n {found.n(spans)}")
+        print(f"{slot:>4}  {found.ids[slot]:>6}  {found.tokens[slot]!r:<{width}}  {part[slot]:<6}  {mark}".rstrip())
+    shown = (
+        f"{name} {' '.join(f'[{a}, {b})' for a, b in found_spans)}"
+        for name, found_spans in spans.items()
+        if found_spans
+    )
+    print("\nspans: " + ", ".join(shown))
+    print(f"l_pre {found.l_pre}, l_pro {found.l_pro}, BOS {found.n_bos}, n {n}")
     if found.merged is not None:
         print(f"note: the token {found.merged!r} crosses the seam between prefix and prompt and counts as prefix")
     if chosen is None:
         print("alpha 0: nothing is added")
         return
     print(f"augmentation {chosen.to_json()}\n\nstep    l   bias   weight x")
-    for t in range(steps):
-        print(f"{t:>4} {l[t]:>4}  {bias[t]:>6.4f}  {np.exp(bias[t]):>8.3f}")
+    for q, length, b in zip(queries, l, bias, strict=True):
+        print(f"{q - last:>4} {length:>4}  {b:>6.4f}  {np.exp(b):>8.3f}")
 
 
 @app.command
 def probe(
-    model: str, /, *, dtype: Dtype = "float32", device: str | None = None, model_class: ModelClass = "TransformerBridge"
+    model: str,
+    /,
+    *,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
+    trust_remote_code: bool = False,
 ) -> None:
     """Tell whether an edit of a model's attention scores reaches its logits, and how exactly it equals transformers.
 
@@ -220,16 +251,17 @@ def probe(
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         model_class: HookedTransformer needs transformer-lens 3.9.
+        trust_remote_code: Run code that comes with the model.
     """
     import torch
 
     from lapa2_interp.attention.liveness import assert_live
     from lapa2_interp.models import load_model, load_transformers, model_card
 
-    loaded = load_model(model, dtype=dtype, device=device, model_class=model_class)
+    loaded = load_model(model, dtype=dtype, device=device, model_class=model_class, trust_remote_code=trust_remote_code)
     card = model_card(loaded)
     found = assert_live(loaded, model)
-    plain, tokenizer, _ = load_transformers(model, dtype)
+    plain, tokenizer, _ = load_transformers(model, dtype, trust_remote_code)
     text = "The length of a text decides how much of its beginning is remembered at its end."
     ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
     with torch.no_grad():
@@ -268,6 +300,8 @@ def generate(
     device: str | None = None,
     model_class: ModelClass = "TransformerBridge",
     max_rows: int | None = None,
+    doubled_bos: bool = False,
+    trust_remote_code: bool = False,
     force: bool = False,
 ) -> None:
     """Generate controlled text and record the attention on the prefix.
@@ -297,10 +331,11 @@ def generate(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         model_class: HookedTransformer needs transformer-lens 3.9.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        trust_remote_code: Run code that comes with the model.
         force: Replace a finished run.
     """
     from lapa2_interp import methods as decoders
-    from lapa2_interp.decoding import plan
     from lapa2_interp.experiments.runner import run_arms, trace_size
     from lapa2_interp.experiments.store import new_folder, write_run
     from lapa2_interp.models import load_model
@@ -312,16 +347,23 @@ def generate(
     chosen_task.prefix(attribute)
     texts = [*prompt, *(read_prompts(prompts) if prompts else ())] or list(chosen_task.prompts.texts)
     kept = _pairs("patterns", patterns, ".") if patterns else ()
-    with new_folder(out, force) as folder:
-        loaded = load_model(model, dtype=dtype, device=device, model_class=model_class)
-        todo = plan(loaded, chosen_method, chosen_task, attribute, texts, chosen, length, samples, max_rows)
-        for note in todo.merged:
+    if isinstance(kept, str):
+        raise TraceError(f"--patterns {patterns!r} is not a list of layer.head pairs such as 3.1,4.0")
+
+    def announce(plans: Sequence[Plan]) -> None:
+        for note in dict.fromkeys(note for each in plans for note in each.merged):
             print(f"note: {note}", file=sys.stderr)
-        size = trace_size(loaded, [todo], trace, len(kept))
+        tokens, branches = sum(each.new_tokens for each in plans), len(plans[0].branches)
+        size = trace_size(loaded, plans, trace, len(kept))
         print(
-            f"{len(texts)} prompts x {samples} samples x {len(todo.branches)} branches, {todo.new_tokens} tokens"
+            f"{len(texts)} prompts x {samples} samples x {branches} branches, {tokens} tokens"
             + (f", trace {size / 1e6:.1f} MB" if trace != "none" else ""),
             file=sys.stderr,
+        )
+
+    with new_folder(out, force) as folder:
+        loaded = load_model(
+            model, dtype=dtype, device=device, model_class=model_class, trust_remote_code=trust_remote_code
         )
         run = run_arms(
             loaded,
@@ -338,6 +380,8 @@ def generate(
             trace=trace,
             patterns=kept,
             max_rows=max_rows,
+            doubled_bos=doubled_bos,
+            announce=announce,
         )
         write_run(folder, run)
     if run.manifest.problems:
@@ -361,37 +405,42 @@ def trace(run: Path, /, *, branch: str | None = None, out: Path | None = None, f
     """
     from lapa2_interp import plots
     from lapa2_interp.experiments.store import MANIFEST, new_folder, read_run
-    from lapa2_interp.trace import fit_table, head_table, prefix_token_table, step_table
+    from lapa2_interp.trace import fit_table, head_table, prefix_token_table, steered_part, step_table
 
     found = read_run(run)
     if found.trace is None:
-        raise Lapa2Error(f"{run} has no trace; generate it with --trace full or pooled")
+        raise TraceError(f"{run} has no trace; generate it with --trace full or pooled")
+    part = steered_part(found.trace, branch)
     steps = step_table(found.trace, found.samples, branch)
-    tables = {"steps": steps, "fits": fit_table(steps)}
-    figures = {"prefix_attention": plots.attention_curves(steps, tables["fits"])}
-    tables["prefix_tokens"] = prefix_token_table(found.trace, found.samples, branch)
-    figures["prefix_tokens"] = plots.prefix_token_bars(tables["prefix_tokens"])
+    tables = {"steps": steps, "fits": fit_table(steps, part)}
+    figures = {f"{part}_attention": plots.attention_curves(steps, tables["fits"], part)}
+    if part == "prefix":
+        tables["prefix_tokens"] = prefix_token_table(found.trace, found.samples, branch)
+        figures["prefix_tokens"] = plots.prefix_token_bars(tables["prefix_tokens"])
     last = int(steps["step"].max())
-    shown = steps[
-        (steps["name"] == "prefix") & steps["step"].isin([0, *(2**i for i in range(20) if 2**i < last), last])
-    ]
-    print("attention on the prefix, mean over layers and heads, 95 % interval over prompts")
-    print(shown.drop(columns="name").to_string(index=False, float_format="%.4f"))
-    print("\nC/(t+D) fitted to the curve")
+    powers = [0, *(2**i for i in range(20) if 2**i < last), last]
+    shown = steps[steps["name"].isin([part, "bos", "released_slice"]) & steps["step"].isin(powers)]
+    print(f"attention on {part}, BOS and the released slice, mean over layers and heads; 95 % interval over prompts")
+    print(shown.to_string(index=False, float_format="%.4f", na_rep="-"))
+    print(f"\nC/(t+D) fitted to the curve of the {part}")
     print(tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
     if found.manifest.trace == "full":
         tables["heads"] = head_table(found.trace, found.samples, branch)
-        figures["head_maps"] = plots.head_maps(tables["heads"])
-        print("\nheads with most attention on the prefix, mean over steps")
-        top = tables["heads"].sort_values("prefix", ascending=False).groupby("arm", sort=False).head(5)
-        print(top[["arm", "layer", "head", "prefix", "bos"]].to_string(index=False, float_format="%.4f"))
+        figures["head_maps"] = plots.head_maps(tables["heads"], part)
+        print(f"\nheads with most attention on the {part}, mean over steps")
+        top = tables["heads"].sort_values(part, ascending=False).groupby("arm", sort=False).head(5)
+        print(top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f"))
+    print(
+        "\naugmentation " + "; ".join(f"{arm}: {a.to_json() if a else None}" for arm, a in found.manifest.arms.items())
+    )
     if out is not None:
-        with new_folder(out, force) as folder:
+        with new_folder(out, force, kind="tables") as folder:
             for name, table in tables.items():
                 table.to_csv(folder / f"{name}.csv", index=False)
             for name, figure in figures.items():
                 figure.savefig(folder / f"{name}.png")
-            (folder / MANIFEST).write_text(found.manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            manifest = found.manifest.model_copy(update={"kind": "tables"})
+            (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
         print(f"\ntables and figures in {out}")
 
 
@@ -480,10 +529,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; every error of ours or of the command line is one line on stderr and exit code 2."""
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
     except Lapa2Error as error:
         print(f"lapa2: {error}", file=sys.stderr)
     except CycloptsError as error:
         print(f"lapa2: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:  # a half-made folder is already gone
         print("lapa2: interrupted; nothing was written", file=sys.stderr)
         return 130

@@ -27,9 +27,10 @@ from tqdm import tqdm
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import Model, augmented
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, LayoutError
-from lapa2_interp.layout import Layout, layout, left_pad, text_markers
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, LayoutError, TraceError
+from lapa2_interp.layout import Layout, layout, left_pad
 from lapa2_interp.methods import Branch, Method
+from lapa2_interp.models import model_card
 from lapa2_interp.sampling import draw, uniforms
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace import Recorder, TraceKind
@@ -135,6 +136,7 @@ def plan(
     length: int,
     samples: int,
     max_rows: int | None = None,
+    doubled_bos: bool = False,
 ) -> Plan:
     """Resolve a generation before anything runs.
 
@@ -142,6 +144,7 @@ def plan(
         length: Tokens of the text; with the prompt's where the task says so.
         samples: Continuations per prompt.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
 
     Raises:
         TaskError: The task lacks the attribute.
@@ -157,17 +160,18 @@ def plan(
     tokenizer = model.tokenizer
     branches = method.branches(task, attribute)
     layouts = tuple(
-        tuple(layout(tokenizer, branch.prefix, branch.join + prompt) for prompt in prompts) for branch in branches
+        tuple(layout(tokenizer, branch.prefix, branch.join + prompt, doubled_bos=doubled_bos) for prompt in prompts)
+        for branch in branches
     )
     counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
     steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
+    longest = [max(len(row[i]) for row in layouts) for i in range(len(prompts))]
     for i, prompt in enumerate(prompts):
-        longest = max(len(row[i]) for row in layouts)
         if steps[i] < 1:
             raise LayoutError(f"length {length} leaves nothing to generate after the {counted[i]} tokens of {prompt!r}")
-        if longest + steps[i] > model.cfg.n_ctx:
+        if longest[i] + steps[i] > model.cfg.n_ctx:
             raise LayoutError(
-                f"{longest} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
+                f"{longest[i]} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
                 f"context of {model.cfg.n_ctx}; shorten the prompt or the length"
             )
     augmentations = assign(method, branches, augmentation)
@@ -177,13 +181,12 @@ def plan(
             for found in row:
                 found.spans(chosen.span)
     if max_rows is None:
-        keys = max(len(row[i]) + steps[i] for row in layouts for i in range(len(prompts)))
+        keys = max(a + b for a, b in zip(longest, steps, strict=True))
         heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
         row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
-        max_rows = min(MAX_ROWS, int(CACHE_BYTES // row_bytes))
-    size = max(1, max_rows // len(branches))
+        max_rows = min(MAX_ROWS, CACHE_BYTES // row_bytes)
     pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
-    groups = tuple(tuple(pairs[i : i + size]) for i in range(0, len(pairs), size))
+    groups = _groups(pairs, max(1, max_rows // len(branches)), longest, steps, model.cfg.n_ctx)
     return Plan(
         prompts=tuple(prompts),
         branches=tuple(branch.name for branch in branches),
@@ -192,6 +195,21 @@ def plan(
         steps=steps,
         groups=groups,
     )
+
+
+def _groups(
+    pairs: Sequence[tuple[int, int]], size: int, longest: Sequence[int], steps: Sequence[int], n_ctx: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Batches in order: at most `size` samples, whose longest prompt and most steps fit the context together."""
+    groups: list[list[tuple[int, int]]] = []
+    width = most = 0
+    for pair in pairs:
+        width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
+        if not groups or len(groups[-1]) == size or width + most > n_ctx:
+            groups.append([])
+            width, most = longest[pair[0]], steps[pair[0]]
+        groups[-1].append(pair)
+    return tuple(map(tuple, groups))
 
 
 def assign(
@@ -225,6 +243,7 @@ def generate(
     trace: TraceKind = "full",
     patterns: Sequence[tuple[int, int]] = (),
     max_rows: int | None = None,
+    doubled_bos: bool = False,
     progress: tqdm | None = None,
 ) -> Generation:
     """Continue prompts with a controlled model, and record where the attention went.
@@ -243,6 +262,7 @@ def generate(
         trace: "none", "pooled" or "full".
         patterns: (layer, head) pairs whose whole attention rows are recorded as well.
         max_rows: Rows of a batch.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
         progress: A bar to advance; by default one of its own, shown after 2 s.
 
     Raises:
@@ -251,9 +271,11 @@ def generate(
     """
     if top_k < 1:
         raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
+    if patterns and trace == "none":
+        raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
     prompts = task.prompts.texts if prompts is None else prompts
-    todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows)
-    ends = text_markers(model.tokenizer).ends
+    todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos)
+    ends = model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens))
     bar = progress or progress_bar(todo.new_tokens, f"{method.name} {attribute}")
     tables, traces, problems = [], [], []
     try:

@@ -24,8 +24,8 @@ from lapa2_interp.trace import fit_table, head_table, pooled, prefix_token_table
 
 ARMS: dict[str, Augmentation | None] = {
     "baseline": None,
-    "alpha 1/2": Augmentation(alpha=0.5),
-    "alpha 1": Augmentation(alpha=1.0),
+    "alpha 1/2 paper": Augmentation(alpha=0.5),
+    "alpha 1 paper": Augmentation(alpha=1.0),
     "alpha 1/2 released": Augmentation(alpha=0.5, profile="released"),
 }
 SHOWN_STEPS = (0, 16, 64)
@@ -71,7 +71,8 @@ def run_demo(
             Section(
                 "Attention on the prefix against step",
                 "Mean over all layers and heads, 95 % bands from resampling prompts. Dotted: C/(t+D), the paper's form of "
-                "the decay, fitted to the mean curve.",
+                "the decay, fitted to the mean curve. Profile paper is Algorithm 1; profile released is what the released "
+                "code computes; the released slice is the keys it boosts.",
                 figures["prefix_attention"],
                 shown,
             ),
@@ -124,12 +125,16 @@ def make_tables(run: Run) -> dict[str, pd.DataFrame]:
 
 
 def _summary(run: Run) -> pd.DataFrame:
-    """Attention on the prefix at a few steps and on average, and on BOS: columns arm, quantity, mean, low, high, n."""
+    """Attention on the prefix at a few steps, and on prefix, BOS and released slice on average.
+
+    Columns arm, quantity, mean, low, high, n.
+    """
     assert run.trace is not None
-    prefix, bos = pooled(run.trace, "prefix")[0], pooled(run.trace, "bos")[0]
+    prefix, bos, released = (pooled(run.trace, name)[0] for name in ("prefix", "bos", "released_slice"))
     shown = [step for step in SHOWN_STEPS if step < prefix.shape[1] and not np.isnan(prefix[:, step]).any()]
     quantities = {f"prefix at step {step}": prefix[:, step] for step in shown}
-    quantities |= {"prefix, mean": np.nanmean(prefix, axis=1), "BOS, mean": np.nanmean(bos, axis=1)}
+    averages = {"prefix, mean": prefix, "BOS, mean": bos, "released slice, mean": released}
+    quantities |= {name: np.nanmean(values, axis=1) for name, values in averages.items()}
     rows = []
     for arm, members in run.samples.groupby("arm", sort=False):
         for name, values in quantities.items():
@@ -161,12 +166,13 @@ def finding(summary: pd.DataFrame) -> str:
         mean, low, high = rows[arm, quantity]
         return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
+    last, step = steps[-1], steps[-1].split()[-1]
     return (
         f"Attention on the prefix, averaged over all heads, goes from {cell('baseline', steps[0])} at the first step to "
-        f"{cell('baseline', steps[-1])} at step {steps[-1].split()[-1]} in the baseline. With LaPA2 it is "
-        f"{cell('alpha 1/2', steps[-1])} there at alpha 1/2 and {cell('alpha 1', steps[-1])} at alpha 1 (profile paper). "
-        f"The released placement at alpha 1/2 gives {cell('alpha 1/2 released', steps[-1])} on the prefix and moves BOS "
-        f"from {cell('baseline', 'BOS, mean')} to {cell('alpha 1/2 released', 'BOS, mean')}."
+        f"{cell('baseline', last)} at step {step} in the baseline. With LaPA2 (profile paper) it is "
+        f"{cell('alpha 1/2 paper', last)} there at alpha 1/2 and {cell('alpha 1 paper', last)} at alpha 1. The released "
+        f"placement at alpha 1/2 gives {cell('alpha 1/2 released', last)} on the prefix and moves BOS from "
+        f"{cell('baseline', 'BOS, mean')} to {cell('alpha 1/2 released', 'BOS, mean')}."
     )
 
 

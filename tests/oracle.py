@@ -76,25 +76,18 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None):
             dtype=torch.float64,
         )
 
-    edited = {}
-
     def edit(scores, hook, layer):
         scores = scores.clone()
         for head in range(n_heads):
             if bias is not None and (layer, head) in reach:
                 scores[0, head] += bias.to(scores.dtype)
-        edited[layer] = scores
         return scores
 
-    def attend(pattern, hook, layer):
-        # Llama computes its softmax in float32; in float64 the oracle computes its own.
-        if pattern.dtype == torch.float64:
-            pattern = torch.softmax(edited[layer], dim=-1)
+    def keep(pattern, hook, layer):
         patterns[layer] = pattern[0].clone()
-        return pattern
 
     hooks = [(f"blocks.{i}.attn.hook_attn_scores", lambda s, hook, i=i: edit(s, hook, i)) for i in range(n_layers)]
-    hooks += [(f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: attend(p, hook, i)) for i in range(n_layers)]
+    hooks += [(f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: keep(p, hook, i)) for i in range(n_layers)]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         logits = model(ids)[0]
     return logits[len(layout.ids) - 1 :], patterns

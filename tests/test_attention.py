@@ -214,6 +214,74 @@ def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile
     assert difference < (0.06 if dtype == "bfloat16" else 0.01)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
+    """An edit of scores and one of the pattern, made inside `augmented`, reach the logits as they do outside."""
+    model = load(tiny, dtype, model_class)
+    found = branch(model)
+    ids = ids_of(found, GENERATED)
+
+    def on_scores(scores, hook):
+        scores = scores.clone()
+        scores[..., 2] -= 20
+        return scores
+
+    def on_pattern(pattern, hook):
+        return pattern.roll(1, dims=-1)
+
+    for name, edit in ((SCORES.format(1), on_scores), (PATTERN.format(2), on_pattern)):
+        with torch.no_grad():
+            plain = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
+            with augmented(model, Augmentation(alpha=0), found):
+                same = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
+            with augmented(model, Augmentation(alpha=1), found):
+                edited, unedited = model.run_with_hooks(ids, fwd_hooks=[(name, edit)]), model(ids)
+        assert torch.equal(same, plain)
+        assert (edited - unedited).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
+    """A static cache has more slots than live keys and counts them in a tensor it later changes."""
+    from transformers import DynamicCache, StaticCache
+
+    model = load(tiny, "float64")
+    found, augmentation = branch(model), Augmentation(alpha=1)
+    cache = DynamicCache() if name == "dynamic" else StaticCache(config=model.original_model.config, max_cache_len=64)
+    expected, _ = oracle_logits(model, found, GENERATED, augmentation)
+    logits = []
+    with torch.no_grad(), augmented(model, augmentation, found):
+        for chunk in (list(found.ids), *([token] for token in GENERATED)):
+            logits.append(model(torch.tensor([chunk]), past_key_values=cache)[:, -1])
+    assert (torch.cat(logits) - expected).abs().max() < 1e-9
+
+
+def test_a_cache_that_drops_keys_is_an_error():
+    from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
+
+    from lapa2_interp.models import _bridge, load_tokenizer
+
+    tokenizer = load_tokenizer("tiny-llama")
+    config = MistralConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8,
+    )  # fmt: skip
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = _bridge(network, tokenizer, "tiny-mistral", torch.float32, "cpu")
+    found, cache = layout(tokenizer, "ab cd:", "efg hi"), DynamicCache(config=config)
+    with torch.no_grad(), augmented(model, Augmentation(alpha=1), found):
+        model(found.tensor, past_key_values=cache)
+        with pytest.raises(LayoutError, match="sliding window drops old ones"):
+            model(torch.tensor([[70]]), past_key_values=cache)
+
+
+def test_augmentations_without_layouts_are_an_error():
+    model = load("tiny-gpt2")
+    for augmentations, layouts in (([None, None], branch(model)), ([], [])):
+        with pytest.raises(LayoutError, match="augmentations for"):
+            augmented(model, augmentations, layouts).__enter__()
+
+
 def test_alpha_zero_changes_nothing(tiny, model_class):
     model = load(tiny, "float32", model_class)
     found = branch(model)

@@ -101,6 +101,10 @@ def test_layers_and_heads_intersect():
         ({"alpha": 1, "span": ((3, 3),)}, r"span \[3, 3\) is empty"),
         ({"alpha": 1, "span": ()}, "span"),
         ({"alpha": 1, "layer": "all"}, "layer"),
+        ({"alpha": 1, "span": ((0, 3), (1, 4))}, "overlap at slot 1"),
+        ({"alpha": 1, "span": (1, 4)}, r"span: takes 'prefix', .*slots \(\(start, stop\), ...\); found \(1, 4\)"),
+        ({"alpha": 1, "heads": "foo"}, r"heads: takes 'all', or pairs \(\(layer, head\), ...\); found 'foo'"),
+        ({"alpha": 1, "layers": "middle"}, "layers: takes 'all', 'bottom', .*; found 'middle'"),
     ],
 )
 def test_bad_fields_are_named(fields, message):

@@ -88,6 +88,24 @@ def test_trace_reads_a_run(tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_trace_never_writes_over_a_run(tmp_path, capsys):
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
+    for force in ((), ("--force",)):
+        assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "run", *force) == 2
+        assert "not a folder of this command's making" in capsys.readouterr().err
+    read_run(tmp_path / "run")
+    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+    assert lapa2("trace", tmp_path / "look") == 2
+    assert "give the run's own folder" in capsys.readouterr().err
+
+
+def test_trace_of_the_raw_model_shows_its_prompt(tmp_path, capsys):
+    assert lapa2(f"{GENERATE} --method none --alpha 1 --samples 2", "--out", tmp_path / "run") == 0
+    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+    assert "attention on prompt" in capsys.readouterr().out
+    assert (tmp_path / "look" / "prompt_attention.png").exists()
+
+
 def test_trace_of_a_pooled_and_an_untraced_run(tmp_path, capsys):
     assert lapa2(f"{GENERATE} --trace pooled", "--out", tmp_path / "pooled") == 0
     assert lapa2("trace", tmp_path / "pooled") == 0
@@ -108,6 +126,16 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     assert [token["boosted"] for token in facts["tokens"]] == [True, True, True, False, False, False, False]
     assert [token["part"] for token in facts["tokens"]] == ["bos", *["prefix"] * 3, *["prompt"] * 3]
     assert facts["steps"][0] == {"step": 0, "l": 7, "bias": 0.0}
+    assert facts["spans"] == {
+        "bos": [[0, 1]],
+        "released": [[0, 3]],
+        "prefix": [[1, 4]],
+        "prompt": [[4, 7]],
+        "boosted": [[0, 3]],
+    }
+    assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --phase all_queries --steps 2 --json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [(step["step"], step["l"]) for step in facts["steps"]] == [(-2, 4), (-1, 5), (0, 6), (1, 7)]
     assert lapa2("layout --prefix Ver --prompt 'y good'") == 0
     assert "the token 'Very' crosses the seam" in capsys.readouterr().out
 
@@ -150,6 +178,10 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --span 3:99 --out OUT", "lies outside the sequence"),
         (f"{GENERATE} --span 3:1 --out OUT", "is empty or negative"),
         (f"{GENERATE} --patterns 0.9 --out OUT", "does not exist"),
+        (f"{GENERATE} --patterns all --out OUT", "not a list of layer.head pairs"),
+        (f"{GENERATE} --patterns 0.1 --trace none --out OUT", "patterns are part of a trace"),
+        (f"{GENERATE} --model-class HookedTransformerr --out OUT/deep/er", "HookedTransformerr"),
+        ("layout --prompt 'The lake' --steps 0", "--steps must be at least 1, found 0"),
         (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
         (f"{GENERATE} --prompts nowhere.txt --out OUT", "cannot read prompts"),
         (f"{GENERATE} --dtype float23 --out OUT", "float23"),
@@ -210,6 +242,12 @@ def test_help_and_import_are_quick_and_load_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    command = f"{shlex.quote(sys.executable)} -c 'from lapa2_interp.cli import main; raise SystemExit(main())' tasks | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):

@@ -203,6 +203,43 @@ def test_rows_of_a_batch_are_bounded_by_their_cache():
     assert max(len(group) for group in long.groups) == (2 << 30) // bytes_of_a_row
 
 
+def test_prompts_share_a_batch_only_where_the_context_holds_both():
+    """A short prompt has more steps than a long one; together they must not run past the last position."""
+    model = load("tiny-gpt2")
+    prompts = ["The lake", "a" * 180, "The sea"]
+    todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 230, 1)
+    assert [[prompt for prompt, _ in group] for group in todo.groups] == [[0], [1], [2]]
+    found = made(model, prompts, length=230)
+    assert found.samples["n_tokens"].tolist() == [222, 50, 223]
+    alone = made(model, prompts[:1], length=230)
+    assert found.samples["text"][0] == alone.samples["text"][0]
+
+
+def test_traces_of_different_prefix_lengths_join():
+    from lapa2_interp.experiments.runner import run_arms
+
+    detox = load_task("detox")
+    settings = {"length": 6, "samples": 1, "seed": 1, "patterns": [(0, 1)], "max_rows": 1}
+    run = run_arms(
+        load("tiny-llama"), PREFIX, detox, ["nontoxic", "toxic"], ["The lake", "The blue lake"], {"a": None}, **settings
+    )
+    assert run.trace.sizes["prefix_token"] == len("Very nontoxic:")
+    tokens = run.trace["prefix_tokens"].to_numpy()[0, :, 0]
+    assert np.isnan(tokens).sum(axis=1).tolist() == [0, 0, 3, 3]
+    assert run.trace.sizes["key"] == 1 + len("Very nontoxic:The blue lake") + 5
+
+
+def test_doubled_bos_generates_as_the_released_scripts_do():
+    model = load("tiny-llama", "float64")
+    augmentation = Augmentation(alpha=1, profile="released")
+    found = made(model, ["The lake"], augmentation=augmentation, doubled_bos=True, top_k=1)
+    branch = layout(model.tokenizer, "Very positive:", "The lake", doubled_bos=True)
+    tokens = found.samples["tokens"][0]
+    logits, _ = oracle_logits(model, branch, tokens[:-1], augmentation)
+    assert logits.argmax(1).tolist() == tokens
+    assert found.trace["n_bos"].item() == 2
+
+
 def test_every_branch_sees_the_same_tokens():
     """Two branches as stacked rows equal two separate passes: combining base and prefix by hand."""
     from dataclasses import dataclass
@@ -243,6 +280,7 @@ def test_every_branch_sees_the_same_tokens():
         ({"augmentation": Augmentation(alpha=1, layers=(4,))}, AugmentationError, "layers 0-3"),
         ({"augmentation": Augmentation(alpha=1, span=((0, 50),))}, LayoutError, "outside the sequence"),
         ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
+        ({"patterns": [(0, 1)], "trace": "none"}, Lapa2Error, "patterns are part of a trace"),
     ],
 )
 def test_bad_input(settings, error, message):

@@ -198,6 +198,32 @@ def test_plain_text_starts_are_decided_in_one_place(gpt2_tokenizer):
     assert smol.bos_token == "<|endoftext|>"
 
 
+def test_an_unknown_token_is_neither_start_nor_end():
+    """Tokenizers answer <unk> for a token they do not have, such as <|endoftext|> in a Llama-2 vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
+    names = {"unk_token": "<unk>", "eos_token": "</s>"}
+    with_bos = PreTrainedTokenizerFast(tokenizer_object=vocabulary, bos_token="<s>", **names)
+    assert text_markers(with_bos) == (1, (2,))
+    assert text_markers(PreTrainedTokenizerFast(tokenizer_object=vocabulary, **names)) == (2, (2,))
+
+
+def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_tokenizer(gpt2_tokenizer):
+    """TransformerLens switches BOS on in tokenizers that have it off; the released count of GPT-2 has no BOS in it."""
+    import copy
+
+    from tokenizers import processors
+
+    adding = copy.deepcopy(gpt2_tokenizer)
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 50256)]
+    )
+    assert adding("a").input_ids[0] == 50256
+    assert layout(adding, "Very positive:", "The lake") == layout(gpt2_tokenizer, "Very positive:", "The lake")
+
+
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
 def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)

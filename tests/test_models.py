@@ -74,6 +74,39 @@ def test_pickled_weights_are_refused(folder, tmp_path):
         load_model(str(path), device="cpu")
 
 
+def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
+    import shutil
+
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    shutil.copytree(folder, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(ModelError, match="cannot load model"):
+        load_model(str(tmp_path / "cut"), device="cpu")
+    shutil.copytree(folder, tmp_path / "ctrl")
+    config = CTRLConfig(vocab_size=300, n_embd=16, dff=32, n_layer=1, n_head=2, n_positions=64)
+    CTRLLMHeadModel(config).save_pretrained(tmp_path / "ctrl")
+    with pytest.raises(ModelError, match="transformer-lens cannot wrap .* as TransformerBridge"):
+        load_model(str(tmp_path / "ctrl"), device="cpu")
+
+
+def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "more-ends")
+    (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
+    model = load_model(str(tmp_path / "more-ends"), device="cpu")
+    assert model_card(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
+
+
+def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match="cannot write the cache .*set LAPA2_CACHE"):
+        load_model("smollm2-135m")
+
+
 @pytest.mark.parametrize("name", ["no-such-model", "someone/no-such-model"])
 def test_unknown_models(name):
     with pytest.raises(ModelError, match=f"cannot load model '{name}'; allowed: smollm2-135m, tiny-gpt2") as caught:
@@ -134,7 +167,7 @@ def test_conversion_happens_once(fake_conversion):
     assert [path.name for path in first.parent.iterdir()] == [first.name], "no half-made folder stays"
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "seal"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "{", "[]", "{}", '{"model.safetensors": 3}'])
 def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
     folder = models.smollm2_folder()
     file = folder / "model.safetensors"
@@ -145,8 +178,8 @@ def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
             file.write_bytes(b"conv")
         case "gone":
             file.unlink()
-        case "seal":
-            (folder / "seal.json").write_text("{")
+        case seal:
+            (folder / "seal.json").write_text(seal)
     capsys.readouterr()
     assert (models.smollm2_folder() / "model.safetensors").read_bytes() == b"converted"
     assert len(fake_conversion) == 2

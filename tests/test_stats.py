@@ -35,6 +35,12 @@ def test_coverage_of_clustered_means():
     )  # nominal 0.95; two binomial standard errors and the bootstrap's small-sample loss
 
 
+def test_one_cluster_tells_no_spread():
+    found = mean_interval([1.0, 2.0], ["a", "a"])
+    assert found.mean == 1.5
+    assert np.isnan([found.low, found.high]).all()
+
+
 def test_missing_labels():
     with pytest.raises(ValueError, match="one cluster label per value"):
         mean_interval([1.0, 2.0], ["a"])

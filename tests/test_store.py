@@ -88,7 +88,7 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
             (folder / f"made with force {force}").touch()
     assert (tmp_path / "run" / "made with force True").exists()
     assert not (tmp_path / "run" / "made with force False").exists()
-    with pytest.raises(RunError, match="holds a finished run; --force replaces it"), new_folder(tmp_path / "run"):
+    with pytest.raises(RunError, match="is finished; --force replaces it"), new_folder(tmp_path / "run"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -105,16 +105,44 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     for force in (False, True):
-        with pytest.raises(RunError, match="is not a run folder"), new_folder(tmp_path / "thesis", force):
+        with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "thesis", force):
             pass
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
+
+
+def test_somebody_elses_manifest_protects_its_folder(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
+    with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "app", force=True):
+        pass
+    assert (tmp_path / "app" / "manifest.json").exists()
+
+
+def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "er" / "run"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["samples.parquet", "trace.nc"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_files_are_named(run, tmp_path, name, damage):
+    with new_folder(tmp_path / "run") as folder:
+        write_run(folder, run)
+    file = tmp_path / "run" / name
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RunError, match=f"{name} is missing or damaged"):
+        read_run(tmp_path / "run")
 
 
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write .*choose another --out"), new_folder(tmp_path / "file" / "run"):
         pass
-    with pytest.raises(RunError, match="is not a run folder"), new_folder(tmp_path / "file"):
+    with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "file"):
         pass
 
 
@@ -122,7 +150,7 @@ def test_reading_what_is_no_run(tmp_path):
     with pytest.raises(RunError, match=r"is not a run folder: it has no manifest\.json"):
         read_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"model": 3}')
-    with pytest.raises(RunError, match=r"manifest\.json: .*found"):
+    with pytest.raises(RunError, match=r"manifest\.json is not a manifest of this version: created: field required"):
         read_run(tmp_path)
 
 

@@ -71,8 +71,10 @@ def test_prompt_files(tmp_path):
     assert read_prompts(lines) == ("The lake", "  leading space")
     objects.write_text('{"prompt": "The lake", "toxicity": 0.1}\n')
     assert read_prompts(objects) == ("The lake",)
+    objects.write_text('{"prompt": {"text": "The lake", "toxicity": 0.1}, "continuation": {}}\n')
+    assert read_prompts(objects) == ("The lake",)
     objects.write_text('{"prompt": "The lake"}\n{"text": "x"}\n')
-    with pytest.raises(TaskError, match=r'b\.jsonl line 2: expected a JSON object with a field "prompt"'):
+    with pytest.raises(TaskError, match=r'b\.jsonl line 2: expected a JSON object with a text in "prompt"'):
         read_prompts(objects)
     lines.write_text("\n")
     with pytest.raises(TaskError, match="has no prompts"):

@@ -49,7 +49,6 @@ def test_fit_recovers_its_own_curve(c, d):
     fit = fit_decay(t, c / (t + d))
     assert (fit.c, fit.d) == (pytest.approx(c, rel=1e-4), pytest.approx(d, rel=1e-4))
     assert fit.r2 == pytest.approx(1.0)
-    assert fit.curve(t) == pytest.approx(c / (t + d), rel=1e-4)
 
 
 def test_fit_is_the_least_squares_one():
@@ -68,6 +67,7 @@ def test_a_flat_or_rising_curve_does_not_converge():
     t = np.arange(50)
     assert np.isnan(fit_decay(t, np.full(50, 0.2)).c)
     assert np.isnan(fit_decay(t, 0.1 + 0.01 * t).c)
+    assert np.isnan(fit_decay(t, 0.13 + np.random.default_rng(2).normal(0, 0.01, 50)).c)
 
 
 def test_too_few_steps():

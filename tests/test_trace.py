@@ -17,6 +17,7 @@ from lapa2_interp.trace import (
     Recorder,
     fit_table,
     head_table,
+    local_ratio,
     pooled,
     prefix_token_table,
     step_table,
@@ -113,6 +114,26 @@ def nearest_last_prompt_token(run, model):
     found = layout(model.tokenizer, None, PROMPTS[0])
     _, patterns = oracle_logits(model, found, [])
     return np.stack([patterns[i][:, -1, -1].numpy() for i in range(model.cfg.n_layers)])
+
+
+@pytest.mark.parametrize("kind", ["full", "pooled"])
+def test_local_ratios(kind):
+    trace = made(load("tiny-gpt2"), trace=kind).trace
+    nearest, prefix, bos = (trace[name].to_numpy() for name in ("nearest_4", "prefix", "bos"))
+    assert np.array_equal(local_ratio(trace, 4), nearest / (1 - prefix), equal_nan=True)
+    assert np.array_equal(local_ratio(trace, 4, without_bos=True), nearest / (1 - prefix - bos), equal_nan=True)
+    with pytest.raises(TraceError, match="nearest 2, 4, 6, 8 keys, not 3"):
+        local_ratio(trace, 3)
+
+
+def test_tables_of_one_prompt_and_of_short_texts_claim_nothing():
+    run = generate(load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS[:1], length=10)
+    steps = step_table(run.trace, run.samples)
+    assert steps[["low", "high"]].isna().all(axis=None)
+    assert steps["prompts"].unique().tolist() == [1]
+    fits = fit_table(steps)
+    assert fits["arm"].tolist() == ["run"]
+    assert fits[["C", "D", "R2"]].isna().all(axis=None)
 
 
 def test_netcdf_round_trip(tmp_path):

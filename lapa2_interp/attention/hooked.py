@@ -72,13 +72,16 @@ class _Bias:
         self.keys = torch.from_numpy(keys[:, : self.last_key])
         self.heads = torch.from_numpy(heads)
         self.every_head = bool((heads[self.layers] == 1).all())
-        self.of_queries: tuple[range, Tensor] = (range(0), torch.empty(0))
+        self.of_queries: tuple[range, Tensor | None] = (range(0), None)
 
-    def _compute(self, queries: range, device: torch.device) -> Float[Tensor, "row query"]:
+    def _compute(self, queries: range, device: torch.device) -> Float[Tensor, "row query"] | None:
+        """b of every row and query; None where all are 0."""
         table = np.zeros((len(self.rows), len(queries)))
         for row, (augmentation, each) in enumerate(self.rows):
             if augmentation is not None:
                 table[row] = each.bias(augmentation, np.array(queries))
+        if not table.any():
+            return None
         self.keys, self.heads = self.keys.to(device), self.heads.to(device)
         return torch.from_numpy(table).to(device)
 
@@ -103,7 +106,7 @@ class _Bias:
         if self.of_queries[0] != queries:
             self.of_queries = queries, self._compute(queries, scores.device)
         of_queries = self.of_queries[1]
-        if not of_queries.any():
+        if of_queries is None:
             return scores
         bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(self.keys, "row key -> row 1 1 key")
         if not self.every_head:
@@ -135,44 +138,45 @@ def augmented(
 
     Raises:
         AugmentationError: Layers or heads the model does not have.
-        LayoutError: A span outside the sequence, or (from the forward pass) another number of rows than layouts.
+        LayoutError: A span outside the sequence, other numbers of augmentations, layouts and rows (the last from the
+            forward pass), or a cache that has dropped keys.
     """
     layouts = [layout] if isinstance(layout, Layout) else list(layout)
     if augmentation is None or isinstance(augmentation, Augmentation):
         augmentation = [augmentation] * len(layouts)
+    if not layouts or len(augmentation) != len(layouts):
+        raise LayoutError(
+            f"{len(augmentation)} augmentations for {len(layouts)} layouts; give one layout a row, and one or as many"
+        )
     bias = _Bias(model, augmentation, layouts)
     held = 0
 
     def before_forward(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal held
         cache = kwargs.get("past_key_values")
-        held = 0 if cache is None else cache.get_seq_length()
+        held = 0 if cache is None else int(cache.get_seq_length())  # some caches count in a tensor they later change
 
     def first_query(attention: Tensor) -> int:
         # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots than live keys.
-        return held if is_bridge(model) else attention.shape[3] - attention.shape[2]
-
-    # float64 is there to check equalities, but Llama's softmax runs in float32 whatever the dtype (and gives NaN where
-    # float64's masking value overflows on a padding query), so in float64 the pattern is computed here.
-    in_double = model.cfg.dtype == torch.float64
-    latest: Tensor | None = None
+        n_queries, n_keys = attention.shape[2:]
+        first = held if is_bridge(model) else n_keys - n_queries
+        if n_keys < first + n_queries:
+            raise LayoutError(
+                f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding window drops old ones), so "
+                "slots cannot be told; use a cache that keeps all keys, such as transformers' DynamicCache()"
+            )
+        return first
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        nonlocal latest
-        latest = bias.add(layer, scores, first_query(scores)) if layer in bias.layers else scores
-        return latest
+        return bias.add(layer, scores, first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        if in_double and latest is not None and not _has_sink(pattern):
-            pattern = latest.softmax(-1)
         if observer is not None:
             observer.observe(layer, pattern, first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
-    every = range(model.cfg.n_layers)
-    edited = every if in_double else bias.layers
-    read = every if in_double or observer is not None else bias.layers
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in edited]
+    read = range(model.cfg.n_layers) if observer is not None else bias.layers
+    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
     with ExitStack() as undo:
         if is_bridge(model):
@@ -180,8 +184,3 @@ def augmented(
             undo.callback(handle.remove)
         undo.enter_context(model.hooks(fwd_hooks=hooks))
         yield
-
-
-def _has_sink(pattern: Float[Tensor, "row head query key"]) -> bool:
-    """Whether a learned sink takes a share of the attention, so that rows add up to less than 1."""
-    return bool((pattern.sum(-1) < 0.999).any())

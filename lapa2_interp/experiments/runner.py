@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from time import perf_counter
@@ -44,21 +44,28 @@ def run_arms(
     trace: TraceKind = "full",
     patterns: Sequence[tuple[int, int]] = (),
     max_rows: int | None = None,
+    doubled_bos: bool = False,
+    announce: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Run:
     """Every arm and attribute, as one run whose samples carry columns `arm` and `attribute`.
 
     Texts that ran out of tokens are kept, with `finish` "empty", and named in the manifest's `problems`.
 
-    Arguments are those of `decoding.generate`; everything is resolved and checked before the first token.
+    Arguments are those of `decoding.generate`; everything is resolved and checked before the first token, and `announce` is
+    shown the plans then.
 
     Raises:
         Lapa2Error: As `decoding.generate`.
     """
     plans = {
-        (arm, attribute): plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows)
+        (arm, attribute): plan(
+            model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos
+        )
         for arm, augmentation in arms.items()
         for attribute in attributes
     }
+    if announce is not None:
+        announce(list(plans.values()))
     total = sum(each.new_tokens for each in plans.values())
     tables, traces, problems = [], [], []
     began = perf_counter()
@@ -80,6 +87,7 @@ def run_arms(
                     trace=trace,
                     patterns=patterns,
                     max_rows=max_rows,
+                    doubled_bos=doubled_bos,
                     progress=bar,
                 )
             except EmptyGenerationError as error:
@@ -107,6 +115,7 @@ def run_arms(
         seed=seed,
         top_k=top_k,
         eos=eos,
+        doubled_bos=doubled_bos,
         max_rows=max_rows,
         trace=trace,
         patterns=tuple(patterns),

@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,6 +36,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    kind: Literal["run", "tables"] = "run"
+    """What the folder holds: a run's texts and trace, or tables and figures read off one."""
     lapa2_interp: str = __version__
     """Version of this package."""
     created: datetime
@@ -66,6 +68,8 @@ class Manifest(BaseModel):
     top_k: int
     eos: str
     """EOS policy: keep, stop or block."""
+    doubled_bos: bool = False
+    """Two BOS tokens in front, as the released scripts feed LLaMA."""
     max_rows: int | None
     """Rows of a batch, which decides who shares one; None is the default rule."""
     trace: str
@@ -108,32 +112,38 @@ def source_commit() -> str | None:
         if git("ls-files", __file__) == "":
             return None
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError, PackageNotFoundError):
+    except (OSError, subprocess.CalledProcessError):
         return None
 
 
 @contextmanager
-def new_folder(out: Path, force: bool = False) -> Iterator[Path]:
+def new_folder(out: Path, force: bool = False, kind: str = "run") -> Iterator[Path]:
     """A folder that becomes `out` when the block ends well, and vanishes when it does not.
 
     Args:
-        out: The run's place.
-        force: Replace a finished run there. A folder that is not a run is never replaced.
+        out: The folder's place.
+        force: Replace a finished folder of this kind there. Anything else there is never replaced.
+        kind: As the manifest's.
 
     Raises:
-        RunError: `out` is finished, is not a run, or cannot be written.
+        RunError: `out` is finished, is something else, or cannot be written.
     """
     out = out.resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if not (out / MANIFEST).is_file():
-            raise RunError(f"{out} exists and is not a run folder; choose another --out")
+        try:
+            found = read_manifest(out).kind
+        except RunError:
+            found = None
+        if found != kind:
+            raise RunError(f"{out} exists and is not a folder of this command's making; choose another --out")
         if not force:
-            raise RunError(f"{out} holds a finished run; --force replaces it, or choose another --out")
+            raise RunError(f"{out} is finished; --force replaces it, or choose another --out")
+    made = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror}; choose another --out") from None
+        raise RunError(f"cannot write {out}: {error.strerror}; choose another --out") from error
     try:
         yield fresh
         fresh.chmod(0o755)
@@ -146,6 +156,10 @@ def new_folder(out: Path, force: bool = False) -> Iterator[Path]:
             fresh.rename(out)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        if not out.exists():
+            for folder in made:
+                with suppress(OSError):  # somebody else put something there meanwhile
+                    folder.rmdir()
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -157,22 +171,41 @@ def write_run(folder: Path, run: Run) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished folder.
+
+    Raises:
+        RunError: It has none, or one of another form.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise RunError(f"{folder} is not a run folder: it has no {MANIFEST}; `lapa2 generate --out` makes one")
+    try:
+        return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise RunError(f"{folder / MANIFEST} is not a manifest of this version: {reason}") from error
+
+
 def read_run(folder: Path) -> Run:
     """A finished run. Never generates anything.
 
     Raises:
-        RunError: Not a run folder, or its manifest is of another form.
+        RunError: Not a run folder, or a file in it is missing or damaged.
     """
     import xarray as xr
 
-    if not (folder / MANIFEST).is_file():
-        raise RunError(f"{folder} is not a run folder: it has no {MANIFEST}; `lapa2 generate --out` makes one")
+    manifest = read_manifest(folder)
+    if manifest.kind != "run":
+        raise RunError(f"{folder} holds tables read off a run, not a run; give the run's own folder")
+    file = folder / SAMPLES
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise RunError(f"{folder / MANIFEST}: {first_problem(error)}") from None
-    trace = None
-    if (folder / TRACE).is_file():
-        with xr.open_dataset(folder / TRACE, engine="h5netcdf") as stored:
-            trace = stored.load()
-    return Run(manifest, pd.read_parquet(folder / SAMPLES), trace)
+        samples = pd.read_parquet(file)
+        if manifest.trace == "none":
+            return Run(manifest, samples, None)
+        file = folder / TRACE
+        with xr.open_dataset(file, engine="h5netcdf") as stored:
+            return Run(manifest, samples, stored.load())
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); generate the run again"
+        ) from error

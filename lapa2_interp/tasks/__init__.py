@@ -148,7 +148,7 @@ def _files() -> Iterable:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Prompts from a file: one per line, or `.jsonl` objects with a field "prompt".
+    """Prompts from a file: one per line, or `.jsonl` objects with a text in "prompt" or "prompt"."text".
 
     Raises:
         TaskError: Unreadable, empty, or a line is malformed; the message names it.
@@ -163,9 +163,15 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             continue
         if path.suffix == ".jsonl":
             try:
-                line = json.loads(line)["prompt"]
+                prompt = json.loads(line)["prompt"]
+                line = prompt["text"] if isinstance(prompt, dict) else prompt
+                if not isinstance(line, str):
+                    raise TypeError
             except (ValueError, KeyError, TypeError):
-                raise TaskError(f'{path} line {number}: expected a JSON object with a field "prompt"') from None
+                raise TaskError(
+                    f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as RealToxicityPrompts has it, '
+                    f'in "prompt"."text"), found {line[:60]!r}'
+                ) from None
         found.append(line)
     if not found:
         raise TaskError(f"{path} has no prompts; give one per line")
