@@ -24,7 +24,7 @@ from lapa2_interp.errors import (
 
 if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.decoding import Plan
+    from lapa2_interp.plan import Plan
 
 app = App(
     name="lapa2",
@@ -336,7 +336,7 @@ def generate(
         force: Replace a finished run.
     """
     from lapa2_interp import methods as decoders
-    from lapa2_interp.experiments.runner import run_arms, trace_size
+    from lapa2_interp.experiments.runner import estimate, run_arms
     from lapa2_interp.experiments.store import new_folder, write_run
     from lapa2_interp.models import load_model
     from lapa2_interp.tasks import load_task, read_prompts
@@ -353,13 +353,7 @@ def generate(
     def announce(plans: Sequence[Plan]) -> None:
         for note in dict.fromkeys(note for each in plans for note in each.merged):
             print(f"note: {note}", file=sys.stderr)
-        tokens, branches = sum(each.new_tokens for each in plans), len(plans[0].branches)
-        size = trace_size(loaded, plans, trace, len(kept))
-        print(
-            f"{len(texts)} prompts x {samples} samples x {branches} branches, {tokens} tokens"
-            + (f", trace {size / 1e6:.1f} MB" if trace != "none" else ""),
-            file=sys.stderr,
-        )
+        print(estimate(loaded, plans, trace, len(kept)), file=sys.stderr)
 
     with new_folder(out, force) as folder:
         loaded = load_model(
@@ -480,8 +474,8 @@ def list_methods() -> None:
     from dataclasses import asdict
 
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.decoding import assign
     from lapa2_interp.methods import for_task, registry
+    from lapa2_interp.plan import assign
     from lapa2_interp.tasks import built_in, load_task
 
     for name, method in registry().items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,11 +27,11 @@ from tqdm import tqdm
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import Model, augmented
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, LayoutError, TraceError
-from lapa2_interp.layout import Layout, layout, left_pad
-from lapa2_interp.methods import Branch, Method
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, TraceError
+from lapa2_interp.methods import Method
 from lapa2_interp.models import model_card
-from lapa2_interp.sampling import draw, uniforms
+from lapa2_interp.plan import Batch, Plan, plan
+from lapa2_interp.sampling import draw
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace import Recorder, TraceKind
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 EosPolicy = Literal["keep", "stop", "block"]
 TOP_K = 200
-MAX_ROWS = 120
-CACHE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -86,144 +84,6 @@ class Ending:
         for i in which.nonzero()[:, 0].tolist():
             if self.n_tokens[i] > at or (self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"):
                 self.n_tokens[i], self.finish[i] = at, how
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A resolved call of `generate`: every branch's layout per prompt, and who shares a batch.
-
-    Attributes:
-        layouts: By branch, then prompt.
-        augmentations: By branch.
-        steps: New tokens per prompt.
-        groups: Batches of (prompt number, sample number).
-    """
-
-    prompts: tuple[str, ...]
-    branches: tuple[str, ...]
-    layouts: tuple[tuple[Layout, ...], ...]
-    augmentations: tuple[Augmentation | None, ...]
-    steps: tuple[int, ...]
-    groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(self.steps[prompt] for group in self.groups for prompt, _ in group)
-
-    @property
-    def rows(self) -> int:
-        return len(self.branches) * sum(len(group) for group in self.groups)
-
-    @property
-    def merged(self) -> list[str]:
-        """Tokens that cross the seam between a prefix and a prompt, in words."""
-        found = [
-            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and counts as prefix"
-            for name, row in zip(self.branches, self.layouts, strict=True)
-            for prompt, each in zip(self.prompts, row, strict=True)
-            if each.merged is not None
-        ]
-        return found
-
-
-def plan(
-    model: Model,
-    method: Method,
-    task: Task,
-    attribute: str,
-    prompts: Sequence[str],
-    augmentation: Augmentation | None,
-    length: int,
-    samples: int,
-    max_rows: int | None = None,
-    doubled_bos: bool = False,
-) -> Plan:
-    """Resolve a generation before anything runs.
-
-    Args:
-        length: Tokens of the text; with the prompt's where the task says so.
-        samples: Continuations per prompt.
-        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
-        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
-
-    Raises:
-        TaskError: The task lacks the attribute.
-        LayoutError: A prefix or prompt tokenises to nothing, a prompt is given twice, or a text exceeds the context.
-        AugmentationError: Layers or heads the model does not have.
-    """
-    if length < 1 or samples < 1:
-        raise LayoutError(f"length and samples must be at least 1, found {length} and {samples}")
-    twice = [prompt for i, prompt in enumerate(prompts) if prompt in prompts[:i]]
-    if twice:
-        raise LayoutError(f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples")
-    task.prefix(attribute)
-    tokenizer = model.tokenizer
-    branches = method.branches(task, attribute)
-    layouts = tuple(
-        tuple(layout(tokenizer, branch.prefix, branch.join + prompt, doubled_bos=doubled_bos) for prompt in prompts)
-        for branch in branches
-    )
-    counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
-    steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
-    longest = [max(len(row[i]) for row in layouts) for i in range(len(prompts))]
-    for i, prompt in enumerate(prompts):
-        if steps[i] < 1:
-            raise LayoutError(f"length {length} leaves nothing to generate after the {counted[i]} tokens of {prompt!r}")
-        if longest[i] + steps[i] > model.cfg.n_ctx:
-            raise LayoutError(
-                f"{longest[i]} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
-                f"context of {model.cfg.n_ctx}; shorten the prompt or the length"
-            )
-    augmentations = assign(method, branches, augmentation)
-    for chosen, row in zip(augmentations, layouts, strict=True):
-        if chosen is not None:
-            chosen.selects(model.cfg.n_layers, model.cfg.n_heads)
-            for found in row:
-                found.spans(chosen.span)
-    if max_rows is None:
-        keys = max(a + b for a, b in zip(longest, steps, strict=True))
-        heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
-        row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
-        max_rows = min(MAX_ROWS, CACHE_BYTES // row_bytes)
-    pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
-    groups = _groups(pairs, max(1, max_rows // len(branches)), longest, steps, model.cfg.n_ctx)
-    return Plan(
-        prompts=tuple(prompts),
-        branches=tuple(branch.name for branch in branches),
-        layouts=layouts,
-        augmentations=augmentations,
-        steps=steps,
-        groups=groups,
-    )
-
-
-def _groups(
-    pairs: Sequence[tuple[int, int]], size: int, longest: Sequence[int], steps: Sequence[int], n_ctx: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Batches in order: at most `size` samples, whose longest prompt and most steps fit the context together."""
-    groups: list[list[tuple[int, int]]] = []
-    width = most = 0
-    for pair in pairs:
-        width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
-        if not groups or len(groups[-1]) == size or width + most > n_ctx:
-            groups.append([])
-            width, most = longest[pair[0]], steps[pair[0]]
-        groups[-1].append(pair)
-    return tuple(map(tuple, groups))
-
-
-def assign(
-    method: Method, branches: Sequence[Branch], augmentation: Augmentation | None
-) -> tuple[Augmentation | None, ...]:
-    """What each branch gets: Pre-Aug on prefix branches, Pro-Aug on the base branch where the method has it on.
-
-    An explicit span counts the keys of prefix branches, so beside those the base branch gets its profile's span.
-    """
-    steered = any(branch.prefix is not None for branch in branches)
-    on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
-    return tuple(
-        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None for branch in branches
-    )
 
 
 @torch.no_grad()
@@ -275,31 +135,22 @@ def generate(
         raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
     prompts = task.prompts.texts if prompts is None else prompts
     todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos)
-    ends = model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens))
     bar = progress or progress_bar(todo.new_tokens, f"{method.name} {attribute}")
     tables, traces, problems = [], [], []
     try:
         for group in todo.groups:
-            used = sorted({prompt for prompt, _ in group})
-            layouts = left_pad([todo.layouts[b][p] for b in range(len(todo.branches)) for p in used])
-            owner = torch.tensor([used.index(prompt) for prompt, _ in group])
-            steps = [todo.steps[prompt] for prompt, _ in group]
-            streams = np.zeros((len(group), max(steps)))
-            for i, (prompt, sample) in enumerate(group):
-                streams[i, : steps[i]] = uniforms(seed, prompts[prompt], sample, steps[i])
+            batch, ending = todo.batch(group, seed), Ending.at([todo.steps[prompt] for prompt, _ in group])
             recorder = None if trace == "none" else Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
-            ending = Ending.at(steps)
-            made = _decode(model, method, todo, layouts, owner, ending, streams, top_k, eos, ends, recorder, bar)
-            tokens = torch.stack(list(made), dim=1)
-            tables.append(_table(model, task, attribute, todo, group, tokens, ending))
+            steps = _decode(model, method, todo, batch, ending, top_k, eos, recorder, bar)
+            tokens = torch.stack(list(steps), dim=1)
+            tables.append(_table(model, task, attribute, todo, batch, tokens, ending))
             problems += [
-                f"{todo.prompts[prompt]!r} sample {sample} at step {ending.n_tokens[i]}"
-                for i, (prompt, sample) in enumerate(group)
-                if ending.finish[i] == "empty"
+                f"{todo.prompts[prompt]!r} sample {sample} at step {at}"
+                for (prompt, sample), at, how in zip(group, ending.n_tokens, ending.finish, strict=True)
+                if how == "empty"
             ]
             if recorder is not None:
-                rows = [layouts[b * len(used) + i] for b in range(len(todo.branches)) for i in owner.tolist()]
-                traces.append(recorder.dataset(rows, todo.branches, ending.n_tokens))
+                traces.append(recorder.dataset(batch.sample_layouts, todo.branches, ending.n_tokens))
     finally:
         if progress is None:
             bar.close()
@@ -325,37 +176,34 @@ def _decode(
     model: Model,
     method: Method,
     todo: Plan,
-    layouts: Sequence[Layout],
-    owner: Int[Tensor, " sample"],
+    batch: Batch,
     ending: Ending,
-    streams: Float[np.ndarray, "sample step"],
     top_k: int,
     eos: EosPolicy,
-    ends: Sequence[int],
     recorder: Recorder | None,
     bar: tqdm,
 ) -> Iterator[Int[Tensor, " sample"]]:
-    """One group, step by step; yields the tokens of each step."""
-    n_branches, n_prompts = len(todo.branches), len(layouts) // len(todo.branches)
-    expand = torch.cat([branch * n_prompts + owner for branch in range(n_branches)])
+    """One batch, step by step; yields the tokens of each step and marks how samples end."""
+    ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
+    of_prompts = [augmentation for augmentation in todo.augmentations for _ in range(batch.n_prompts)]
+    expansion = torch.tensor(batch.expansion)
     rows = open_rows(model)
-    of_prompts = [a for a in todo.augmentations for _ in range(n_prompts)]
     if recorder is not None:
-        recorder.begin(layouts, expand)
-    with augmented(model, of_prompts, layouts, recorder):
-        logits = rows.prompt_pass(layouts)[expand]
-    rows.expand(expand.to(logits.device), capacity=len(layouts[0]) + max(ending.n_tokens) - 1)
-    of_samples = [layouts[i] for i in expand.tolist()]
-    if recorder is not None:
-        recorder.begin(of_samples)
-    uniform = torch.from_numpy(streams).to(logits.device)
+        recorder.begin(batch.layouts, expansion)
+    with augmented(model, of_prompts, batch.layouts, recorder):
+        logits = rows.prompt_pass(batch.layouts)[expansion]
+    rows.expand(expansion.to(logits.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
+
+    uniform = torch.from_numpy(batch.uniform).to(logits.device)
     state: Any = None
-    with augmented(model, [of_prompts[i] for i in expand.tolist()], of_samples, recorder):
-        for step in range(max(ending.n_tokens)):
+    if recorder is not None:
+        recorder.begin(batch.sample_layouts)
+    with augmented(model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder):
+        for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, todo.branches)
             log_weights = method.combine(log_probs, state)
             if eos == "block":
-                log_weights = log_weights.index_fill(1, torch.tensor(ends, device=logits.device), -torch.inf)
+                log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
             empty = ~log_weights.max(dim=1).values.isfinite()
             ending.stop(empty, step, "empty")
             # An ended sample's row runs on with the others; what it draws is not read.
@@ -364,10 +212,10 @@ def _decode(
             yield tokens.cpu()
             bar.update(ending.running(step))
             if eos == "stop":
-                ending.stop(torch.isin(tokens.cpu(), torch.tensor(ends)), step + 1, "end")
+                ending.stop(torch.isin(tokens.cpu(), ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
-            logits = rows.step(tokens.repeat(n_branches))
+            logits = rows.step(tokens.repeat(len(todo.branches)))
 
 
 def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:
@@ -381,12 +229,12 @@ def _table(
     task: Task,
     attribute: str,
     todo: Plan,
-    group: Sequence[tuple[int, int]],
+    batch: Batch,
     tokens: Int[Tensor, "sample step"],
     ending: Ending,
 ) -> pd.DataFrame:
     rows = []
-    for i, (prompt, sample) in enumerate(group):
+    for i, (prompt, sample) in enumerate(batch.pairs):
         made = tokens[i, : ending.n_tokens[i]].tolist()
         text = todo.prompts[prompt]
         # Decoded with the prompt in front: some tokenizers drop the leading space of what they decode alone.

@@ -6,6 +6,7 @@ same random streams: as it is, with LaPA2 at alpha 1/2 and 1 (profile paper), an
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pandas as pd
 
 from lapa2_interp import methods, plots
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.experiments.runner import run_arms
+from lapa2_interp.experiments.runner import estimate, run_arms
 from lapa2_interp.experiments.store import Manifest, Run, new_folder, write_run
 from lapa2_interp.layout import layout
 from lapa2_interp.models import load_model, load_tokenizer
@@ -107,6 +108,7 @@ def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int)
         length=length,
         samples=samples,
         seed=seed,
+        announce=lambda plans: print(estimate(model, plans, "full"), file=sys.stderr),
     )
 
 

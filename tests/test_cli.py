@@ -27,8 +27,8 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     assert run.manifest.patterns == ((0, 1),)
     printed = capsys.readouterr()
     assert run.samples["text"][0] in printed.out
-    assert "2 prompts x 4 samples x 1 branches" in printed.err
-    assert "trace" in printed.err, "the size is said before"
+    assert "8 texts, " in printed.err
+    assert "branches prefix; the trace takes" in printed.err, "the size is said before"
 
 
 def test_generation_from_the_shell_is_reproducible(tmp_path):

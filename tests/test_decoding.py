@@ -8,10 +8,10 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented, generate, load_task, methods
 from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.decoding import plan
 from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, TaskError
 from lapa2_interp.layout import layout, left_pad, text_markers
 from lapa2_interp.models import load_transformers
+from lapa2_interp.plan import plan
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")

@@ -8,8 +8,9 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, generate, load_task, methods
-from lapa2_interp.decoding import EmptyGenerationError, assign
+from lapa2_interp.decoding import EmptyGenerationError
 from lapa2_interp.errors import MethodError, TaskError
+from lapa2_interp.plan import assign
 from lapa2_interp.sampling import draw
 
 RNG = np.random.default_rng(7)

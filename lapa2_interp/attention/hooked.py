@@ -76,10 +76,11 @@ class _Bias:
 
     def _compute(self, queries: range, device: torch.device) -> Float[Tensor, "row query"] | None:
         """b of every row and query; None where all are 0."""
-        table = np.zeros((len(self.rows), len(queries)))
-        for row, (augmentation, each) in enumerate(self.rows):
-            if augmentation is not None:
-                table[row] = each.bias(augmentation, np.array(queries))
+        slots, nothing = np.array(queries), np.zeros(len(queries))
+        # Samples of one prompt share its layout.
+        distinct = {(id(augmentation), id(each)): (augmentation, each) for augmentation, each in self.rows}
+        of = {key: nothing if a is None else each.bias(a, slots) for key, (a, each) in distinct.items()}
+        table = np.stack([of[id(augmentation), id(each)] for augmentation, each in self.rows])
         if not table.any():
             return None
         self.keys, self.heads = self.keys.to(device), self.heads.to(device)

@@ -15,15 +15,14 @@ from lapa2_interp.decoding import (
     TOP_K,
     EmptyGenerationError,
     EosPolicy,
-    Plan,
     generate,
     join_traces,
-    plan,
     progress_bar,
 )
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
 from lapa2_interp.methods import Method
 from lapa2_interp.models import model_card
+from lapa2_interp.plan import Plan, plan
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace import TraceKind, trace_bytes
 
@@ -127,9 +126,15 @@ def run_arms(
     return Run(manifest, table, join_traces(traces, table) if traces else None)
 
 
-def trace_size(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: int) -> int:
-    """Bytes of the trace these plans will make."""
-    return sum(
+def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: int = 0) -> str:
+    """What these plans will make, in one line: texts, branches, tokens, and the size of the trace."""
+    texts = sum(len(group) for each in plans for group in each.groups)
+    line = (
+        f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches {', '.join(plans[0].branches)}"
+    )
+    if trace == "none":
+        return line
+    size = sum(
         trace_bytes(
             trace,
             each.rows,
@@ -141,3 +146,4 @@ def trace_size(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: 
         )
         for each in plans
     )
+    return f"{line}; the trace takes {size / 1e6:.1f} MB"

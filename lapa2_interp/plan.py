@@ -1,0 +1,209 @@
+"""A generation resolved before anything runs: layouts, augmentations, steps, and which samples share a batch.
+
+Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float
+
+from lapa2_interp.attention.hooked import Model
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import LayoutError
+from lapa2_interp.layout import Layout, layout, left_pad
+from lapa2_interp.methods import Branch, Method
+from lapa2_interp.sampling import uniforms
+from lapa2_interp.tasks import Task
+
+MAX_ROWS = 120
+CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are decoded together.
+
+    Attributes:
+        pairs: (prompt number, sample number) of each sample.
+        layouts: Left-padded, branch by branch one per prompt used.
+        owner: Which of the batch's prompts each sample continues.
+        steps: New tokens of each sample.
+        uniform: Its random numbers, [sample, step].
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    layouts: tuple[Layout, ...]
+    owner: tuple[int, ...]
+    steps: tuple[int, ...]
+    uniform: Float[np.ndarray, "sample step"]
+
+    @property
+    def n_prompts(self) -> int:
+        return max(self.owner) + 1
+
+    @property
+    def expansion(self) -> list[int]:
+        """For each row of the expanded batch (branch x sample) the row of the prompt pass (branch x prompt) it copies."""
+        return [first + own for first in range(0, len(self.layouts), self.n_prompts) for own in self.owner]
+
+    @property
+    def sample_layouts(self) -> list[Layout]:
+        """The layouts of the expanded rows."""
+        return [self.layouts[row] for row in self.expansion]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved call of `generate`: every branch's layout per prompt, and who shares a batch.
+
+    Attributes:
+        layouts: By branch, then prompt.
+        augmentations: By branch.
+        steps: New tokens per prompt.
+        groups: Batches of (prompt number, sample number).
+    """
+
+    prompts: tuple[str, ...]
+    branches: tuple[str, ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+    augmentations: tuple[Augmentation | None, ...]
+    steps: tuple[int, ...]
+    groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
+
+    def batch(self, group: Sequence[tuple[int, int]], seed: int) -> Batch:
+        """What one group needs to run."""
+        used = sorted({prompt for prompt, _ in group})
+        steps = tuple(self.steps[prompt] for prompt, _ in group)
+        uniform = np.zeros((len(group), max(steps)))
+        for row, (prompt, sample), n in zip(uniform, group, steps, strict=True):
+            row[:n] = uniforms(seed, self.prompts[prompt], sample, n)
+        return Batch(
+            pairs=tuple(group),
+            layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
+            owner=tuple(used.index(prompt) for prompt, _ in group),
+            steps=steps,
+            uniform=uniform,
+        )
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.steps[prompt] for group in self.groups for prompt, _ in group)
+
+    @property
+    def rows(self) -> int:
+        return len(self.branches) * sum(len(group) for group in self.groups)
+
+    @property
+    def merged(self) -> list[str]:
+        """Tokens that cross the seam between a prefix and a prompt, in words."""
+        found = [
+            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and counts as prefix"
+            for name, row in zip(self.branches, self.layouts, strict=True)
+            for prompt, each in zip(self.prompts, row, strict=True)
+            if each.merged is not None
+        ]
+        return found
+
+
+def plan(
+    model: Model,
+    method: Method,
+    task: Task,
+    attribute: str,
+    prompts: Sequence[str],
+    augmentation: Augmentation | None,
+    length: int,
+    samples: int,
+    max_rows: int | None = None,
+    doubled_bos: bool = False,
+) -> Plan:
+    """Resolve a generation before anything runs.
+
+    Args:
+        length: Tokens of the text; with the prompt's where the task says so.
+        samples: Continuations per prompt.
+        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+
+    Raises:
+        TaskError: The task lacks the attribute.
+        LayoutError: A prefix or prompt tokenises to nothing, a prompt is given twice, or a text exceeds the context.
+        AugmentationError: Layers or heads the model does not have.
+    """
+    if length < 1 or samples < 1:
+        raise LayoutError(f"length and samples must be at least 1, found {length} and {samples}")
+    twice = [prompt for i, prompt in enumerate(prompts) if prompt in prompts[:i]]
+    if twice:
+        raise LayoutError(f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples")
+    task.prefix(attribute)
+    tokenizer = model.tokenizer
+    branches = method.branches(task, attribute)
+    layouts = tuple(
+        tuple(layout(tokenizer, branch.prefix, branch.join + prompt, doubled_bos=doubled_bos) for prompt in prompts)
+        for branch in branches
+    )
+    counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
+    steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
+    longest = [max(len(row[i]) for row in layouts) for i in range(len(prompts))]
+    for i, prompt in enumerate(prompts):
+        if steps[i] < 1:
+            raise LayoutError(f"length {length} leaves nothing to generate after the {counted[i]} tokens of {prompt!r}")
+        if longest[i] + steps[i] > model.cfg.n_ctx:
+            raise LayoutError(
+                f"{longest[i]} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
+                f"context of {model.cfg.n_ctx}; shorten the prompt or the length"
+            )
+    augmentations = assign(method, branches, augmentation)
+    for chosen, row in zip(augmentations, layouts, strict=True):
+        if chosen is not None:
+            chosen.selects(model.cfg.n_layers, model.cfg.n_heads)
+            for found in row:
+                found.spans(chosen.span)
+    if max_rows is None:
+        keys = max(a + b for a, b in zip(longest, steps, strict=True))
+        heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
+        row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
+        max_rows = min(MAX_ROWS, CACHE_BYTES // row_bytes)
+    pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
+    groups = _groups(pairs, max(1, max_rows // len(branches)), longest, steps, model.cfg.n_ctx)
+    return Plan(
+        prompts=tuple(prompts),
+        branches=tuple(branch.name for branch in branches),
+        layouts=layouts,
+        augmentations=augmentations,
+        steps=steps,
+        groups=groups,
+    )
+
+
+def _groups(
+    pairs: Sequence[tuple[int, int]], size: int, longest: Sequence[int], steps: Sequence[int], n_ctx: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Batches in order: at most `size` samples, whose longest prompt and most steps fit the context together."""
+    groups: list[list[tuple[int, int]]] = []
+    width = most = 0
+    for pair in pairs:
+        width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
+        if not groups or len(groups[-1]) == size or width + most > n_ctx:
+            groups.append([])
+            width, most = longest[pair[0]], steps[pair[0]]
+        groups[-1].append(pair)
+    return tuple(map(tuple, groups))
+
+
+def assign(
+    method: Method, branches: Sequence[Branch], augmentation: Augmentation | None
+) -> tuple[Augmentation | None, ...]:
+    """What each branch gets: Pre-Aug on prefix branches, Pro-Aug on the base branch where the method has it on.
+
+    An explicit span counts the keys of prefix branches, so beside those the base branch gets its profile's span.
+    """
+    steered = any(branch.prefix is not None for branch in branches)
+    on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
+    return tuple(
+        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None for branch in branches
+    )
