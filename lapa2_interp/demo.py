@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 import pandas as pd
@@ -93,7 +94,7 @@ def run_demo(
             page("Does the prefix fade?", lead, sections, side_by_side(run), facts(run.manifest)), encoding="utf-8"
         )
     where = f"Look at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
-    return f"{shown.to_string(index=False)}\n\n{lead}\n\n{where}"
+    return f"{shown.set_index('arm').T.to_string()}\n\n{fill(lead, 110)}\n\n{where}"
 
 
 def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int) -> Run:
