@@ -148,6 +148,7 @@ def layout(
     prefix: str | None = None,
     prompt: str,
     model: str = "smollm2-135m",
+    soft: int = 0,
     steps: int = 8,
     doubled_bos: bool = False,
     augmentation: AugmentationOptions = AugmentationOptions(),
@@ -162,6 +163,7 @@ def layout(
         prefix: The hard prefix, joined to the prompt as it stands; leave it out for the raw model.
         prompt: The prompt.
         model: Whose tokenizer.
+        soft: Slots of a soft prefix, instead of a hard one.
         steps: Generation steps to show.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
         trust_remote_code: Run code that comes with the model.
@@ -175,7 +177,8 @@ def layout(
     if steps < 1:
         raise LayoutError(f"--steps must be at least 1, found {steps}")
     tokenizer = load_tokenizer(model, trust_remote_code)
-    found = make_layout(tokenizer, prefix, prompt, doubled_bos=doubled_bos)
+    found = make_layout(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
+    keys = [(None, f"soft {i + 1}") for i in range(soft)] + list(zip(found.ids, found.tokens, strict=True))
     chosen = augmentation.build(0.5)
     spans = {name: found.spans(name) for name in ("bos", "released")} | {
         "prefix": (found.prefix,),
@@ -191,7 +194,6 @@ def layout(
     bias = found.bias(chosen, queries) if chosen else np.zeros(len(queries))
     n = found.n(chosen.span) if chosen else found.controlled.size
     if as_json:
-        names = ("id", "token", "part", "boosted")
         facts = {
             "l_pre": found.l_pre,
             "l_pro": found.l_pro,
@@ -200,9 +202,8 @@ def layout(
             "merged": found.merged,
             "spans": {name: [list(span) for span in found_spans] for name, found_spans in spans.items()},
             "tokens": [
-                {"slot": slot}
-                | dict(zip(names, (found.ids[slot], found.tokens[slot], part[slot], slot in boosted), strict=True))
-                for slot in range(len(found))
+                {"slot": slot, "id": number, "token": token, "part": part[slot], "boosted": slot in boosted}
+                for slot, (number, token) in enumerate(keys)
             ],
             "augmentation": chosen and json.loads(chosen.to_json()),
             "steps": [
@@ -212,11 +213,11 @@ def layout(
         }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
-    width = max(len(repr(token)) for token in found.tokens)
+    width = max(len(repr(token)) for _, token in keys)
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
-    for slot in range(len(found)):
-        mark = "yes" if slot in boosted else ""
-        print(f"{slot:>4}  {found.ids[slot]:>6}  {found.tokens[slot]!r:<{width}}  {part[slot]:<6}  {mark}".rstrip())
+    for slot, (number, token) in enumerate(keys):
+        mark, shown_id = "yes" if slot in boosted else "", "" if number is None else number
+        print(f"{slot:>4}  {shown_id:>6}  {token!r:<{width}}  {part[slot]:<6}  {mark}".rstrip())
     shown = (
         f"{name} {' '.join(f'[{a}, {b})' for a, b in found_spans)}"
         for name, found_spans in spans.items()

@@ -1,12 +1,12 @@
 """Which key is which: the tokens of a branch, its spans, and the paper's lengths.
 
-A branch is one conditional model call: BOS, a hard prefix, the prompt, and then what is generated. `layout` tokenises
-prefix and prompt *together*, as the model will read them, and finds the spans from character offsets: a token that starts
-before the seam belongs to the prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead is
-how spans go wrong.
+A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then what is generated. `layout`
+tokenises prefix and prompt *together*, as the model will read them, and finds the spans from character offsets: a token that
+starts before the seam belongs to the prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead
+is how spans go wrong.
 
-Slots are key positions in the cache: padding on the left, then BOS, prefix, prompt, generated. A span is half-open,
-[start, stop). Slot numbers a user gives (an explicit span) count live keys: 0 is the first BOS.
+Slots are key positions in the cache: soft slots (keys without ids), padding, BOS, hard prefix, prompt, generated. A span is
+half-open, [start, stop). Slot numbers a user gives (an explicit span) count live keys: 0 is the first soft slot, or BOS.
 
 Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
 
@@ -83,14 +83,15 @@ class Layout:
     """The keys of one branch up to the end of its prompt.
 
     Attributes:
-        ids: Token ids: BOS, prefix, prompt. `tokens` are their strings.
-        n_bos: BOS tokens in front, 1 (2 in the doubled form of the released LLaMA scripts).
-        l_pre: Prefix tokens; 0 on the raw model.
+        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their strings.
+        n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA scripts).
+        l_pre: Prefix length, soft or hard; 0 on the raw model.
         l_pro: Prompt tokens, >= 1.
-        counted: What the tokenizer counts for the prefix alone (for the prompt on the raw model), its automatic BOS
-            included: the released code's span length.
+        counted: The released code's span length: soft slots; else what the tokenizer counts for the prefix alone (for the
+            prompt on the raw model), its automatic BOS included.
+        soft: Soft slots in front of everything.
         merged: The token that crosses the seam between prefix and prompt, if one does. It counts as prefix.
-        pad: Padding slots on the left.
+        pad: Padding slots between the soft slots and BOS.
     """
 
     ids: tuple[int, ...]
@@ -99,24 +100,30 @@ class Layout:
     l_pre: int
     l_pro: int
     counted: int
+    soft: int = 0
     merged: str | None = None
     pad: int = 0
 
     def __len__(self) -> int:
-        """Slots up to the end of the prompt, padding included."""
-        return self.pad + len(self.ids)
+        """Slots up to the end of the prompt, soft ones and padding included."""
+        return self.soft + self.pad + len(self.ids)
+
+    @property
+    def n_live(self) -> int:
+        """Live keys up to the end of the prompt."""
+        return self.soft + len(self.ids)
 
     @property
     def bos(self) -> Span:
-        return Span(self.pad, self.pad + self.n_bos)
+        return Span(self.soft + self.pad, self.soft + self.pad + self.n_bos)
 
     @property
     def prefix(self) -> Span:
-        return Span(self.bos.stop, self.bos.stop + self.l_pre)
+        return Span(0, self.soft) if self.soft else Span(self.bos.stop, self.bos.stop + self.l_pre)
 
     @property
     def prompt(self) -> Span:
-        return Span(self.prefix.stop, self.prefix.stop + self.l_pro)
+        return Span(len(self) - self.l_pro, len(self))
 
     @property
     def controlled(self) -> Span:
@@ -147,14 +154,20 @@ class Layout:
                 slots: tuple[tuple[int, int], ...] = ((0, self.counted),)
             case _:
                 slots = rule
-        found = tuple(Span(self.pad + start, self.pad + stop) for start, stop in slots)
-        for span in found:
-            if span.stop > len(self):
+        for start, stop in slots:
+            if stop > self.n_live:
                 raise LayoutError(
-                    f"span [{span.start - self.pad}, {span.stop - self.pad}) lies outside the sequence of "
-                    f"{len(self.ids)} tokens that this prefix and prompt have; see `lapa2 layout`"
+                    f"span [{start}, {stop}) lies outside the sequence of {self.n_live} keys that this prefix and prompt "
+                    "have; see `lapa2 layout`"
                 )
-        return found
+        # Live keys are the soft slots and then, past the padding, the tokens.
+        parts = ((0, self.soft, 0), (self.soft, self.n_live, self.pad))
+        return tuple(
+            Span(max(start, low) + shift, min(stop, high) + shift)
+            for start, stop in slots
+            for low, high, shift in parts
+            if max(start, low) < min(stop, high)
+        )
 
     def n(self, rule: SpanRule) -> int:
         """The n of b(l): the controlled length, the tokenizer's count under "released", the span's size if explicit."""
@@ -180,10 +193,12 @@ class Layout:
 
     def padded(self, width: int) -> Layout:
         """The same branch, left-padded to `width` slots."""
-        return replace(self, pad=width - len(self.ids))
+        return replace(self, pad=width - self.n_live)
 
 
-def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, *, doubled_bos: bool = False) -> Layout:
+def layout(
+    tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, *, soft: int = 0, doubled_bos: bool = False
+) -> Layout:
     """Tokenise one branch and find its spans.
 
     Args:
@@ -191,12 +206,15 @@ def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, 
         prefix: The hard prefix, joined to the prompt exactly as given (put separators into one of the two); None for
             the raw model.
         prompt: The prompt.
+        soft: Slots of a soft prefix in front, instead of a hard one.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers that prepend BOS themselves.
 
     Raises:
-        LayoutError: Prefix or prompt tokenise to nothing, the tokenizer has no offsets, or a doubled BOS is asked of a
-            tokenizer that adds none.
+        LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the tokenizer has no offsets, or
+            a doubled BOS is asked of a tokenizer that adds none.
     """
+    if soft < 0 or (soft and prefix is not None):
+        raise LayoutError(f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}")
     if not tokenizer.is_fast:
         raise LayoutError(f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer")
     start = text_markers(tokenizer).start
@@ -217,6 +235,7 @@ def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, 
     if not l_pro:
         raise LayoutError(f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of text")
 
+    alone = prefix if prefix is not None else prompt
     n_bos = 2 if doubled_bos else 1
     ids = (start,) * n_bos + tuple(encoded["input_ids"])
     crosses = l_pre > 0 and stops[l_pre] > seam
@@ -224,14 +243,15 @@ def layout(tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, 
         ids=ids,
         tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
         n_bos=n_bos,
-        l_pre=l_pre,
+        l_pre=soft or l_pre,
         l_pro=l_pro,
-        counted=adds_bos + len(tokenizer(prefix if prefix is not None else prompt, add_special_tokens=False).input_ids),
+        counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
+        soft=soft,
         merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
     )
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts of a batch, padded to the longest."""
-    width = max(len(each.ids) for each in layouts)
+    width = max(each.n_live for each in layouts)
     return [each.padded(width) for each in layouts]

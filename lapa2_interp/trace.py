@@ -78,13 +78,10 @@ class Recorder:
         self.layouts = layouts
         self.index = index
         self.l_pre = max(each.l_pre for each in layouts)
-        pads = torch.tensor([each.pad for each in layouts])
         self.parts = {
             name: torch.tensor([getattr(each, name) for each in layouts]) for name in ("bos", "prefix", "prompt")
         }
-        self.parts["released_slice"] = torch.stack(
-            [pads, torch.tensor([each.spans("released")[0].stop for each in layouts])], dim=1
-        )
+        self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
 
     def _weights(self, n_keys: int, device: torch.device) -> Float[Tensor, "row key sum"]:
         """Membership of every key in every sum, then in every single prefix token."""
@@ -148,7 +145,7 @@ class Recorder:
         data["prefix_tokens"] = ((*axes, "prefix_token"), np.where(outside[:, :, None], np.float32(np.nan), tokens))
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
-        live = np.array([len(each.ids) for each in layouts]).reshape(n_branches, n_samples)
+        live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
         coords = {
             "branch": list(branches),
             "sample": np.arange(n_samples),
@@ -166,13 +163,14 @@ class Recorder:
         return xr.Dataset(data, coords)
 
     def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
-        """Whole attention rows with padding taken out: key 0 is BOS; NaN beyond the live keys."""
+        """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the live keys."""
         widest = self.rows[-1].shape[-1]
         found = []
         for rows in self.rows:
             live = torch.full((*rows.shape[:2], widest), float("nan"))
             for row, each in enumerate(layouts):
-                live[row, :, : rows.shape[-1] - each.pad] = rows[row, :, each.pad :]
+                live[row, :, : each.soft] = rows[row, :, : each.soft]
+                live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[row, :, each.soft + each.pad :]
             found.append(live)
         return found
 

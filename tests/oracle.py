@@ -14,15 +14,18 @@ import torch
 def oracle_bias(
     *, n_bos, l_pre, l_pro, counted, total, alpha, law="log", l0=None, span="prefix", length="paper", phase="last_query",
     released=False,
+    soft=False,
 ):  # fmt: skip
-    """bias[query][key] over `total` keys of one row: BOS, prefix, prompt, generated."""
-    target = range(n_bos, n_bos + l_pre) if l_pre else range(n_bos, n_bos + l_pro)
+    """bias[query][key] over `total` keys of one row: soft prefix, or BOS and hard prefix; (BOS,) prompt, generated."""
+    first_bos = l_pre if soft else 0
+    first_prefix = 0 if soft else n_bos
+    target = range(first_prefix, first_prefix + l_pre) if l_pre else range(n_bos, n_bos + l_pro)
     if span == "prefix":
         keys, n = set(target), len(target)
     elif span == "prefix+bos":
-        keys, n = set(range(n_bos)) | set(target), len(target)
+        keys, n = set(range(first_bos, first_bos + n_bos)) | set(target), len(target)
     elif span == "bos":
-        keys, n = set(range(n_bos)), len(target)
+        keys, n = set(range(first_bos, first_bos + n_bos)), len(target)
     elif span == "released":
         keys, n = set(range(counted)), counted
     else:

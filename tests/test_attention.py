@@ -256,6 +256,57 @@ def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
     assert (torch.cat(logits) - expected).abs().max() < 1e-9
 
 
+def test_soft_slots_in_a_cache(tiny):
+    """Keys without ids in front of BOS: the exact law holds on them, and the trace finds every part at its place."""
+    from transformers import DynamicCache
+
+    from lapa2_interp.trace import Recorder
+
+    model = load(tiny, "float64")
+    cfg, soft = model.cfg, 5
+    found = layout(model.tokenizer, None, "efg hi", soft=soft)
+    heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    rng = torch.Generator().manual_seed(0)
+    prefix = torch.randn(cfg.n_layers, 2, 1, heads, soft, cfg.d_head, generator=rng, dtype=torch.float64)
+
+    def last_rows(augmentation, observer=None):
+        cache, patterns = DynamicCache(), {}
+        for layer in range(cfg.n_layers):
+            cache.update(*prefix[layer], layer)
+        reads = [
+            (PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0, :, -1])) for i in range(cfg.n_layers)
+        ]
+        with torch.no_grad(), augmented(model, augmentation, found, observer), model.hooks(fwd_hooks=reads):
+            model(
+                found.tensor,
+                attention_mask=torch.ones(1, len(found), dtype=torch.long),
+                position_ids=torch.arange(len(found.ids))[None],
+                past_key_values=cache,
+            )
+        return patterns
+
+    augmentation, recorder = Augmentation(alpha=0.9), Recorder(cfg.n_layers, cfg.n_heads)
+    recorder.begin([found])
+    before, after = last_rows(None)[0], last_rows(augmentation, recorder)
+    bias = found.bias(augmentation, np.array([len(found) - 1]))
+    assert bias == pytest.approx(0.9 * np.log((soft + 6) / soft))
+    share = before[:, :soft].sum(-1).numpy()
+    assert (
+        np.abs(after[0][:, :soft].sum(-1).numpy() - shifted_share(share, np.broadcast_to(bias, share.shape))).max()
+        < 1e-12
+    )
+    trace = recorder.dataset([found], ["prefix"], [1]).isel(branch=0, sample=0, step=0)
+    for layer, rows in after.items():
+        for name, part in (
+            ("prefix", slice(0, 5)),
+            ("bos", slice(5, 6)),
+            ("prompt", slice(6, 12)),
+            ("released_slice", slice(0, 5)),
+        ):
+            assert np.abs(trace[name][layer].to_numpy() - rows[:, part].sum(-1).numpy()).max() < 1e-6
+    assert trace["l_kv"] == 12
+
+
 def test_a_cache_that_drops_keys_is_an_error():
     from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 

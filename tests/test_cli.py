@@ -136,6 +136,10 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --phase all_queries --steps 2 --json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert [(step["step"], step["l"]) for step in facts["steps"]] == [(-2, 4), (-1, 5), (0, 6), (1, 7)]
+    assert lapa2("layout --soft 2 --prompt 'The lake' --json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [token["part"] for token in facts["tokens"]] == ["prefix", "prefix", "bos", "prompt", "prompt"]
+    assert facts["steps"][0]["l"] == 4
     assert lapa2("layout --prefix Ver --prompt 'y good'") == 0
     assert "the token 'Very' crosses the seam" in capsys.readouterr().out
 

@@ -45,6 +45,28 @@ def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
     assert [found.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))] == [3, 3, 3, 3, 3]
 
 
+def test_soft_prefix_row(gpt2_tokenizer):
+    found = layout(gpt2_tokenizer, None, "The lake", soft=20)
+    assert (found.prefix, found.bos, found.prompt) == ((0, 20), (20, 21), (21, 23))
+    assert found.spans("prefix") == found.spans("released") == ((0, 20),), "exactly the prefix; BOS not boosted"
+    assert (found.l_pre, found.n("prefix"), found.n("released"), found.n("bos")) == (20, 20, 20, 20)
+    assert found.spans(((19, 22),)) == ((19, 20), (20, 22))
+    query = np.array([len(found) - 1])
+    assert (found.lengths(query, "paper"), found.lengths(query, "kv")) == ([22], [23])
+    soft, hard = left_pad([found, layout(gpt2_tokenizer, "Very positive:", "Once upon a time in")])
+    assert (soft.pad, hard.pad, len(soft), len(hard)) == (0, 14, 23, 23), "rows without soft slots have them masked"
+    soft = found.padded(26)
+    assert (soft.prefix, soft.bos, soft.prompt) == ((0, 20), (23, 24), (24, 26))
+    assert soft.spans(((19, 22),)) == ((19, 20), (23, 25)), "padding stands between the soft slots and BOS"
+    assert soft.lengths(np.array([25]), "kv") == [23]
+
+
+def test_a_branch_has_one_prefix(gpt2_tokenizer):
+    for prefix, soft in (("Very positive:", 20), (None, -1)):
+        with pytest.raises(LayoutError, match="one prefix, hard or soft"):
+            layout(gpt2_tokenizer, prefix, "The lake", soft=soft)
+
+
 def test_base_branch_row(gpt2_tokenizer):
     found = layout(gpt2_tokenizer, None, "The year is 1910.")
     assert found.l_pre == 0
@@ -87,7 +109,9 @@ def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
     assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [0.0, 0.2027]
 
 
-@pytest.mark.parametrize("branch", ["gpt2 prefix", "gpt2 base", "llama single", "llama doubled", "llama base"])
+@pytest.mark.parametrize(
+    "branch", ["gpt2 prefix", "gpt2 base", "gpt2 soft", "llama single", "llama doubled", "llama base", "llama soft"]
+)
 @pytest.mark.parametrize("profile", ["paper", "released"])
 @pytest.mark.parametrize("phase", ["decode", "last_query", "all_queries"])
 @pytest.mark.parametrize("law", ["log", "linear", "sqrt", "constant"])
@@ -98,6 +122,8 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, spa
     found = {
         "gpt2 prefix": lambda: layout(gpt2_tokenizer, "Very positive:", "The lake"),
         "gpt2 base": lambda: layout(gpt2_tokenizer, None, "Once upon a time"),
+        "gpt2 soft": lambda: layout(gpt2_tokenizer, None, "Once upon a time", soft=4),
+        "llama soft": lambda: layout(llama, None, "cdefg", soft=4),
         "llama single": lambda: layout(llama, "ab:", "cde"),
         "llama doubled": lambda: layout(llama, "ab:", "cde", doubled_bos=True),
         "llama base": lambda: layout(llama, None, "cdefg"),
@@ -119,13 +145,17 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, spa
             length=augmentation.length,
             phase=phase,
             released=profile == "released",
+            soft=found.soft > 0,
         )
     )
     padded = found.padded(len(found) + pad)
-    bias = padded.bias(augmentation, np.arange(pad, pad + total))
-    keys = np.zeros(total)
+    live = np.delete(np.arange(pad + total), slice(found.soft, found.soft + pad))
+    bias = padded.bias(augmentation, live)
+    keys = np.zeros(pad + total)
     for start, stop in padded.spans(augmentation.span):
-        keys[start - pad : stop - pad] = 1
+        keys[start:stop] = 1
+    assert keys.sum() == keys[live].sum(), "no padding is boosted"
+    keys = keys[live]
     assert np.abs(bias[:, None] * keys - expected).max() < 1e-12
     assert expected.any()
 
@@ -172,7 +202,7 @@ def test_empty_prompt(gpt2_tokenizer):
 
 def test_span_outside_the_sequence(gpt2_tokenizer):
     found = layout(gpt2_tokenizer, "Very positive:", "The lake")
-    with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 tokens"):
+    with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
         found.spans(((2, 9),))
 
 
