@@ -11,7 +11,7 @@ from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, TaskError
 from lapa2_interp.layout import layout, left_pad, text_markers
 from lapa2_interp.models import load_transformers
-from lapa2_interp.plan import plan
+from lapa2_interp.plan import assign, plan
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -292,6 +292,48 @@ def test_nothing_stays_hooked_after_generation():
     model = load("tiny-gpt2")
     made(model, augmentation=Augmentation(alpha=1))
     assert not [name for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)]
+
+
+@pytest.mark.parametrize("profile", ["paper", "released"])
+@pytest.mark.parametrize(
+    ("name", "task", "attribute", "parameters"),
+    [
+        ("con-prefix", "sentiment", "negative", {}),
+        ("air-decoding", "sentiment", "positive", {"omega": 3.0}),
+        ("air-decoding", "topic", "sports", {"omega": 3.0, "pro_aug": False}),
+        ("preadd", "detox", "nontoxic", {"pro_aug": True}),
+        ("palette", "sentiment", "positive", {}),
+    ],
+)
+def test_every_methods_texts_follow_from_separate_branches(profile, name, task, attribute, parameters):
+    """Each branch recomputed alone by the oracle under what the method assigns to it, combined step by step."""
+    model, task = load("tiny-gpt2", "float64"), load_task(task)
+    method, augmentation = methods.for_task(name, task, **parameters), Augmentation(alpha=0.8, profile=profile)
+    prompts = ["The lake", "In summary, a"]
+    found = made(model, prompts, attribute, task, method, augmentation=augmentation, length=26, top_k=1)
+    branches = method.branches(task, attribute)
+    for sample in found.samples.itertuples():
+        log_probs, state = {}, None
+        for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
+            keys = layout(model.tokenizer, branch.prefix, branch.join + sample.prompt)
+            log_probs[branch.name] = oracle_logits(model, keys, sample.tokens[:-1], assigned)[0].log_softmax(1)
+        for step, token in enumerate(sample.tokens):
+            here = {branch: each[step : step + 1] for branch, each in log_probs.items()}
+            assert method.combine(here, state).argmax().item() == token
+            state = method.advance(state, here, torch.tensor([token]))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
+    """`augmented` around the bridge's `generate`, cached or not, writes what our loop writes."""
+    model, augmentation = load(tiny), Augmentation(alpha=2)
+    ours = made(model, ["The lake"], augmentation=augmentation, top_k=1).samples["tokens"][0]
+    branch = layout(model.tokenizer, "Very positive:", "The lake")
+    settings = {"max_new_tokens": len(ours), "do_sample": False, "stop_at_eos": False, "verbose": False}
+    with torch.no_grad(), augmented(model, augmentation, branch):
+        theirs = model.generate(branch.tensor, return_type="tokens", use_past_kv_cache=use_cache, **settings)
+    assert theirs[0, len(branch) :].tolist() == ours
+    assert ours != made(model, ["The lake"], top_k=1).samples["tokens"][0]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
