@@ -89,7 +89,7 @@ class Augmentation(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise AugmentationError(f"augmentation {first_problem(error, FORMS)}") from None
+            raise AugmentationError(f"augmentation {first_problem(error, FORMS, type(self).model_fields)}") from None
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +141,7 @@ class Augmentation(BaseModel):
         """Which heads of which layers the bias reaches in a model of this size.
 
         Raises:
-            AugmentationError: A layer or head the model does not have.
+            AugmentationError: A layer or head the model does not have, or none is left.
         """
         layer = np.arange(n_layers)
         match self.layers:
@@ -170,6 +170,11 @@ class Augmentation(BaseModel):
                     )
                 named[x, y] = True
             selected &= named
+        if not selected.any():
+            raise AugmentationError(
+                f"layers {self.layers} and heads {self.heads} have nothing in common in a model of {n_layers} layers; they "
+                "intersect, so name heads of chosen layers"
+            )
         return selected
 
     def with_profile_span(self) -> Augmentation:
@@ -192,4 +197,4 @@ class Augmentation(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise AugmentationError(f"augmentation {first_problem(error, FORMS)}") from None
+            raise AugmentationError(f"augmentation {first_problem(error, FORMS, cls.model_fields)}") from None

@@ -400,7 +400,14 @@ def trace(run: Path, /, *, branch: str | None = None, out: Path | None = None, f
     """
     from lapa2_interp import plots
     from lapa2_interp.experiments.store import MANIFEST, new_folder, read_run
-    from lapa2_interp.trace import fit_table, head_table, prefix_token_table, steered_part, step_table
+    from lapa2_interp.trace import (
+        branch_name,
+        fit_table,
+        head_table,
+        prefix_token_table,
+        steered_part,
+        step_table,
+    )
 
     found = read_run(run)
     if found.trace is None:
@@ -414,9 +421,22 @@ def trace(run: Path, /, *, branch: str | None = None, out: Path | None = None, f
         figures["prefix_tokens"] = plots.prefix_token_bars(tables["prefix_tokens"])
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
-    shown = steps[steps["name"].isin([part, "bos", "released_slice"]) & steps["step"].isin(powers)]
-    print(f"attention on {part}, BOS and the released slice, mean over layers and heads; 95 % interval over prompts")
-    print(shown.to_string(index=False, float_format="%.4f", na_rep="-"))
+    names = [part, "bos", "released_slice"]
+    shown = steps[steps["name"].isin(names) & steps["step"].isin(powers)]
+    bands = [
+        f" [{low:.4f}, {high:.4f}]" if low == low else "" for low, high in zip(shown["low"], shown["high"], strict=True)
+    ]
+    shown = shown.assign(cell=[f"{mean:.4f}{band}" for mean, band in zip(shown["mean"], bands, strict=True)])
+    table = shown.pivot(index=["arm", "step"], columns="name", values="cell")[names].loc[
+        list(dict.fromkeys(steps["arm"]))
+    ]
+    branches = [str(name) for name in found.trace["branch"].to_numpy()]
+    read = branch_name(found.trace, branch)
+    print(f"branch {read} (of {', '.join(branches)}): attention on its {part}, on BOS and on the released slice")
+    n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
+    interval = "95 % interval over prompts" if prompts > 1 else "no interval: one prompt tells no spread"
+    print(f"mean over layers and heads; {n} texts of {prompts} prompt{'s' * (prompts > 1)} an arm; {interval}")
+    print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
     print(tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
     if found.manifest.trace == "full":
@@ -471,8 +491,10 @@ def demo(
 
 @app.command(name="methods")
 def list_methods() -> None:
-    """List the decoding methods: equation, branches with their prefixes and spans, parameters by task."""
+    """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented."""
     from dataclasses import asdict
+
+    from docstring_parser import parse
 
     from lapa2_interp.augmentation import Augmentation
     from lapa2_interp.methods import for_task, registry
@@ -483,16 +505,20 @@ def list_methods() -> None:
         print(f"{name}: {method.paper_name}")
         print(f"  next token  {method.equation}")
         print(f"  alpha       {method.alpha:g} (the paper's; --alpha overrides)")
+        for parameter in parse(method.__doc__ or "").params:
+            print(f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}")
         for task in map(load_task, built_in()):
             attribute = next(iter(task.attributes))
             try:
                 chosen = for_task(name, task)
                 branches = chosen.branches(task, attribute)
-            except Lapa2Error:
+            except Lapa2Error as error:
+                print(f"  {task.name}: {error}")
                 continue
             settings = ", ".join(f"{key}={value}" for key, value in asdict(chosen).items())  # type: ignore[call-overload]
             print(f"  {task.name} ({attribute})" + (f": {settings}" if settings else ""))
-            for branch, given in zip(branches, assign(chosen, branches, Augmentation(alpha=1)), strict=True):
+            augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
+            for branch, given in zip(branches, assign(chosen, branches, augmentation), strict=True):
                 span = "not augmented" if given is None else "prefix augmented" if branch.prefix else "prompt augmented"
                 print(f"    {branch.name:<9} {span:<17}" + (f" {branch.prefix!r}" if branch.prefix else ""))
         print()
@@ -500,11 +526,8 @@ def list_methods() -> None:
 
 @app.command(name="tasks")
 def list_tasks() -> None:
-    """List the built-in tasks; a file of the same form is a task of your own.
-
-    The files in lapa2_interp/tasks/ are the examples to copy.
-    """
-    from lapa2_interp.tasks import built_in, load_task
+    """List the built-in tasks, and show the file that makes one of your own."""
+    from lapa2_interp.tasks import EXAMPLE, built_in, load_task
 
     for name in built_in():
         task = load_task(name)
@@ -518,6 +541,8 @@ def list_tasks() -> None:
             given = ", ".join(f"{key}={value}" for key, value in settings.parameters.items())
             print(f"  {method:<13} {given or 'texts of its own'}")
         print()
+    print("a task of your own: save this as mood.toml, change it, and give --task mood.toml\n")
+    print(EXAMPLE, end="")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import Model, augmented
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, TraceError
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, TraceError, one_of
 from lapa2_interp.methods import Method
 from lapa2_interp.models import model_card
 from lapa2_interp.plan import Batch, Plan, plan
@@ -110,7 +110,7 @@ def generate(
 
     Args:
         model: From `load_model`.
-        method: From `methods.get`.
+        method: From `methods.for_task` (with the task's parameters) or `methods.get`.
         task, attribute: What to steer towards; the prefixes come from the task.
         prompts: The task's own by default.
         augmentation: LaPA2 on the prefix branches; None for the base method.
@@ -131,6 +131,9 @@ def generate(
     """
     if top_k < 1:
         raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
+    for kind, found, allowed in (("eos policy", eos, get_args(EosPolicy)), ("trace", trace, get_args(TraceKind))):
+        if found not in allowed:
+            raise Lapa2Error(one_of(kind, found, allowed))
     if patterns and trace == "none":
         raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
     prompts = task.prompts.texts if prompts is None else prompts
@@ -155,15 +158,15 @@ def generate(
         if progress is None:
             bar.close()
     table = pd.concat(tables, ignore_index=True)
-    found = Generation(table, join_traces(traces, table) if traces else None)
+    made = Generation(table, join_traces(traces, table) if traces else None)
     if problems:
         raise EmptyGenerationError(
             f"no token has positive weight for {problems[0]}"
             + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
             + f" ({method.name}: {method.when_empty}); the texts up to there are kept",
-            found,
+            made,
         )
-    return found
+    return made
 
 
 def progress_bar(new_tokens: int, label: str) -> tqdm:
@@ -263,4 +266,7 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
 
     joined = xr.concat(list(traces), dim="sample", join="outer", data_vars="all", coords="different", compat="equals")
     joined = joined.assign_coords(sample=np.arange(len(table)))
-    return joined.assign_coords(prompt_text=("sample", table["prompt"].astype(str).to_numpy()))
+    names = {"prompt": "prompt_text", "attribute": "attribute", "arm": "arm"}
+    return joined.assign_coords(
+        {name: ("sample", table[column].astype(str).to_numpy()) for column, name in names.items() if column in table}
+    )

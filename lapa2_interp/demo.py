@@ -135,6 +135,8 @@ def _summary(run: Run) -> pd.DataFrame:
     assert run.trace is not None
     prefix, bos, released = (pooled(run.trace, name)[0] for name in ("prefix", "bos", "released_slice"))
     shown = [step for step in SHOWN_STEPS if step < prefix.shape[1] and not np.isnan(prefix[:, step]).any()]
+    common = int((~np.isnan(prefix).any(axis=0)).sum()) - 1
+    shown = shown if len(shown) > 1 else sorted({0, common})
     quantities = {f"prefix at step {step}": prefix[:, step] for step in shown}
     averages = {"prefix, mean": prefix, "BOS, mean": bos, "released slice, mean": released}
     quantities |= {name: np.nanmean(values, axis=1) for name, values in averages.items()}
@@ -174,8 +176,8 @@ def finding(summary: pd.DataFrame) -> str:
         f"Attention on the prefix, averaged over all heads, goes from {cell('baseline', steps[0])} at the first step to "
         f"{cell('baseline', last)} at step {step} in the baseline. With LaPA2 (profile paper) it is "
         f"{cell('alpha 1/2 paper', last)} there at alpha 1/2 and {cell('alpha 1 paper', last)} at alpha 1. The released "
-        f"placement at alpha 1/2 gives {cell('alpha 1/2 released', last)} on the prefix and moves BOS from "
-        f"{cell('baseline', 'BOS, mean')} to {cell('alpha 1/2 released', 'BOS, mean')}."
+        f"placement at alpha 1/2 gives {cell('alpha 1/2 released', last)} on the prefix and moves BOS, on average over "
+        f"steps, from {cell('baseline', 'BOS, mean')} to {cell('alpha 1/2 released', 'BOS, mean')}."
     )
 
 

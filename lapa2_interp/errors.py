@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pydantic import ValidationError
 
@@ -53,20 +53,27 @@ class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 
 
-def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None) -> str:
-    """One line for the first problem pydantic found: the field, what is wrong, the value.
+def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()) -> str:
+    """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt field comes first.
 
     Args:
         forms: What fields of several forms take, by name, to say instead of what their first form takes.
+        fields: The fields there are.
     """
-    problem = error.errors()[0]
-    field = str(problem["loc"][0]) if problem["loc"] else ""
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    problem = min(error.errors(), key=lambda each: each["type"] not in unknown)
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] in unknown:
+        return (
+            one_of("field", place, fields) if fields else f"{place}: there is no such field, found {problem['input']!r}"
+        )
     if problem["type"] == "value_error":  # a sentence of our own
         return str(problem["msg"]).removeprefix("Value error, ")
+    field = str(problem["loc"][0]) if problem["loc"] else ""
     if forms and field in forms:
         return f"{field}: takes {forms[field]}; found {problem['input']!r}"
-    place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
+    message = f"{problem['msg'][:1].lower()}{problem['msg'][1:]}".replace("valid tuple", "list")
+    return f"{place}: {message}" if problem["type"] == "missing" else f"{place}: {message}, found {problem['input']!r}"
 
 
 def one_of(kind: str, found: object, allowed: object) -> str:

@@ -21,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,10 +193,13 @@ def _source(name: str) -> str | Path:
 
 
 def _not_loadable(name: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())[:200]
+    reason = " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+    near = get_close_matches(name, (SMOLLM2, *TINY), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    offline = "; HF_HUB_OFFLINE is set, so the hub is not asked" if os.environ.get("HF_HUB_OFFLINE") else ""
     return (
         f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, a Hugging Face hub id or a local folder "
-        f"with safetensors weights ({reason})"
+        f"with safetensors weights{hint} ({reason}{offline})"
     )
 
 

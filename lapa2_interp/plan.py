@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import LayoutError
+from lapa2_interp.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.layout import Layout, layout, left_pad
 from lapa2_interp.methods import Branch, Method
 from lapa2_interp.sampling import uniforms
@@ -134,6 +134,12 @@ def plan(
         LayoutError: A prefix or prompt tokenises to nothing, a prompt is given twice, or a text exceeds the context.
         AugmentationError: Layers or heads the model does not have.
     """
+    if isinstance(prompts, str) or not prompts:
+        raise LayoutError(f"prompts must be a list of at least one text, found {prompts!r}")
+    if not isinstance(method, Method):
+        raise MethodError(f"method must come from methods.get or methods.for_task, found {method!r}")
+    if not (augmentation is None or isinstance(augmentation, Augmentation)):
+        raise AugmentationError(f"augmentation must be an Augmentation or None, found {augmentation!r}")
     if length < 1 or samples < 1:
         raise LayoutError(f"length and samples must be at least 1, found {length} and {samples}")
     twice = [prompt for i, prompt in enumerate(prompts) if prompt in prompts[:i]]

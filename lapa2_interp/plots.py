@@ -41,7 +41,7 @@ def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name
         fits: From `trace.fit_table`; None draws no fits.
         name: Which sum.
     """
-    figure = _figure(6.4, 3.8)
+    figure = _figure(6.8, 4.0)
     axes = figure.subplots()
     for colour, (arm, curve) in zip(COLOURS, steps[steps["name"] == name].groupby("arm", sort=False), strict=False):
         t = curve["step"].to_numpy()
@@ -50,10 +50,10 @@ def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name
         fit = None if fits is None else fits[(fits["arm"] == arm) & fits["C"].notna()]
         if fit is not None and len(fit):
             c, d, r2 = fit[["C", "D", "R2"]].iloc[0]
-            axes.plot(t, c / (t + d), color=colour, lw=1.2, ls=":", label=f"{c:.2f}/(t+{d:.0f}), R² {r2:.2f}")
+            axes.plot(t, c / (t + d), color=colour, lw=1.2, ls=":", label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}")
     _plain(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n(mean over layers and heads)")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=7, ncols=2)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=4)
     return figure
 
 

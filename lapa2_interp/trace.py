@@ -138,7 +138,10 @@ class Recorder:
         axes = ("branch", "sample", "step")
         heads = ("layer", "head") if self.kind == "full" else ()
         sums = unstack(self.steps)
-        data = {name: ((*axes, *heads), sums[..., i]) for i, name in enumerate(SUMS)}
+        data: dict[str, tuple] = {
+            name: ((*axes, *heads), sums[..., i], {"long_name": f"attention on {name.replace('_', ' ')}"})
+            for i, name in enumerate(SUMS)
+        }
         tokens = unstack(self.tokens)
         l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
         outside = np.arange(self.l_pre) >= l_pre[:, :, None]
@@ -214,6 +217,15 @@ def local_ratio(
 def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
     """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
     return "prefix" if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any() else "prompt"
+
+
+def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
+    """The branch that readers look at: the one named, or the first with a prefix.
+
+    Raises:
+        TraceError: The trace does not have it.
+    """
+    return str(trace["branch"].to_numpy()[_branch_number(trace, branch)])
 
 
 def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:

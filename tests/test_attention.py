@@ -326,6 +326,39 @@ def test_a_cache_that_drops_keys_is_an_error():
             model(torch.tensor([[70]]), past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    ("layouts", "masked", "message"),
+    [
+        ("padded", "none", "no attention_mask"),
+        ("unpadded", "right", "row 1 masks 5 slots where its layout has 0"),
+        ("swapped", "right", "row 0 masks 0 slots where its layout has 5"),
+        ("first alone", "right", "row 1 masks 5 slots where its layout has 0"),
+        ("padded", "ones", "row 1 masks 0 slots where its layout has 5"),
+    ],
+)
+def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts, masked, message):
+    """Each of these would put the span on other keys and change the result without a word."""
+    model = load(tiny, "float32", model_class)
+    plain = [branch(model, "ab cd:", "efg hi"), branch(model, "ab:", "efgh")]
+    rows = left_pad(plain)
+    ids = torch.tensor([(each.ids[0],) * each.pad + each.ids for each in rows])
+    mask = torch.ones_like(ids)
+    if masked == "right":
+        mask[1, : rows[1].pad] = 0
+    given = {"padded": rows, "unpadded": plain, "swapped": rows[::-1], "first alone": rows[0]}[layouts]
+    settings = {} if masked == "none" else {"attention_mask": mask}
+    with augmented(model, Augmentation(alpha=1), given), pytest.raises(LayoutError, match=message):
+        model(ids, **settings)
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    model = load("tiny-gpt2")
+    found = branch(model)
+    for arguments in ((0.5, found), (found, Augmentation(alpha=1))):
+        with pytest.raises(Exception, match=r"augmented|type"):
+            augmented(model, *arguments).__enter__()
+
+
 def test_augmentations_without_layouts_are_an_error():
     model = load("tiny-gpt2")
     for augmentations, layouts in (([None, None], branch(model)), ([], [])):

@@ -100,7 +100,8 @@ def test_layers_and_heads_intersect():
         ({"alpha": 1, "profile": "code"}, "profile.*'paper'.*code"),
         ({"alpha": 1, "span": ((3, 3),)}, r"span \[3, 3\) is empty"),
         ({"alpha": 1, "span": ()}, "span"),
-        ({"alpha": 1, "layer": "all"}, "layer"),
+        ({"alpha": 1, "layer": "all"}, "unknown field 'layer'; allowed: alpha, .*did you mean 'layers'"),
+        ({"alfa": 1}, "unknown field 'alfa'; allowed: .*did you mean 'alpha'"),
         ({"alpha": 1, "span": ((0, 3), (1, 4))}, "overlap at slot 1"),
         ({"alpha": 1, "span": (1, 4)}, r"span: takes 'prefix', .*slots \(\(start, stop\), ...\); found \(1, 4\)"),
         ({"alpha": 1, "heads": "foo"}, r"heads: takes 'all', or pairs \(\(layer, head\), ...\); found 'foo'"),
@@ -118,6 +119,11 @@ def test_layers_and_heads_the_model_lacks():
         Augmentation(alpha=1, layers=(7,)).selects(4, 4)
     with pytest.raises(AugmentationError, match=r"head \(1, 9\) does not exist.*heads 0-3"):
         Augmentation(alpha=1, heads=((1, 9),)).selects(4, 4)
+
+
+def test_layers_and_heads_that_select_nothing():
+    with pytest.raises(AugmentationError, match="have nothing in common in a model of 4 layers"):
+        Augmentation(alpha=1, layers=(0,), heads=((3, 1),)).selects(4, 4)
 
 
 def test_malformed_json():

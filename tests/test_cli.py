@@ -80,7 +80,9 @@ def test_trace_reads_a_run(tmp_path, capsys):
     capsys.readouterr()
     assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
     printed = capsys.readouterr().out
-    assert "attention on the prefix" in printed
+    assert "branch prefix (of prefix): attention on its prefix, on BOS and on the released slice" in printed
+    assert "4 texts" not in printed
+    assert "2 texts of 1 prompt an arm; no interval: one prompt tells no spread" in printed
     assert "C/(t+D)" in printed
     assert sorted(path.name for path in (tmp_path / "look").iterdir()) == [
         "fits.csv", "head_maps.png", "heads.csv", "manifest.json", "prefix_attention.png", "prefix_tokens.csv",
@@ -102,7 +104,7 @@ def test_trace_never_writes_over_a_run(tmp_path, capsys):
 def test_trace_of_the_raw_model_shows_its_prompt(tmp_path, capsys):
     assert lapa2(f"{GENERATE} --method none --alpha 1 --samples 2", "--out", tmp_path / "run") == 0
     assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
-    assert "attention on prompt" in capsys.readouterr().out
+    assert "branch base (of base): attention on its prompt" in capsys.readouterr().out
     assert (tmp_path / "look" / "prompt_attention.png").exists()
 
 
@@ -159,6 +161,8 @@ def test_probe_and_lists(capsys):
         "omega=60.0",
         "log w = log P_base + lam (log P_prefix - log P_base)",
         "not augmented",
+        "--set omega: Control strength",
+        "[attributes.calm]",
     ):
         assert expected in printed
 
@@ -191,7 +195,8 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --dtype float23 --out OUT", "float23"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),
         (f"{GENERATE} --nonsense 3 --out OUT", "nonsense"),
-        (f"{GENERATE} --set omega=3 --out OUT", "method 'prefix': omega"),
+        (f"{GENERATE} --set omega=3 --out OUT", "method 'prefix': .*omega"),
+        (f"{GENERATE} --layers 0 --heads 3.1 --out OUT", "have nothing in common"),
         (f"{GENERATE} --set omega --out OUT", "not of the form NAME=VALUE"),
         (f"{GENERATE} --method preadd --task topic --out OUT", "unknown attribute 'positive'; allowed: world"),
         (f"{GENERATE} --out /proc/nowhere/run", "cannot write"),

@@ -280,6 +280,7 @@ def test_every_branch_sees_the_same_tokens():
         ({"augmentation": Augmentation(alpha=1, layers=(4,))}, AugmentationError, "layers 0-3"),
         ({"augmentation": Augmentation(alpha=1, span=((0, 50),))}, LayoutError, "outside the sequence"),
         ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
+        ({"prompts": ()}, LayoutError, "a list of at least one text, found"),
         ({"patterns": [(0, 1)], "trace": "none"}, Lapa2Error, "patterns are part of a trace"),
     ],
 )

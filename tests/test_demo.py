@@ -35,6 +35,7 @@ def test_the_run_is_complete(folder):
 def test_the_printed_table_is_the_stored_one(folder):
     printed = (folder / "printed.txt").read_text()
     summary = pd.read_csv(folder / "tables" / "summary.csv")
+    assert summary["quantity"].unique().tolist()[:2] == ["prefix at step 0", "prefix at step 16"]
     for row in summary.itertuples():
         assert f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]" in printed
     assert "report.html" in printed

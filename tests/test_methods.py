@@ -340,7 +340,12 @@ def test_texts_of_the_paper():
     ("name", "parameters", "message"),
     [
         ("prefx", {}, "unknown method 'prefx'; allowed: none, prefix, .*did you mean 'prefix'"),
-        ("prefix", {"omega": 3}, "method 'prefix': omega: unexpected keyword argument"),
+        (
+            "prefix",
+            {"omega": 3},
+            "method 'prefix': omega: there is no such field, found 3",
+        ),
+        ("air-decoding", {"omga": 3}, "unknown field 'omga'; allowed: .*did you mean 'omega'"),
         ("air-decoding", {"omega": -1}, "omega: input should be greater than or equal to 0, found -1"),
         ("air-decoding", {"omega": float("inf")}, "omega: input should be a finite number"),
         ("air-decoding", {"numerics": "half"}, "numerics: input should be 'log' or 'released', found 'half'"),
@@ -351,6 +356,37 @@ def test_texts_of_the_paper():
 def test_bad_parameters(name, parameters, message):
     with pytest.raises(MethodError, match=message):
         methods.get(name, **parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "log_probs", "message"),
+    [
+        (
+            "air-decoding",
+            {"base": (1, 4), "targt": (1, 4)},
+            "needs the branches base, target and 1 more; found base, targt",
+        ),
+        ("air-decoding", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
+        ("con-prefix", {"target": (1, 4)}, "needs the branches target and 1 more; found target"),
+        ("preadd", {"base": (1, 4), "prefix": (3, 4)}, r"\[sample, vocab\] of one shape; found .*\(3, 4\)"),
+        ("palette", {"main": (1, 4)}, "needs the branches base; found main"),
+    ],
+)
+def test_log_probs_of_the_wrong_form(name, log_probs, message):
+    with pytest.raises(MethodError, match=message):
+        methods.get(name).combine({branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None)
+
+
+@pytest.mark.parametrize("name", ["preadd", "air-decoding", "palette"])
+def test_half_precision_input_is_widened(name):
+    names = {
+        "preadd": ("base", "prefix"),
+        "air-decoding": ("base", "target", "b"),
+        "palette": ("base", "main", "anti"),
+    }[name]
+    log_probs = {branch: (torch.eye(4)[:1] * 12 + i).log_softmax(1).half() for i, branch in enumerate(names)}
+    widened = {branch: each.float() for branch, each in log_probs.items()}
+    assert torch.equal(methods.get(name).combine(log_probs, None), methods.get(name).combine(widened, None))
 
 
 def test_methods_refuse_tasks_they_cannot_serve(tmp_path):

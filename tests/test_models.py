@@ -114,6 +114,11 @@ def test_unknown_models(name):
     assert "\n" not in str(caught.value)
 
 
+def test_a_misspelt_model_is_guessed_and_the_offline_hub_is_named():
+    with pytest.raises(ModelError, match=r"did you mean 'tiny-gpt2'\?.*HF_HUB_OFFLINE is set"):
+        load_model("tiny-gpt")
+
+
 def test_a_folder_that_is_no_model(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         load_model(str(tmp_path))

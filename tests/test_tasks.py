@@ -6,7 +6,7 @@ import lzma
 import pytest
 
 from lapa2_interp.errors import TaskError
-from lapa2_interp.tasks import built_in, load_task, read_prompts
+from lapa2_interp.tasks import EXAMPLE, built_in, load_task, read_prompts
 
 GOOD = """
 length_counts_prompt = false
@@ -45,10 +45,16 @@ def test_a_users_task(tmp_path):
     ("text", "message"),
     [
         (GOOD + "oops", "at line 7|at end of document"),
-        (GOOD.replace("texts", "lines"), "prompts.texts: field required"),
+        (GOOD.replace("texts", "lines"), "prompts.lines: there is no such field"),
         (GOOD.replace('"Very calm:"', '""'), "attributes.calm.prefix: string should have at least 1 character"),
         (GOOD.replace('["The sea"]', "[]"), "prompts.texts: .*at least 1 item"),
-        ("speed = 3\n" + GOOD, "speed: extra inputs are not permitted, found 3"),
+        ("speed = 3\n" + GOOD, "speed: there is no such field, found 3"),
+        (GOOD + "[methods.preaddd]\n", "methods: unknown method 'preaddd'; .*did you mean 'preadd'"),
+        (
+            GOOD + '[methods.preadd.texts.calm]\nprefx = "a"',
+            "methods.preadd.texts.calm: unknown text 'prefx'; allowed: prefix",
+        ),
+        (GOOD + '[methods.preadd.texts.clam]\nprefix = "a"', "methods.preadd.texts: unknown attribute 'clam'"),
         ("[prompts]\ntexts = ['a']", "attributes: field required"),
     ],
 )
@@ -57,6 +63,14 @@ def test_malformed_task_files(tmp_path, text, message):
     with pytest.raises(TaskError, match=message) as caught:
         load_task(str(tmp_path / "bad.toml"))
     assert "bad.toml" in str(caught.value)
+
+
+def test_the_example_is_a_task(tmp_path):
+    (tmp_path / "mood.toml").write_text(EXAMPLE)
+    task = load_task(str(tmp_path / "mood.toml"))
+    assert list(task.attributes) == ["calm", "angry"]
+    assert task.texts("preadd", "calm") == {"prefix": "The following text is furious.\n\n"}
+    assert task.parameters("air-decoding") == {"omega": 100.0}
 
 
 def test_unknown_tasks(tmp_path):

@@ -145,6 +145,11 @@ def augmented(
     layouts = [layout] if isinstance(layout, Layout) else list(layout)
     if augmentation is None or isinstance(augmentation, Augmentation):
         augmentation = [augmentation] * len(layouts)
+    for each, kind in (*((a, Augmentation) for a in augmentation if a is not None), *((l, Layout) for l in layouts)):
+        if not isinstance(each, kind):
+            raise LayoutError(
+                f"augmented(model, augmentation, layout) was given {each!r} for its {kind.__name__.lower()}"
+            )
     if not layouts or len(augmentation) != len(layouts):
         raise LayoutError(
             f"{len(augmentation)} augmentations for {len(layouts)} layouts; give one layout a row, and one or as many"
@@ -156,6 +161,8 @@ def augmented(
         nonlocal held
         cache = kwargs.get("past_key_values")
         held = 0 if cache is None else int(cache.get_seq_length())  # some caches count in a tensor they later change
+        if held <= layouts[0].soft:
+            _check_padding(layouts, kwargs.get("attention_mask"))
 
     def first_query(attention: Tensor) -> int:
         # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots than live keys.
@@ -180,8 +187,26 @@ def augmented(
     hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
     with ExitStack() as undo:
-        if is_bridge(model):
-            handle = model.original_model.register_forward_pre_hook(before_forward, with_kwargs=True)
-            undo.callback(handle.remove)
+        network = model.original_model if is_bridge(model) else model
+        handle = network.register_forward_pre_hook(before_forward, with_kwargs=True)
+        undo.callback(handle.remove)
         undo.enter_context(model.hooks(fwd_hooks=hooks))
         yield
+
+
+def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:
+    """A first pass must mask the padding its layouts say, or spans would sit on other keys."""
+    pads = torch.tensor([each.pad for each in layouts])
+    if mask is None:
+        if pads.any():
+            raise LayoutError(
+                "the layouts are left-padded but the forward pass has no attention_mask; pass the rows' mask"
+            )
+    elif mask.ndim == 2 and mask.shape[1] >= len(layouts[0]):
+        masked = (mask[:, : len(layouts[0])] == 0).sum(1).cpu()
+        if (len(masked) == len(pads) or len(pads) == 1) and (wrong := (masked != pads).nonzero()).numel():
+            row = int(wrong[0, 0])
+            raise LayoutError(
+                f"row {row} masks {int(masked[row])} slots where its layout has {int(pads[row % len(pads)])} of padding; give "
+                "one layout a row, in the rows' order, padded with left_pad"
+            )

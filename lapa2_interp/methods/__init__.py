@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -52,6 +53,7 @@ class Method(ABC):
         name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it combines its branches.
         alpha: The paper's strength of LaPA2 for it (section 5.1).
         pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor Reinforcement, Eq. 9).
+        text_names: The texts it reads from a task file; None where it takes any.
         when_empty: Why no token may have positive weight, and what to change.
     """
 
@@ -60,6 +62,7 @@ class Method(ABC):
     equation: ClassVar[str]
     alpha: ClassVar[float]
     pro_aug: bool = False
+    text_names: ClassVar[tuple[str, ...] | None] = ()
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
 
     @abstractmethod
@@ -78,6 +81,26 @@ class Method(ABC):
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         """The state after these tokens were sampled; the first step's state is None, and so is a stateless method's."""
         return None
+
+
+def checked(log_probs: LogProbs, *names: str, others: int = 0) -> dict[str, Float[Tensor, "sample vocab"]]:
+    """The branches of a step in at least float32.
+
+    Args:
+        names: Branches that must be there.
+        others: How many more must be there at least.
+
+    Raises:
+        MethodError: A branch is missing, or the branches are not [sample, vocab] of one shape.
+    """
+    missing = [name for name in names if name not in log_probs]
+    if missing or len(log_probs) < len(names) + others:
+        wanted = ", ".join(names) + (f" and {others} more" if others else "")
+        raise MethodError(f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}")
+    shapes = {name: tuple(each.shape) for name, each in log_probs.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        raise MethodError(f"every branch must be [sample, vocab] of one shape; found {shapes}")
+    return {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in log_probs.items()}
 
 
 def registry() -> dict[str, type[Method]]:
@@ -108,7 +131,8 @@ def get(name: str, **parameters: Any) -> Method:
     try:
         return TypeAdapter(known[name]).validate_python(parameters)
     except ValidationError as error:
-        raise MethodError(f"method {name!r}: {first_problem(error)}") from None
+        names = [field.name for field in fields(known[name])]  # type: ignore[arg-type]
+        raise MethodError(f"method {name!r}: {first_problem(error, fields=names)}") from None
 
 
 def for_task(name: str, task: Task, **parameters: Any) -> Method:

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
 from lapa2_interp.tasks import Task
 
 
@@ -54,6 +54,7 @@ class AirDecoding(Method):
         )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        log_probs = checked(log_probs, "base", "target", others=1)
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
         log_n = self._log_n(log_probs)
@@ -62,6 +63,7 @@ class AirDecoding(Method):
         return log_probs["base"] + self.omega * log_cond
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
+        log_probs = checked(log_probs, "base", "target", others=1)
         released = self.numerics == "released"
         n = self._n_released(log_probs) if released else self._log_n(log_probs)
         sampled = {c: each.gather(1, tokens[:, None])[:, 0] for c, each in n.items()}

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
 from lapa2_interp.tasks import Task
 
 
@@ -30,7 +30,7 @@ class ConPrefix(Method):
     """
 
     name: ClassVar[str] = "con-prefix"
-    paper_name: ClassVar[str] = "Con-Prefix"
+    paper_name: ClassVar[str] = "Con-Prefix (hard contrast: a proposal)"
     equation: ClassVar[str] = "log w = log P_target + lam (log P_target - mean_c log P_c), c the other classes"
     alpha: ClassVar[float] = 0.5
     when_empty: ClassVar[str] = "lam is so large that the contrast overflows; lower |lam|"
@@ -45,6 +45,6 @@ class ConPrefix(Method):
         )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        clean = {name: each.clamp(min=FLOOR) for name, each in log_probs.items()}
+        clean = {name: each.clamp(min=FLOOR) for name, each in checked(log_probs, "target", others=1).items()}
         target = clean.pop("target")
         return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))

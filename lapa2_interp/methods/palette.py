@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
 from lapa2_interp.tasks import Task
 
 SMALL = 1e-10
@@ -37,7 +37,7 @@ class Palette(Method):
     """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their texts stand in the task file.
 
     Args:
-        s_aux: Strength of auxiliary attributes; that of `main` is 1.
+        s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both terms.
         t: Weight of the complementary term.
         s_comp: s', > 0.
         auxiliaries: False keeps `main` (and `anti`) alone: the one text of the paper's table instead of the code's three.
@@ -50,6 +50,7 @@ class Palette(Method):
         "log w = (log P_base + sum_i s_i c_i log P_i) / M1 + t (sum_i +-s' c'_i log(1 - P_i)) / M2"
     )
     alpha: ClassVar[float] = 2.0
+    text_names: ClassVar[tuple[str, ...] | None] = None
     s_aux: Annotated[float, Field(allow_inf_nan=False)] = 0.5
     t: Annotated[float, Field(allow_inf_nan=False)] = 0.05
     s_comp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
@@ -68,6 +69,7 @@ class Palette(Method):
         return (Branch("base"), *(Branch(name, text, join=" ") for name, text in kept.items()))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        log_probs = checked(log_probs, "base")
         if self.numerics == "released":
             log_probs = {name: each.half() for name, each in log_probs.items()}
         strengths = {name: STRENGTHS.get(name, self.s_aux) for name in log_probs if name != "base"}

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
 from lapa2_interp.tasks import Task
 
 
@@ -34,6 +34,7 @@ class Preadd(Method):
     paper_name: ClassVar[str] = "PREADD"
     equation: ClassVar[str] = "log w = log P_base + lam (log P_prefix - log P_base)"
     alpha: ClassVar[float] = 2.0
+    text_names: ClassVar[tuple[str, ...] | None] = ("prefix",)
     when_empty: ClassVar[str] = "lam is so large that the difference overflows; |lam| up to 2.5 is usual"
     lam: Annotated[float, Field(allow_inf_nan=False)] = -1.0
     pro_aug: bool = False
@@ -49,5 +50,6 @@ class Preadd(Method):
         return (Branch("base"), Branch("prefix", text))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        log_probs = checked(log_probs, "base", "prefix")
         base, prefix = (log_probs[name].clamp(min=FLOOR) for name in ("base", "prefix"))
         return base + self.lam * (prefix - base)

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import Branch, LogProbs, Method, State
+from lapa2_interp.methods import Branch, LogProbs, Method, State, checked
 from lapa2_interp.tasks import Task
 
 
@@ -31,7 +31,7 @@ class NoControl(Method):
         return (Branch("base"),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return log_probs["base"]
+        return checked(log_probs, "base")["base"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -42,12 +42,13 @@ class PrefixConditioning(Method):
     paper_name: ClassVar[str] = "GPT-2+Prefix"
     equation: ClassVar[str] = "log w = log P_prefix"
     alpha: ClassVar[float] = 0.5
+    text_names: ClassVar[tuple[str, ...] | None] = ("prefix",)
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         return (Branch("prefix", task.texts(self.name, attribute).get("prefix", task.prefix(attribute))),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return log_probs["prefix"]
+        return checked(log_probs, "prefix")["prefix"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -64,6 +65,7 @@ class NegPrompt(PrefixConditioning):
     name: ClassVar[str] = "negprompt"
     paper_name: ClassVar[str] = "NegPrompt"
     alpha: ClassVar[float] = 1.0
+    text_names: ClassVar[tuple[str, ...] | None] = ("long",)
     form: Literal["short", "long"] = "short"
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:

@@ -1,12 +1,6 @@
 """Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in or a user's own.
 
-length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
-
-[attributes.positive]
-prefix = "Very positive:"          # joined to the prompt as it stands
-
-[prompts]
-texts = ["The lake", "The movie"]
+`EXAMPLE` shows the form. A method's own parameters and texts (by attribute, then branch) are optional.
 """
 
 from __future__ import annotations
@@ -21,6 +15,25 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import TaskError, first_problem, one_of
+
+EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
+
+[attributes.calm]
+prefix = "Very calm:"              # joined to the prompt as it stands
+
+[attributes.angry]
+prefix = "Very angry:"
+
+[prompts]
+texts = ["The lake", "The movie"]
+
+[methods.air-decoding]             # optional: what one method uses here
+parameters = { omega = 100.0 }
+
+[methods.preadd.texts.calm]        # optional: its own texts, by attribute, then branch
+prefix = "The following text is furious.\\n\\n"
+"""
+"""A complete task file."""
 
 
 class Attribute(BaseModel):
@@ -136,11 +149,28 @@ def load_task(name: str) -> Task:
     else:
         raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
     try:
-        return Task.model_validate({"name": path.stem} | tomllib.loads(text))
+        task = Task.model_validate({"name": path.stem} | tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"task file {name}: {error}; see `lapa2 tasks` for the form of a task") from None
+        raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
     except ValidationError as error:
         raise TaskError(f"task file {name}: {first_problem(error)}") from None
+    _check_methods(task, name)
+    return task
+
+
+def _check_methods(task: Task, file: str) -> None:
+    """A misspelt method or text would be passed over in silence."""
+    from lapa2_interp.methods import registry
+
+    for method, settings in task.methods.items():
+        if method not in registry():
+            raise TaskError(f"task file {file}: methods: {one_of('method', method, registry())}")
+        allowed = registry()[method].text_names
+        for attribute, texts in settings.texts.items():
+            for text in texts:
+                if allowed is not None and text not in allowed:
+                    place = f"methods.{method}.texts.{attribute}"
+                    raise TaskError(f"task file {file}: {place}: {one_of('text', text, allowed)}")
 
 
 def _files() -> Iterable:
