@@ -47,9 +47,12 @@ def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name
         t = curve["step"].to_numpy()
         axes.plot(t, curve["mean"], color=colour, lw=1.4, label=arm)
         axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
-        fit = None if fits is None else fits[(fits["arm"] == arm) & fits["C"].notna()]
-        if fit is not None and len(fit):
-            c, d, r2 = fit[["C", "D", "R2"]].iloc[0]
+        if fits is None:
+            continue
+        c, d, r2 = fits.loc[fits["arm"] == arm, ["C", "D", "R2"]].iloc[0]
+        if np.isnan(c):
+            axes.plot([], [], color=colour, lw=1.2, ls=":", label="no C/(t+D) fits")
+        else:
             axes.plot(t, c / (t + d), color=colour, lw=1.2, ls=":", label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}")
     _plain(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n(mean over layers and heads)")
     axes.set_ylim(bottom=0)
