@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 
 class Lapa2Error(Exception):
@@ -60,10 +61,9 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
         forms: What fields of several forms take, by name, to say instead of what their first form takes.
         fields: The fields there are.
     """
-    unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    problem = min(error.errors(), key=lambda each: each["type"] not in unknown)
+    problem = worst_problem(error)
     place = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] in unknown:
+    if problem["type"] in UNKNOWN_FIELD:
         return (
             one_of("field", place, fields) if fields else f"{place}: there is no such field, found {problem['input']!r}"
         )
@@ -74,6 +74,14 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
         return f"{field}: takes {forms[field]}; found {problem['input']!r}"
     message = f"{problem['msg'][:1].lower()}{problem['msg'][1:]}".replace("valid tuple", "list")
     return f"{place}: {message}" if problem["type"] == "missing" else f"{place}: {message}, found {problem['input']!r}"
+
+
+UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def worst_problem(error: ValidationError) -> ErrorDetails:
+    """The problem to report of those pydantic found: a misspelt field explains the missing one."""
+    return min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
 
 
 def one_of(kind: str, found: object, allowed: object) -> str:

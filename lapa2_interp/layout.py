@@ -252,6 +252,6 @@ def layout(
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts of a batch, padded to the longest."""
-    width = max(each.n_live for each in layouts)
+    """The layouts of a batch, padded so that all end together and no row's tokens stand in another's soft slots."""
+    width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
     return [each.padded(width) for each in layouts]

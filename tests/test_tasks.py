@@ -44,18 +44,18 @@ def test_a_users_task(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (GOOD + "oops", "at line 7|at end of document"),
-        (GOOD.replace("texts", "lines"), "prompts.lines: there is no such field"),
-        (GOOD.replace('"Very calm:"', '""'), "attributes.calm.prefix: string should have at least 1 character"),
+        (GOOD.replace("[prompts]", "oops\n[prompts]"), "at line 5"),
+        (GOOD.replace("texts", "lines"), "line 6: prompts.lines: there is no such field"),
+        (GOOD.replace('"Very calm:"', '""'), "line 4: attributes.calm.prefix: string should have at least 1 character"),
         (GOOD.replace('["The sea"]', "[]"), "prompts.texts: .*at least 1 item"),
-        ("speed = 3\n" + GOOD, "speed: there is no such field, found 3"),
+        ("speed = 3\n" + GOOD, "line 1: speed: there is no such field, found 3"),
         (GOOD + "[methods.preaddd]\n", "methods: unknown method 'preaddd'; .*did you mean 'preadd'"),
         (
             GOOD + '[methods.preadd.texts.calm]\nprefx = "a"',
             "methods.preadd.texts.calm: unknown text 'prefx'; allowed: prefix",
         ),
         (GOOD + '[methods.preadd.texts.clam]\nprefix = "a"', "methods.preadd.texts: unknown attribute 'clam'"),
-        ("[prompts]\ntexts = ['a']", "attributes: field required"),
+        ("[prompts]\ntexts = ['a']", "line 2: attributes: field required"),
     ],
 )
 def test_malformed_task_files(tmp_path, text, message):

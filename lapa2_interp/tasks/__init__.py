@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp.errors import TaskError, first_problem, one_of
+from lapa2_interp.errors import TaskError, first_problem, one_of, worst_problem
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
 
@@ -153,9 +154,20 @@ def load_task(name: str) -> Task:
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
     except ValidationError as error:
-        raise TaskError(f"task file {name}: {first_problem(error)}") from None
+        line = _line_of(text, worst_problem(error)["loc"])
+        raise TaskError(f"task file {name}, line {line}: {first_problem(error)}") from None
     _check_methods(task, name)
     return task
+
+
+def _line_of(text: str, place: Sequence[str | int]) -> int:
+    """The line of a TOML file that a field stands on, or of the nearest table around it that is there; else the last."""
+    lines = text.splitlines()
+    for name in reversed([re.escape(str(part)) for part in place]):
+        for number, line in enumerate(lines, start=1):
+            if re.match(rf'\s*("?{name}"?\s*=|\[.*\b{name}\b)', line):
+                return number
+    return len(lines)
 
 
 def _check_methods(task: Task, file: str) -> None:
