@@ -94,7 +94,7 @@ def run_demo(
             page("Does the prefix fade?", lead, sections, side_by_side(run), facts(run.manifest)), encoding="utf-8"
         )
     where = f"Look at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
-    return f"{shown.set_index('arm').T.to_string()}\n\n{fill(lead, 110)}\n\n{where}"
+    return f"{shown.set_index('attention on').rename_axis(None).to_string()}\n\n{fill(lead, 110)}\n\n{where}"
 
 
 def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int) -> Run:
@@ -151,15 +151,18 @@ def _summary(run: Run) -> pd.DataFrame:
 
 
 def as_text(summary: pd.DataFrame, fits: pd.DataFrame) -> pd.DataFrame:
-    """The summary for reading: one row per arm, every mean with its 95 % interval in one cell, and the fit."""
+    """The summary for reading: one column per arm, every mean with its 95 % interval in one cell, and the fit."""
     cells = zip(summary["mean"], summary["low"], summary["high"], strict=True)
     text = summary.assign(cell=[f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in cells])
-    shown = text.pivot(index="arm", columns="quantity", values="cell")[list(dict.fromkeys(summary["quantity"]))]
-    shown.insert(0, "texts", summary.groupby("arm")["n"].first())
+    arms = list(dict.fromkeys(summary["arm"]))
+    shown = text.pivot(index="quantity", columns="arm", values="cell").loc[
+        list(dict.fromkeys(summary["quantity"])), arms
+    ]
     curves = zip(fits["C"], fits["D"], fits["R2"], strict=True)
     fitted = ["no fit" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R2 {r2:.2f}" for c, d, r2 in curves]
-    shown["C/(t+D)"] = pd.Series(fitted, index=fits["arm"])
-    return shown.loc[list(dict.fromkeys(summary["arm"]))].rename_axis(index=None, columns=None).reset_index(names="arm")
+    shown.loc["prefix as C/(t+D)"] = pd.Series(fitted, index=fits["arm"])
+    shown.loc["texts"] = summary.groupby("arm")["n"].first().astype(str)
+    return shown.rename_axis(index="attention on", columns=None).reset_index()
 
 
 def finding(summary: pd.DataFrame) -> str:
