@@ -115,6 +115,8 @@ def load_model(
         warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
         try:
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+        except ModelError:
+            raise
         except Exception as error:  # each architecture's adapter fails in its own way
             raise ModelError(
                 f"transformer-lens cannot wrap {name!r} ({architecture}) as {model_class}: {error}"
@@ -283,7 +285,7 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
             center_unembed=False,
             fold_value_biases=False,
         )
-    return model.to(device)
+    return model.to(device, print_details=False)
 
 
 def _exact_softmax(model: Model) -> None:
