@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -169,8 +170,7 @@ def layout(
         trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
-    import numpy as np
-
+    from lapa2_interp.layout import explain
     from lapa2_interp.layout import layout as make_layout
     from lapa2_interp.models import load_tokenizer
 
@@ -178,61 +178,26 @@ def layout(
         raise LayoutError(f"--steps must be at least 1, found {steps}")
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = make_layout(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
-    keys = [(None, f"soft {i + 1}") for i in range(soft)] + list(zip(found.ids, found.tokens, strict=True))
-    chosen = augmentation.build(0.5)
-    spans = {name: found.spans(name) for name in ("bos", "released")} | {
-        "prefix": (found.prefix,),
-        "prompt": (found.prompt,),
-    }
-    spans["boosted"] = found.spans(chosen.span) if chosen else ()
-    part = {slot: name for name in ("bos", "prefix", "prompt") for slot in range(*spans[name][0])}
-    boosted = {slot for span in spans["boosted"] for slot in range(*span)}
-    last = len(found) - 1  # the query of step 0; prompt queries before it count down from -1
-    first = min(last, max(boosted) + 1) if chosen and chosen.phase == "all_queries" else last
-    queries = np.arange(first, last + steps)
-    l = found.lengths(queries, chosen.length if chosen else "paper")
-    bias = found.bias(chosen, queries) if chosen else np.zeros(len(queries))
-    n = found.n(chosen.span) if chosen else found.controlled.size
+    facts = explain(found, augmentation.build(0.5), steps)
     if as_json:
-        facts = {
-            "l_pre": found.l_pre,
-            "l_pro": found.l_pro,
-            "n_bos": found.n_bos,
-            "n": n,
-            "merged": found.merged,
-            "spans": {name: [list(span) for span in found_spans] for name, found_spans in spans.items()},
-            "tokens": [
-                {"slot": slot, "id": number, "token": token, "part": part[slot], "boosted": slot in boosted}
-                for slot, (number, token) in enumerate(keys)
-            ],
-            "augmentation": chosen and json.loads(chosen.to_json()),
-            "steps": [
-                {"step": int(q) - last, "l": int(length), "bias": float(b)}
-                for q, length, b in zip(queries, l, bias, strict=True)
-            ],
-        }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
-    width = max(len(repr(token)) for _, token in keys)
+    width = max(len(repr(key["token"])) for key in facts["tokens"])
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
-    for slot, (number, token) in enumerate(keys):
-        mark, shown_id = "yes" if slot in boosted else "", "" if number is None else number
-        print(f"{slot:>4}  {shown_id:>6}  {token!r:<{width}}  {part[slot]:<6}  {mark}".rstrip())
-    shown = (
-        f"{name} {' '.join(f'[{a}, {b})' for a, b in found_spans)}"
-        for name, found_spans in spans.items()
-        if found_spans
-    )
-    print("\nspans: " + ", ".join(shown))
-    print(f"l_pre {found.l_pre}, l_pro {found.l_pro}, BOS {found.n_bos}, n {n}")
-    if found.merged is not None:
-        print(f"note: the token {found.merged!r} crosses the seam between prefix and prompt and counts as prefix")
-    if chosen is None:
+    for key in facts["tokens"]:
+        mark, number = "yes" if key["boosted"] else "", "" if key["id"] is None else key["id"]
+        print(f"{key['slot']:>4}  {number:>6}  {key['token']!r:<{width}}  {key['part']:<6}  {mark}".rstrip())
+    spans = {name: " ".join(f"[{a}, {b})" for a, b in found_spans) for name, found_spans in facts["spans"].items()}
+    print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
+    print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {facts['n']}")
+    if facts["merged"] is not None:
+        print(f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and counts as prefix")
+    if facts["augmentation"] is None:
         print("alpha 0: nothing is added")
         return
-    print(f"augmentation {chosen.to_json()}\n\nstep    l   bias   weight x")
-    for q, length, b in zip(queries, l, bias, strict=True):
-        print(f"{q - last:>4} {length:>4}  {b:>6.4f}  {np.exp(b):>8.3f}")
+    print(f"augmentation {json.dumps(facts['augmentation'])}\n\nstep    l   bias   weight x")
+    for step in facts["steps"]:
+        print(f"{step['step']:>4} {step['l']:>4}  {step['bias']:>6.4f}  {math.exp(step['bias']):>8.3f}")
 
 
 @app.command

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -255,3 +255,47 @@ def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts of a batch, padded so that all end together and no row's tokens stand in another's soft slots."""
     width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
     return [each.padded(width) for each in layouts]
+
+
+def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> dict[str, Any]:
+    """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l and bias of every step.
+
+    Step 0 is the last prompt query. Under phase all_queries the augmented prompt queries before it count down from -1.
+    """
+    spans = {
+        "bos": (layout.bos,),
+        "released": layout.spans("released"),
+        "prefix": (layout.prefix,) if layout.l_pre else (),
+        "prompt": (layout.prompt,),
+    }
+    spans["boosted"] = layout.spans(augmentation.span) if augmentation else ()
+    inside = {name: {slot for span in found for slot in range(*span)} for name, found in spans.items()}
+    last = len(layout) - 1
+    early = augmentation is not None and augmentation.phase == "all_queries"
+    queries = np.arange(min(last, max(inside["boosted"]) + 1) if early else last, last + steps)
+    lengths = layout.lengths(queries, augmentation.length if augmentation else "paper")
+    bias = layout.bias(augmentation, queries) if augmentation else np.zeros(len(queries))
+    keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(zip(layout.ids, layout.tokens, strict=True))
+    return {
+        "l_pre": layout.l_pre,
+        "l_pro": layout.l_pro,
+        "n_bos": layout.n_bos,
+        "n": layout.n(augmentation.span) if augmentation else layout.controlled.size,
+        "merged": layout.merged,
+        "spans": {name: [list(span) for span in found] for name, found in spans.items()},
+        "tokens": [
+            {
+                "slot": slot,
+                "id": number,
+                "token": token,
+                "part": next(name for name in ("bos", "prefix", "prompt") if slot in inside[name]),
+                "boosted": slot in inside["boosted"],
+            }
+            for slot, (number, token) in enumerate(keys)
+        ],
+        "augmentation": augmentation and augmentation.model_dump(mode="json"),
+        "steps": [
+            {"step": int(query) - last, "l": int(l), "bias": float(b)}
+            for query, l, b in zip(queries, lengths, bias, strict=True)
+        ],
+    }
