@@ -86,7 +86,6 @@ class Ending:
                 self.n_tokens[i], self.finish[i] = at, how
 
 
-@torch.no_grad()
 def generate(
     model: Model,
     method: Method,
@@ -104,7 +103,6 @@ def generate(
     patterns: Sequence[tuple[int, int]] = (),
     max_rows: int | None = None,
     doubled_bos: bool = False,
-    progress: tqdm | None = None,
 ) -> Generation:
     """Continue prompts with a controlled model, and record where the attention went.
 
@@ -123,11 +121,32 @@ def generate(
         patterns: (layer, head) pairs whose whole attention rows are recorded as well.
         max_rows: Rows of a batch.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
-        progress: A bar to advance; by default one of its own, shown after 2 s.
 
     Raises:
         Lapa2Error: As `plan`; TraceError for patterns of missing heads; EmptyGenerationError, at the end, if a text
             ran out of tokens.
+    """
+    prompts = task.prompts.texts if prompts is None else prompts
+    todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos)
+    return run_plan(model, todo, seed=seed, top_k=top_k, eos=eos, trace=trace, patterns=patterns)
+
+
+@torch.no_grad()
+def run_plan(
+    model: Model,
+    todo: Plan,
+    *,
+    seed: int = 1,
+    top_k: int = TOP_K,
+    eos: EosPolicy = "keep",
+    trace: TraceKind = "full",
+    patterns: Sequence[tuple[int, int]] = (),
+    progress: tqdm | None = None,
+) -> Generation:
+    """Carry out a plan; arguments and errors are those of `generate`.
+
+    Args:
+        progress: A bar to advance, shared by several plans; by default one of its own, shown after 2 s.
     """
     if top_k < 1:
         raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
@@ -136,17 +155,16 @@ def generate(
             raise Lapa2Error(one_of(kind, found, allowed))
     if patterns and trace == "none":
         raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
-    prompts = task.prompts.texts if prompts is None else prompts
-    todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos)
-    bar = progress or progress_bar(todo.new_tokens, f"{method.name} {attribute}")
+    bar = progress or progress_bar(todo.new_tokens, f"{todo.method.name} {todo.attribute}")
     tables, traces, problems = [], [], []
     try:
         for group in todo.groups:
-            batch, ending = todo.batch(group, seed), Ending.at([todo.steps[prompt] for prompt, _ in group])
+            batch = todo.batch(group, seed)
+            ending = Ending.at(batch.steps)
             recorder = None if trace == "none" else Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
-            steps = _decode(model, method, todo, batch, ending, top_k, eos, recorder, bar)
+            steps = _decode(model, todo, batch, ending, top_k, eos, recorder, bar)
             tokens = torch.stack(list(steps), dim=1)
-            tables.append(_table(model, task, attribute, todo, batch, tokens, ending))
+            tables.append(_table(model, todo, batch, tokens, ending))
             problems += [
                 f"{todo.prompts[prompt]!r} sample {sample} at step {at}"
                 for (prompt, sample), at, how in zip(group, ending.n_tokens, ending.finish, strict=True)
@@ -163,7 +181,7 @@ def generate(
         raise EmptyGenerationError(
             f"no token has positive weight for {problems[0]}"
             + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
-            + f" ({method.name}: {method.when_empty}); the texts up to there are kept",
+            + f" ({todo.method.name}: {todo.method.when_empty}); the texts up to there are kept",
             made,
         )
     return made
@@ -177,7 +195,6 @@ def progress_bar(new_tokens: int, label: str) -> tqdm:
 
 def _decode(
     model: Model,
-    method: Method,
     todo: Plan,
     batch: Batch,
     ending: Ending,
@@ -204,14 +221,14 @@ def _decode(
     with augmented(model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder):
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, todo.branches)
-            log_weights = method.combine(log_probs, state)
+            log_weights = todo.method.combine(log_probs, state)
             if eos == "block":
                 log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
             empty = ~log_weights.max(dim=1).values.isfinite()
             ending.stop(empty, step, "empty")
             # An ended sample's row runs on with the others; what it draws is not read.
             tokens = draw(log_weights.masked_fill(empty[:, None], 0.0), uniform[:, step], top_k=top_k)
-            state = method.advance(state, log_probs, tokens)
+            state = todo.method.advance(state, log_probs, tokens)
             yield tokens.cpu()
             bar.update(ending.running(step))
             if eos == "stop":
@@ -227,15 +244,7 @@ def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) ->
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 
-def _table(
-    model: Model,
-    task: Task,
-    attribute: str,
-    todo: Plan,
-    batch: Batch,
-    tokens: Int[Tensor, "sample step"],
-    ending: Ending,
-) -> pd.DataFrame:
+def _table(model: Model, todo: Plan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending) -> pd.DataFrame:
     rows = []
     for i, (prompt, sample) in enumerate(batch.pairs):
         made = tokens[i, : ending.n_tokens[i]].tolist()
@@ -248,9 +257,9 @@ def _table(
         rows.append(
             {
                 "prompt": text,
-                "attribute": attribute,
+                "attribute": todo.attribute,
                 "sample": sample,
-                "text": text + continuation if task.length_counts_prompt else continuation,
+                "text": text + continuation if todo.task.length_counts_prompt else continuation,
                 "continuation": continuation,
                 "tokens": made,
                 "n_tokens": ending.n_tokens[i],

@@ -49,7 +49,7 @@ class ModelCard(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """As asked for: a built-in name, a hub id or a folder's name."""
+    """As asked for: a built-in name, a hub id or a folder."""
     weights: str
     """Where the weights come from: a sha256, a hub commit, or the seed of a random model."""
     architecture: str
@@ -141,10 +141,9 @@ def load_transformers(
         raise ModelError(one_of("dtype", dtype, DTYPES))
     tokenizer = load_tokenizer(name, trust_remote_code)
     if name in TINY:
-        torch_state = torch.random.get_rng_state()
-        torch.manual_seed(0)
-        network = AutoModelForCausalLM.from_config(_tiny_config(name, tokenizer), attn_implementation="eager")
-        torch.random.set_rng_state(torch_state)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = AutoModelForCausalLM.from_config(_tiny_config(name, tokenizer), attn_implementation="eager")
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     source = str(_source(name))
     with _quiet_transformers():

@@ -67,6 +67,9 @@ class Plan:
         groups: Batches of (prompt number, sample number).
     """
 
+    method: Method
+    task: Task
+    attribute: str
     prompts: tuple[str, ...]
     branches: tuple[str, ...]
     layouts: tuple[tuple[Layout, ...], ...]
@@ -177,6 +180,9 @@ def plan(
     pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
     groups = _groups(pairs, max(1, max_rows // len(branches)), longest, steps, model.cfg.n_ctx)
     return Plan(
+        method=method,
+        task=task,
+        attribute=attribute,
         prompts=tuple(prompts),
         branches=tuple(branch.name for branch in branches),
         layouts=layouts,

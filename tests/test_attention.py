@@ -1,5 +1,8 @@
 """The bias inside a network: exact, confined to what was selected, and gone afterwards."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +25,16 @@ def branch(model, prefix="ab cd:", prompt="efg hi"):
 
 def ids_of(found, generated=()):
     return torch.tensor([[*found.ids, *generated]])
+
+
+def bridge_of(config, name):
+    """A bridge around a random model of another architecture, with the byte tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    from lapa2_interp.models import _bridge, load_tokenizer
+
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return _bridge(network, load_tokenizer("tiny-gpt2"), name, torch.float32, "cpu")
 
 
 def hooks_left(model):
@@ -308,18 +321,14 @@ def test_soft_slots_in_a_cache(tiny):
 
 
 def test_a_cache_that_drops_keys_is_an_error():
-    from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
+    from transformers import DynamicCache, MistralConfig
 
-    from lapa2_interp.models import _bridge, load_tokenizer
-
-    tokenizer = load_tokenizer("tiny-llama")
     config = MistralConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=8,
     )  # fmt: skip
-    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model = _bridge(network, tokenizer, "tiny-mistral", torch.float32, "cpu")
-    found, cache = layout(tokenizer, "ab cd:", "efg hi"), DynamicCache(config=config)
+    model = bridge_of(config, "tiny-mistral")
+    found, cache = branch(model), DynamicCache(config=config)
     with torch.no_grad(), augmented(model, Augmentation(alpha=1), found):
         model(found.tensor, past_key_values=cache)
         with pytest.raises(LayoutError, match="sliding window drops old ones"):
@@ -351,12 +360,47 @@ def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts,
         model(ids, **settings)
 
 
-def test_arguments_of_the_wrong_kind_are_named():
-    model = load("tiny-gpt2")
-    found = branch(model)
-    for arguments in ((0.5, found), (found, Augmentation(alpha=1))):
-        with pytest.raises(Exception, match=r"augmented|type"):
-            augmented(model, *arguments).__enter__()
+def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
+    """In a process of its own: under the tests' run-time types the package's own checks would never be reached."""
+    program = """
+from lapa2_interp import Augmentation, Lapa2Error, augmented, generate, load_model, load_task, methods
+from lapa2_interp.layout import layout
+
+model, task, prefix = load_model("tiny-gpt2"), load_task("sentiment"), methods.get("prefix")
+found = layout(model.tokenizer, "ab:", "cd")
+calls = [
+    lambda: augmented(model, 0.5, [found]).__enter__(),
+    lambda: augmented(model, [0.5], found).__enter__(),
+    lambda: augmented(model, found, Augmentation(alpha=1)).__enter__(),
+    lambda: generate(model, prefix, task, "positive", "The lake"),
+    lambda: generate(model, "prefix", task, "positive"),
+    lambda: generate(model, prefix, task, "positive", augmentation=0.5),
+    lambda: generate(model, prefix, task, "positive", trace="ful"),
+    lambda: generate(model, prefix, task, "positive", eos="Stop"),
+]
+for call in calls:
+    try:
+        call()
+    except Lapa2Error as error:
+        print(error)
+    except Exception as error:
+        print("untyped", repr(error))
+    else:
+        print("accepted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    expected = [
+        *["was given"] * 3,
+        "prompts must be a list of at least one text, found 'The lake'",
+        "method must come from methods.get or methods.for_task, found 'prefix'",
+        "augmentation must be an Augmentation or None, found 0.5",
+        "unknown trace 'ful'; allowed: none, pooled, full; did you mean 'full'?",
+        "unknown eos policy 'Stop'; allowed: keep, stop, block",
+    ]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(expected), done.stdout
+    for line, words in zip(lines, expected, strict=True):
+        assert words in line
 
 
 def test_augmentations_without_layouts_are_an_error():
@@ -404,17 +448,13 @@ def test_live_models_pass_the_probe(name, model_class):
 
 def test_a_dead_scores_hook_raises():
     """OPT's scores hook fires after the softmax on the bridge, and edits of it change nothing."""
-    from transformers import AutoModelForCausalLM, OPTConfig
+    from transformers import OPTConfig
 
-    from lapa2_interp.models import _bridge, load_tokenizer
-
-    tokenizer = load_tokenizer("tiny-gpt2")
     config = OPTConfig(
-        vocab_size=len(tokenizer), hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=260, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, word_embed_proj_dim=32,
     )  # fmt: skip
-    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model = _bridge(network, tokenizer, "tiny-opt", torch.float32, "cpu")
+    model = bridge_of(config, "tiny-opt")
     assert not probe(model).alive
     with pytest.raises(DeadHookError, match="tiny-opt: .*augmentation would do nothing"):
         assert_live(model, "tiny-opt")

@@ -1,6 +1,5 @@
 """Run folders appear complete or not at all."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -152,8 +151,3 @@ def test_reading_what_is_no_run(tmp_path):
     (tmp_path / "manifest.json").write_text('{"model": 3}')
     with pytest.raises(RunError, match=r"manifest\.json is not a manifest of this version: created: field required"):
         read_run(tmp_path)
-
-
-def test_the_environment_is_not_recorded(run):
-    text = run.manifest.model_dump_json()
-    assert os.environ.get("HOME", "/root") not in text

@@ -142,19 +142,18 @@ def augmented(
         LayoutError: A span outside the sequence, other numbers of augmentations, layouts and rows (the last from the
             forward pass), or a cache that has dropped keys.
     """
-    layouts = [layout] if isinstance(layout, Layout) else list(layout)
-    if augmentation is None or isinstance(augmentation, Augmentation):
-        augmentation = [augmentation] * len(layouts)
-    for each, kind in (*((a, Augmentation) for a in augmentation if a is not None), *((l, Layout) for l in layouts)):
+    layouts = list(layout) if isinstance(layout, Sequence) else [layout]
+    rules = list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(layouts)
+    for each, kind in (*((rule, Augmentation) for rule in rules if rule is not None), *((l, Layout) for l in layouts)):
         if not isinstance(each, kind):
             raise LayoutError(
                 f"augmented(model, augmentation, layout) was given {each!r} for its {kind.__name__.lower()}"
             )
-    if not layouts or len(augmentation) != len(layouts):
+    if not layouts or len(rules) != len(layouts):
         raise LayoutError(
-            f"{len(augmentation)} augmentations for {len(layouts)} layouts; give one layout a row, and one or as many"
+            f"{len(rules)} augmentations for {len(layouts)} layouts; give one layout a row, and one augmentation or as many"
         )
-    bias = _Bias(model, augmentation, layouts)
+    bias = _Bias(model, rules, layouts)
     held = 0
 
     def before_forward(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:

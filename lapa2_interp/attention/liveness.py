@@ -27,11 +27,10 @@ class Liveness:
     """What the probe found.
 
     Attributes:
-        dead_layers: Layers whose pattern does not follow the edited scores.
         logit_shift: Largest change of a logit when the scores are edited.
+        problem: Why an augmentation would do nothing; None on a live model.
     """
 
-    dead_layers: tuple[int, ...]
     logit_shift: float
     problem: str | None
 
@@ -65,7 +64,7 @@ def probe(model: Model) -> Liveness:
             warnings.simplefilter("ignore")  # the bridge warns of discarded edits; here that becomes the finding
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
-        return Liveness(tuple(layers), 0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
+        return Liveness(0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
     shift = (edited - plain).abs().max().item()
 
     def follows(layer: int) -> bool:
@@ -78,12 +77,12 @@ def probe(model: Model) -> Liveness:
     dead = tuple(layer for layer in layers if not follows(layer))
     already = [layer for layer in scores if _is_distribution(scores[layer])]
     if already:
-        return Liveness(dead, shift, "its scores hook fires after the softmax, on probabilities")
+        return Liveness(shift, "its scores hook fires after the softmax, on probabilities")
     if dead:
-        return Liveness(dead, shift, f"in layers {list(dead)} the attention pattern ignores edits of the scores")
+        return Liveness(shift, f"in layers {list(dead)} the attention pattern ignores edits of the scores")
     if not shift > 0:
-        return Liveness(dead, shift, "its logits do not move when the scores are edited")
-    return Liveness((), shift, None)
+        return Liveness(shift, "its logits do not move when the scores are edited")
+    return Liveness(shift, None)
 
 
 def _layer(hook_name: str) -> int:

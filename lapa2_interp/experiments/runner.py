@@ -15,9 +15,9 @@ from lapa2_interp.decoding import (
     TOP_K,
     EmptyGenerationError,
     EosPolicy,
-    generate,
     join_traces,
     progress_bar,
+    run_plan,
 )
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
 from lapa2_interp.methods import Method
@@ -69,25 +69,10 @@ def run_arms(
     tables, traces, problems = [], [], []
     began = perf_counter()
     with progress_bar(total, f"{method.name} {task.name}") as bar:
-        for arm, attribute in plans:
+        for (arm, attribute), todo in plans.items():
             try:
-                made = generate(
-                    model,
-                    method,
-                    task,
-                    attribute,
-                    prompts,
-                    augmentation=arms[arm],
-                    length=length,
-                    samples=samples,
-                    seed=seed,
-                    top_k=top_k,
-                    eos=eos,
-                    trace=trace,
-                    patterns=patterns,
-                    max_rows=max_rows,
-                    doubled_bos=doubled_bos,
-                    progress=bar,
+                made = run_plan(
+                    model, todo, seed=seed, top_k=top_k, eos=eos, trace=trace, patterns=patterns, progress=bar
                 )
             except EmptyGenerationError as error:
                 made = error.generation
