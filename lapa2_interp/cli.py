@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
+from lapa2_interp.cli_prefix import app as prefix_app
 from lapa2_interp.errors import (
     AugmentationError,
     EmptyDistributionError,
     Lapa2Error,
     LayoutError,
     MethodError,
+    PrefixError,
     TraceError,
 )
 
@@ -39,6 +41,8 @@ Start with `lapa2 demo` (two minutes), then `lapa2 layout` to see which keys a p
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )
+
+app.command(prefix_app)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]
@@ -424,6 +428,54 @@ def trace(run: Path, /, *, branch: str | None = None, out: Path | None = None, f
         print(f"\ntables and figures in {out}")
 
 
+@app.command(name="prefixes")
+def list_prefixes(folder: Path | None = None, /, *, as_json: Annotated[bool, Parameter(name="--json")] = False) -> None:
+    """List the prefixes there are: the tasks' hard ones, and soft ones with what they learned.
+
+    Args:
+        folder: List the soft prefixes under this folder; by default those that come with the package.
+        as_json: Print JSON.
+    """
+    from lapa2_interp.prefixes import SHIPPED, cards
+    from lapa2_interp.tasks import built_in, load_task
+
+    hard = [] if folder else [
+        {"task": name, "attribute": attribute, "text": found.prefix}
+        for name in built_in()
+        for attribute, found in load_task(name).attributes.items()
+    ]  # fmt: skip
+    soft = cards(folder or SHIPPED)
+    if folder and not soft:
+        raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+    if as_json:
+        print(json.dumps({"hard": hard, "soft": [card.model_dump(mode="json") for card in soft]}, indent=1))
+        return
+    if hard:
+        print("hard prefixes, joined to the prompt as they stand (any model; --set prefixes=hard)")
+        for each in hard:
+            print(f"  {each['task']:<10} {each['attribute']:<10} {each['text']!r}")
+        print()
+    print("soft prefixes (their model only; --set prefixes=SET)" if soft else "no soft prefixes")
+    head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
+    print(f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)")
+    for card in soft:
+        line = f"  {card.model:<14} {card.task:<10} {card.set:<12} {card.attribute:<10} {card.shape.n_slots:>5}"
+        if card.held_out is not None:
+            nll = {name: found.mean for name, found in card.held_out.nll.items()}
+            siblings = [
+                value
+                for name, value in nll.items()
+                if not name.startswith(("hard ", "none")) and name != card.attribute
+            ]
+            own_hard = min(value for name, value in nll.items() if name.strip() == f"hard {card.attribute}")
+            best = f"{min(siblings):.3f}" if siblings else "-"
+            shares = (card.held_out.accuracy_of_set, card.held_out.hard_accuracy_of_set)
+            line += f"  {nll[card.attribute]:.3f}, {best}, {own_hard:.3f}"
+            line += f"           {card.held_out.accuracy.mean:.3f} ({shares[0].mean:.3f}; {shares[1].mean:.3f})"
+        print(line)
+    print("\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was trained and on what.")
+
+
 @app.command
 def demo(
     *,
@@ -462,7 +514,7 @@ def list_methods() -> None:
     from docstring_parser import parse
 
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.methods import for_task, registry
+    from lapa2_interp.methods import Soft, for_task, registry
     from lapa2_interp.plan import assign
     from lapa2_interp.tasks import built_in, load_task
 
@@ -485,7 +537,10 @@ def list_methods() -> None:
             augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
             for branch, given in zip(branches, assign(chosen, branches, augmentation), strict=True):
                 span = "not augmented" if given is None else "prefix augmented" if branch.prefix else "prompt augmented"
-                print(f"    {branch.name:<9} {span:<17}" + (f" {branch.prefix!r}" if branch.prefix else ""))
+                shown = (
+                    branch.prefix if branch.prefix is None or isinstance(branch.prefix, Soft) else repr(branch.prefix)
+                )
+                print(f"    {branch.name:<9} {span:<17}" + (f" {shown}" if shown else ""))
         print()
 
 

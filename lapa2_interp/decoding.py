@@ -211,7 +211,7 @@ def _decode(
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
     with augmented(model, of_prompts, batch.layouts, recorder):
-        logits = rows.prompt_pass(batch.layouts)[expansion]
+        logits = rows.prompt_pass(batch.layouts, batch.prefixes)[expansion]
     rows.expand(expansion.to(logits.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
 
     uniform = torch.from_numpy(batch.uniform).to(logits.device)

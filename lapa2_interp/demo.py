@@ -213,8 +213,8 @@ def facts(manifest: Manifest) -> dict[str, str]:
 def _prefix_labels(run: Run) -> dict[str, str]:
     """p1, p2, ... as the prefixes' tokens: where the attributes' prefixes differ, both."""
     tokenizer = load_tokenizer(run.manifest.model.name)
-    prefixes = [branches["prefix"] for branches in run.manifest.branches.values()]
-    tokens = [layout(tokenizer, prefix, "The").tokens for prefix in prefixes]
+    texts = [branches["prefix"] for branches in run.manifest.branches.values()]
+    tokens = [layout(tokenizer, text, "The").tokens for text in texts if isinstance(text, str)]
     labels = {"BOS": "BOS"}
     for i in range(1, max(map(len, tokens)) - 1):  # between BOS and the one prompt token
         words = [tokenizer.convert_tokens_to_string([row[i]]).strip() for row in tokens if i < len(row) - 1]

@@ -50,6 +50,14 @@ class TraceError(Lapa2Error):
     """A trace asks for layers or heads the model does not have, or cannot be read."""
 
 
+class DataError(Lapa2Error):
+    """A corpus cannot be read, or lacks what is asked of it."""
+
+
+class PrefixError(Lapa2Error):
+    """A soft prefix cannot be read, or belongs to another model."""
+
+
 class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 

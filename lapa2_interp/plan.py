@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
@@ -15,9 +16,13 @@ from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.layout import Layout, layout, left_pad
-from lapa2_interp.methods import Branch, Method
+from lapa2_interp.methods import Branch, Method, Soft
+from lapa2_interp.prefixes import SoftName, SoftPrefix, find_prefix
 from lapa2_interp.sampling import uniforms
 from lapa2_interp.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_ROWS = 120
 CACHE_BYTES = 2 << 30
@@ -30,6 +35,7 @@ class Batch:
     Attributes:
         pairs: (prompt number, sample number) of each sample.
         layouts: Left-padded, branch by branch one per prompt used.
+        prefixes: The soft prefix of each, or None.
         owner: Which of the batch's prompts each sample continues.
         steps: New tokens of each sample.
         uniform: Its random numbers, [sample, step].
@@ -37,6 +43,7 @@ class Batch:
 
     pairs: tuple[tuple[int, int], ...]
     layouts: tuple[Layout, ...]
+    prefixes: tuple[SoftPrefix | None, ...]
     owner: tuple[int, ...]
     steps: tuple[int, ...]
     uniform: Float[np.ndarray, "sample step"]
@@ -62,6 +69,7 @@ class Plan:
 
     Attributes:
         layouts: By branch, then prompt.
+        prefixes: By branch, its soft prefix or None.
         augmentations: By branch.
         steps: New tokens per prompt.
         groups: Batches of (prompt number, sample number).
@@ -73,6 +81,7 @@ class Plan:
     prompts: tuple[str, ...]
     branches: tuple[str, ...]
     layouts: tuple[tuple[Layout, ...], ...]
+    prefixes: tuple[SoftPrefix | None, ...]
     augmentations: tuple[Augmentation | None, ...]
     steps: tuple[int, ...]
     groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
@@ -87,10 +96,19 @@ class Plan:
         return Batch(
             pairs=tuple(group),
             layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
+            prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
             owner=tuple(used.index(prompt) for prompt, _ in group),
             steps=steps,
             uniform=uniform,
         )
+
+    @property
+    def prefix_names(self) -> dict[str, str | SoftName | None]:
+        """What stands in front of the prompt, by branch: a text, a soft prefix, or nothing."""
+        found: dict[str, str | SoftName | None] = {}
+        for branch, prefix in zip(self.method.branches(self.task, self.attribute), self.prefixes, strict=True):
+            found[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
+        return found
 
     @property
     def new_tokens(self) -> int:
@@ -136,6 +154,7 @@ def plan(
         TaskError: The task lacks the attribute.
         LayoutError: A prefix or prompt tokenises to nothing, a prompt is given twice, or a text exceeds the context.
         AugmentationError: Layers or heads the model does not have.
+        PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
     if isinstance(prompts, str) or not prompts:
         raise LayoutError(f"prompts must be a list of at least one text, found {prompts!r}")
@@ -151,9 +170,15 @@ def plan(
     task.prefix(attribute)
     tokenizer = model.tokenizer
     branches = method.branches(task, attribute)
-    layouts = tuple(
-        tuple(layout(tokenizer, branch.prefix, branch.join + prompt, doubled_bos=doubled_bos) for prompt in prompts)
+    prefixes = tuple(
+        find_prefix(model, task.name, branch.prefix.set, branch.prefix.attribute)
+        if isinstance(branch.prefix, Soft)
+        else None
         for branch in branches
+    )
+    layouts = tuple(
+        tuple(_layout(tokenizer, branch, prefix, prompt, doubled_bos) for prompt in prompts)
+        for branch, prefix in zip(branches, prefixes, strict=True)
     )
     counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
     steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
@@ -186,10 +211,19 @@ def plan(
         prompts=tuple(prompts),
         branches=tuple(branch.name for branch in branches),
         layouts=layouts,
+        prefixes=prefixes,
         augmentations=augmentations,
         steps=steps,
         groups=groups,
     )
+
+
+def _layout(
+    tokenizer: PreTrainedTokenizerBase, branch: Branch, prefix: SoftPrefix | None, prompt: str, doubled_bos: bool
+) -> Layout:
+    text = branch.prefix if isinstance(branch.prefix, str) else None
+    slots = 0 if prefix is None else len(prefix)
+    return layout(tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=doubled_bos)
 
 
 def _groups(

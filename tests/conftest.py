@@ -30,6 +30,29 @@ def load(name: str, dtype: str = "float32", model_class: str = "TransformerBridg
     return load_model(name, dtype=dtype, device="cpu", model_class=model_class)
 
 
+def soft_prefix(model, attribute="positive", task="sentiment", *, slots=5, shifted=False, seed=0, name="mle"):
+    """A random soft prefix for a model, of the size its own keys and values have."""
+    import torch
+
+    from lapa2_interp import model_card
+    from lapa2_interp.prefixes import PrefixCard, SoftPrefix, kv_shape
+
+    shape, card = kv_shape(model, slots), model_card(model)
+    rng = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, shape.n_layers, shape.n_kv_heads, slots, shape.d_head, generator=rng)
+    own = {"attribute": attribute, "task": task, "set": name, "model": card.name, "weights": card.weights}
+    return SoftPrefix(keys, values, PrefixCard(**own, shape=shape, shifted=shifted, origin="random"))
+
+
+def soft_set(folder, model, task, **settings):
+    """A folder of random soft prefixes, one per attribute of a task."""
+    from lapa2_interp.prefixes import save_prefix
+
+    for seed, attribute in enumerate(task.attributes):
+        save_prefix(soft_prefix(model, attribute, task.name, seed=seed, **settings), folder, "float32")
+    return str(folder)
+
+
 @pytest.fixture(params=MODEL_CLASSES)
 def model_class(request):
     return request.param

@@ -51,12 +51,40 @@ def oracle_bias(
     return bias
 
 
-def oracle_logits(model, layout, tokens, augmentation=None, heads=None):
-    """Logits after each generated token, and every layer's pattern, from one full pass without cache or padding.
+def _behind(model, prefix, n):
+    """What a forward pass needs to read n tokens behind a soft prefix."""
+    from transformers import DynamicCache
 
-    `heads`: the (layer, head) pairs the bias reaches; all by default.
+    if not hasattr(model, "original_model"):
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+        for layer, entry in enumerate(cache.entries):
+            entry.past_keys, entry.past_values = (
+                each[layer].transpose(0, 1)[None].to(model.cfg.dtype) for each in (prefix.keys, prefix.values)
+            )
+        cache.previous_attention_mask = torch.ones(1, len(prefix), dtype=torch.long)
+        return {"past_kv_cache": cache}
+    cache = DynamicCache()
+    for layer in range(model.cfg.n_layers):
+        cache.update(
+            prefix.keys[layer][None].to(model.cfg.dtype), prefix.values[layer][None].to(model.cfg.dtype), layer
+        )
+    first = len(prefix) if prefix.card.shifted else 0
+    return {
+        "past_key_values": cache,
+        "position_ids": torch.arange(first, first + n)[None],
+        "attention_mask": torch.ones(1, len(prefix) + n, dtype=torch.long),
+    }
+
+
+def oracle_logits(model, layout, tokens, augmentation=None, heads=None, prefix=None):
+    """Logits after each generated token, and every layer's pattern, from one full pass without decoding or padding.
+
+    `heads`: the (layer, head) pairs the bias reaches; all by default. `prefix`: a soft prefix in front.
     """
     ids = torch.tensor([[*layout.ids, *tokens]])
+    slots = 0 if prefix is None else len(prefix)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     reach = {(i, j) for i in range(n_layers) for j in range(n_heads)} if heads is None else set(heads)
     patterns, bias = {}, None
@@ -67,7 +95,7 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None):
                 l_pre=layout.l_pre,
                 l_pro=layout.l_pro,
                 counted=layout.counted,
-                total=ids.shape[1],
+                total=slots + ids.shape[1],
                 alpha=augmentation.alpha,
                 law=augmentation.law,
                 l0=augmentation.l0,
@@ -75,9 +103,10 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None):
                 length=augmentation.length,
                 phase=augmentation.phase,
                 released=augmentation.profile == "released",
+                soft=prefix is not None,
             ),
             dtype=torch.float64,
-        )
+        )[slots:]
 
     def edit(scores, hook, layer):
         scores = scores.clone()
@@ -92,5 +121,5 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None):
     hooks = [(f"blocks.{i}.attn.hook_attn_scores", lambda s, hook, i=i: edit(s, hook, i)) for i in range(n_layers)]
     hooks += [(f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: keep(p, hook, i)) for i in range(n_layers)]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        logits = model(ids)[0]
+        logits = model(ids, **({} if prefix is None else _behind(model, prefix, ids.shape[1])))[0]
     return logits[len(layout.ids) - 1 :], patterns

@@ -1,9 +1,11 @@
 """The decode loop against full recomputation, against transformers, and against itself in other batches."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, load
+from conftest import TINY, load, soft_set
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented, generate, load_task, methods
@@ -12,6 +14,7 @@ from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, Task
 from lapa2_interp.layout import layout, left_pad, text_markers
 from lapa2_interp.models import load_transformers
 from lapa2_interp.plan import assign, plan
+from lapa2_interp.prefixes import load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -299,25 +302,32 @@ def test_nothing_stays_hooked_after_generation():
 @pytest.mark.parametrize(
     ("name", "task", "attribute", "parameters"),
     [
+        ("prefix", "topic", "world", {}),
         ("con-prefix", "sentiment", "negative", {}),
+        ("con-prefix", "sentiment", "negative", {"form": "hard-contrast"}),
         ("air-decoding", "sentiment", "positive", {"omega": 3.0}),
         ("air-decoding", "topic", "sports", {"omega": 3.0, "pro_aug": False}),
         ("preadd", "detox", "nontoxic", {"pro_aug": True}),
         ("palette", "sentiment", "positive", {}),
     ],
 )
-def test_every_methods_texts_follow_from_separate_branches(profile, name, task, attribute, parameters):
+def test_every_methods_texts_follow_from_separate_branches(profile, name, task, attribute, parameters, tmp_path):
     """Each branch recomputed alone by the oracle under what the method assigns to it, combined step by step."""
     model, task = load("tiny-gpt2", "float64"), load_task(task)
     method, augmentation = methods.for_task(name, task, **parameters), Augmentation(alpha=0.8, profile=profile)
+    if any(isinstance(branch.prefix, methods.Soft) for branch in method.branches(task, attribute)):
+        method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
     found = made(model, prompts, attribute, task, method, augmentation=augmentation, length=26, top_k=1)
     branches = method.branches(task, attribute)
     for sample in found.samples.itertuples():
         log_probs, state = {}, None
         for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
-            keys = layout(model.tokenizer, branch.prefix, branch.join + sample.prompt)
-            log_probs[branch.name] = oracle_logits(model, keys, sample.tokens[:-1], assigned)[0].log_softmax(1)
+            soft = load_prefix(tmp_path, branch.prefix.attribute) if isinstance(branch.prefix, methods.Soft) else None
+            text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))
+            keys = layout(model.tokenizer, text, branch.join + sample.prompt, soft=slots)
+            found_here, _ = oracle_logits(model, keys, sample.tokens[:-1], assigned, prefix=soft)
+            log_probs[branch.name] = found_here.log_softmax(1)
         for step, token in enumerate(sample.tokens):
             here = {branch: each[step : step + 1] for branch, each in log_probs.items()}
             assert method.combine(here, state).argmax().item() == token

@@ -194,7 +194,7 @@ def test_palette_in_half_precision_drops_a_certain_token():
 
 def test_con_prefix():
     steps = distributions("target", "b", "c")
-    for p, found in zip(steps, run(methods.get("con-prefix", lam=0.7), steps), strict=True):
+    for p, found in zip(steps, run(methods.get("con-prefix", form="hard-contrast", lam=0.7), steps), strict=True):
         for sample in range(2):
             expected = [
                 p["target"][sample][x] ** 1.7 / (p["b"][sample][x] * p["c"][sample][x]) ** 0.35 for x in range(5)
@@ -215,11 +215,13 @@ def test_reductions():
         (run(methods.get("palette"), [{"base": p} for p in base]), base),
         (
             run(
-                methods.get("con-prefix", lam=0), [{"target": p, "other": q} for p, q in zip(prefix, base, strict=True)]
+                methods.get("con-prefix", form="hard-contrast", lam=0),
+                [{"target": p, "other": q} for p, q in zip(prefix, base, strict=True)],
             ),
             prefix,
         ),
-        (run(methods.get("con-prefix"), [{"target": p, "other": p} for p in prefix]), prefix),
+        (run(methods.get("con-prefix"), [{"target": p} for p in prefix]), prefix),
+        (run(methods.get("con-prefix", form="hard-contrast"), [{"target": p, "other": p} for p in prefix]), prefix),
     ]:
         assert np.abs(np.array(found) - np.array(expected)).max() < 1e-9
 
@@ -237,7 +239,7 @@ def distributions_with(base):
         ("air-decoding", {}),
         ("air-decoding", {"posterior": "plain"}),
         ("palette", {}),
-        ("con-prefix", {}),
+        ("con-prefix", {"form": "hard-contrast"}),
     ],
 )
 def test_extreme_log_probabilities_give_numbers_and_a_draw(name, parameters, dtype):
@@ -269,10 +271,11 @@ def test_stacked_samples_equal_single_ones():
             ("base", "prefix") if name == "preadd" else ("base", "main", "anti")
         )  # fmt: skip
         steps = distributions(*branches, samples=2)
-        together = np.array(run(methods.get(name), steps))
+        method = methods.get(name, **({"form": "hard-contrast"} if name == "con-prefix" else {}))
+        together = np.array(run(method, steps))
         for sample in range(2):
             alone = [{c: each[[sample, sample]] for c, each in p.items()} for p in steps]
-            assert np.array_equal(np.array(run(methods.get(name), alone))[:, 0], together[:, sample])
+            assert np.array_equal(np.array(run(method, alone))[:, 0], together[:, sample])
 
 
 def test_the_papers_parameters():
@@ -340,17 +343,14 @@ def test_texts_of_the_paper():
     ("name", "parameters", "message"),
     [
         ("prefx", {}, "unknown method 'prefx'; allowed: none, prefix, .*did you mean 'prefix'"),
-        (
-            "prefix",
-            {"omega": 3},
-            "method 'prefix': omega: there is no such field, found 3",
-        ),
+        ("none", {"omega": 3}, "method 'none': omega: there is no such field, found 3"),
+        ("prefix", {"omega": 3}, "method 'prefix': unknown field 'omega'; allowed: prefixes"),
         ("air-decoding", {"omga": 3}, "unknown field 'omga'; allowed: .*did you mean 'omega'"),
         ("air-decoding", {"omega": -1}, "omega: input should be greater than or equal to 0, found -1"),
         ("air-decoding", {"omega": float("inf")}, "omega: input should be a finite number"),
         ("air-decoding", {"numerics": "half"}, "numerics: input should be 'log' or 'released', found 'half'"),
         ("preadd", {"lam": float("nan")}, "lam: input should be a finite number"),
-        ("con-prefix", {"form": "soft"}, "form: input should be 'hard-contrast', found 'soft'"),
+        ("con-prefix", {"form": "hard"}, "form: input should be 'soft' or 'hard-contrast', found 'hard'"),
     ],
 )
 def test_bad_parameters(name, parameters, message):
@@ -367,7 +367,7 @@ def test_bad_parameters(name, parameters, message):
             "needs the branches base, target and 1 more; found base, targt",
         ),
         ("air-decoding", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
-        ("con-prefix", {"target": (1, 4)}, "needs the branches target and 1 more; found target"),
+        ("con-prefix", {"base": (1, 4)}, "needs the branches target; found base"),
         ("preadd", {"base": (1, 4), "prefix": (3, 4)}, r"\[sample, vocab\] of one shape; found .*\(3, 4\)"),
         ("palette", {"main": (1, 4)}, "needs the branches base; found main"),
     ],

@@ -2,6 +2,8 @@
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call. On TransformerBridge the
 keys and values live in buffers of their final size that each step writes one slot of; HookedTransformer concatenates.
+
+A soft prefix stands in the first slots of its rows' cache before anything is read; rows without one have those slots masked.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lapa2_interp.attention.hooked import Model, is_bridge
+from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.layout import Layout
+from lapa2_interp.prefixes import SoftPrefix
 
 
 @runtime_checkable
 class Rows(Protocol):
     """The decode state of stacked rows: what the network remembers of each."""
 
-    def prompt_pass(self, layouts: Sequence[Layout]) -> Float[Tensor, "row vocab"]:
-        """Read left-padded layouts; the logits of each row's last prompt token."""
+    def prompt_pass(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None
+    ) -> Float[Tensor, "row vocab"]:
+        """Read left-padded layouts behind their rows' soft prefixes, if any; the logits of each row's last prompt token."""
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
@@ -37,11 +43,87 @@ def open_rows(model: Model) -> Rows:
     return BridgeRows(model) if is_bridge(model) else HookedRows(model)
 
 
-def padded_ids(layouts: Sequence[Layout], device: Any) -> tuple[Int[Tensor, "row slot"], Int[Tensor, "row slot"]]:
-    """Ids and attention mask of left-padded layouts; padding repeats the row's BOS id, masked."""
-    ids = torch.tensor([(each.ids[0],) * each.pad + each.ids for each in layouts], device=device)
-    pads = torch.tensor([each.pad for each in layouts], device=device)
-    return ids, (torch.arange(ids.shape[1], device=device) >= pads[:, None]).long()
+def padded_ids(layouts: Sequence[Layout], device: Any) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
+    """The ids of left-padded layouts from the first slot after the longest soft prefix, and the mask of all slots.
+
+    Padding repeats the row's BOS id, masked.
+    """
+    width, first = len(layouts[0]), max(each.soft for each in layouts)
+    ids = [(each.ids[0],) * (width - first - len(each.ids)) + each.ids for each in layouts]
+    slot = torch.arange(width, device=device)
+    soft = torch.tensor([each.soft for each in layouts], device=device)[:, None]
+    bos = torch.tensor([each.bos.start for each in layouts], device=device)[:, None]
+    return torch.tensor(ids, device=device), ((slot < soft) | (slot >= bos)).long()
+
+
+def soft_slots(
+    model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+) -> Float[Tensor, "two layer row kv_head slot d_head"] | None:
+    """Keys and values of every row's soft slots, zero where a row has none; None where no row has any.
+
+    Raises:
+        LayoutError: A layout's soft slots are not its prefix's.
+        PrefixError: A prefix of another model.
+    """
+    given = [None] * len(layouts) if prefixes is None else list(prefixes)
+    for each, prefix in zip(layouts, given, strict=True):
+        if each.soft != (0 if prefix is None else len(prefix)):
+            raise LayoutError(
+                f"a layout has {each.soft} soft slots, its prefix {0 if prefix is None else len(prefix)}; make it with "
+                "layout(tokenizer, None, prompt, soft=len(prefix))"
+            )
+    distinct = {id(prefix): prefix for prefix in given if prefix is not None}
+    if not distinct:
+        return None
+    shape = next(iter(distinct.values())).card.shape
+    slots = max(map(len, distinct.values()))
+    found = torch.zeros(2, shape.n_layers, len(layouts), shape.n_kv_heads, slots, shape.d_head, dtype=model.cfg.dtype)
+    for prefix in distinct.values():
+        prefix.check(model)
+        rows = [row for row, each in enumerate(given) if each is prefix]
+        both = torch.stack([prefix.keys, prefix.values]).to(found)
+        found[:, :, rows, :, : len(prefix)] = both[:, :, None]
+    return found.to(model.cfg.device)
+
+
+def first_positions(layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None) -> list[int]:
+    """The position of each row's BOS: 0, or behind the slots of a shifted soft prefix."""
+    given = [None] * len(layouts) if prefixes is None else list(prefixes)
+    return [len(prefix) if prefix is not None and prefix.card.shifted else 0 for prefix in given]
+
+
+def soft_inputs(model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]) -> dict[str, Any]:
+    """What a TransformerBridge needs to read left-padded layouts behind soft prefixes in one pass of your own.
+
+        model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
+
+    Returns:
+        input, attention_mask, position_ids and past_key_values.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    ids, mask = padded_ids(layouts, model.cfg.device)
+    cache = DynamicCache()
+    found = soft_slots(model, layouts, prefixes)
+    if found is not None:
+        for layer, (keys, values) in enumerate(zip(*found, strict=True)):
+            cache.update(keys, values, layer)
+    return {
+        "input": ids,
+        "attention_mask": mask,
+        "position_ids": _positions(layouts, prefixes, ids),
+        "past_key_values": cache,
+    }
+
+
+def _positions(
+    layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None, ids: Int[Tensor, "row query"]
+) -> Int[Tensor, "row query"]:
+    """Position of every id; 0 on padding."""
+    bos = torch.tensor([ids.shape[1] - len(each.ids) for each in layouts], device=ids.device)
+    first = torch.tensor(first_positions(layouts, prefixes), device=ids.device)
+    count = torch.arange(ids.shape[1], device=ids.device) - bos[:, None]
+    return torch.where(count < 0, 0, count + first[:, None])
 
 
 class SlotLayer(CacheLayerMixin):
@@ -99,11 +181,19 @@ class BridgeRows:
             logits_to_keep=1,
         )[:, -1]
 
-    def prompt_pass(self, layouts: Sequence[Layout]) -> Float[Tensor, "row vocab"]:
+    def prompt_pass(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None
+    ) -> Float[Tensor, "row vocab"]:
         ids, self.mask = padded_ids(layouts, self.model.cfg.device)
-        self.cache = Cache(layers=[SlotLayer(ids.shape[1]) for _ in range(self.model.cfg.n_layers)])
-        self.positions = self.mask.sum(1, keepdim=True)
-        return self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+        layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
+        soft = soft_slots(self.model, layouts, prefixes)
+        if soft is not None:
+            for layer, keys, values in zip(layers, *soft, strict=True):
+                layer.update(keys, values)
+        self.cache = Cache(layers=layers)
+        positions = _positions(layouts, prefixes, ids)
+        self.positions = positions[:, -1:] + 1
+        return self._forward(ids, positions)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         self.cache = Cache(layers=[layer.expand(index, capacity) for layer in self.cache.layers])
@@ -118,16 +208,31 @@ class BridgeRows:
 
 
 class HookedRows:
-    """Rows of a HookedTransformer, which derives positions from its own cache and mask."""
+    """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots always shift them."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
-    def prompt_pass(self, layouts: Sequence[Layout]) -> Float[Tensor, "row vocab"]:
+    def prompt_pass(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None
+    ) -> Float[Tensor, "row vocab"]:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         ids, mask = padded_ids(layouts, self.model.cfg.device)
         self.cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(ids))
+        soft = soft_slots(self.model, layouts, prefixes)
+        if soft is not None:
+            unshifted = [prefix for prefix in prefixes or () if prefix is not None and not prefix.card.shifted]
+            if unshifted:
+                raise PrefixError(
+                    f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's always follow its cache; use "
+                    "TransformerBridge, or a prefix trained with shifted positions (--set shifted=true)"
+                )
+            n_slots = soft.shape[4]
+            for entry, keys, values in zip(self.cache.entries, *soft.transpose(3, 4), strict=True):
+                entry.past_keys, entry.past_values = keys, values
+            self.cache.previous_attention_mask = mask[:, :n_slots]
+            mask = mask[:, n_slots:]
         return self.model(ids, attention_mask=mask, past_kv_cache=self.cache)[:, -1]
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:

@@ -160,7 +160,7 @@ def augmented(
         nonlocal held
         cache = kwargs.get("past_key_values")
         held = 0 if cache is None else int(cache.get_seq_length())  # some caches count in a tensor they later change
-        if held <= layouts[0].soft:
+        if held <= max(each.soft for each in layouts):
             _check_padding(layouts, kwargs.get("attention_mask"))
 
     def first_query(attention: Tensor) -> int:

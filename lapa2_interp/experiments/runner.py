@@ -90,7 +90,7 @@ def run_arms(
         parameters=asdict(method),  # type: ignore[call-overload]
         task=task.name,
         attributes=tuple(attributes),
-        branches={name: {branch.name: branch.prefix for branch in method.branches(task, name)} for name in attributes},
+        branches={each.attribute: each.prefix_names for each in plans.values()},
         prompts=tuple(prompts),
         arms=dict(arms),
         length=length,

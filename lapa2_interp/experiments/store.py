@@ -24,6 +24,7 @@ from lapa2_interp import __version__
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError, first_problem
 from lapa2_interp.models import ModelCard
+from lapa2_interp.prefixes import SoftName
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -54,8 +55,8 @@ class Manifest(BaseModel):
     task: str
     attributes: tuple[str, ...]
     """Attributes steered towards."""
-    branches: dict[str, dict[str, str | None]]
-    """By attribute, then branch: the text in front of the prompt; None on the raw model."""
+    branches: dict[str, dict[str, str | SoftName | None]]
+    """By attribute, then branch: the text in front of the prompt, or the soft prefix; None on the raw model."""
     prompts: tuple[str, ...]
     arms: dict[str, Augmentation | None]
     """The augmentations compared; None is the base method. Column `arm` of the samples names one."""

@@ -32,18 +32,39 @@ FLOOR = -1e4
 
 
 @dataclass(frozen=True)
+class Soft:
+    """A soft prefix by name: which of a model's sets for the task, and whose prefix in it."""
+
+    set: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return f"<soft {self.set} {self.attribute}>"
+
+
+@dataclass(frozen=True)
 class Branch:
     """One conditional model call.
 
     Attributes:
         name: "base" for the raw model; prefix branches carry names of their own.
-        prefix: The text in front of the prompt; None for the raw model.
-        join: What stands between the two; it counts as prompt.
+        prefix: The text in front of the prompt, or a soft prefix; None for the raw model.
+        join: What stands between text and prompt; it counts as prompt.
     """
 
     name: str
-    prefix: str | None = None
+    prefix: str | Soft | None = None
     join: str = ""
+
+
+def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = "") -> str | Soft:
+    """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a soft set.
+
+    Args:
+        prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of one.
+    """
+    text = task.prefix(attribute)
+    return task.texts(method, attribute).get("prefix", text) if prefixes == "hard" else Soft(prefixes, attribute)
 
 
 class Method(ABC):

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
 from lapa2_interp.tasks import Task
 
 
@@ -33,6 +33,8 @@ class AirDecoding(Method):
         omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox stand in the task files.
         posterior: "reconstructed" (released code and Air-Decoding's paper) or "plain" (the LaPA2 paper's Eq. 5).
         numerics: "log" or "released".
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks choose in their files: hard for
+            sentiment, mle for topic and detox.
         pro_aug: Also strengthen the prompt on the base branch; the paper's default for sentiment and topic, off for detox.
     """
 
@@ -44,13 +46,14 @@ class AirDecoding(Method):
     omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 140.0
     posterior: Literal["reconstructed", "plain"] = "reconstructed"
     numerics: Literal["log", "released"] = "log"
+    prefixes: str = "hard"
     pro_aug: bool = True
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         return (
             Branch("base"),
-            Branch("target", task.prefix(attribute)),
-            *(Branch(other, task.prefix(other)) for other in task.others(attribute)),
+            Branch("target", attribute_prefix(task, attribute, self.prefixes)),
+            *(Branch(other, attribute_prefix(task, other, self.prefixes)) for other in task.others(attribute)),
         )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:

@@ -1,9 +1,13 @@
-"""Contrastive Prefixes: prefixes of opposing attributes (section 2.2).
+"""Contrastive Prefixes: prefixes of opposing attributes, trained against each other (section 2.2).
 
-The paper lists hard prefixes for its sentiment rows but no code computes anything with them that differs from
-direct conditioning. The form here is the decoding-time contrast those rows suggest; it is a proposal and stands in no source:
+Contrast happens in training (`prefixes.training`, objective "contrastive"); decoding conditions on the target's soft prefix:
 
-    log w = log P_a + lam (log P_a - mean over the other classes of log P_c)
+    log w = log P_a                                                         form "soft"
+
+The paper lists hard prefixes for its sentiment rows but no code computes anything with them that differs from direct
+conditioning. The second form is the decoding-time contrast those rows suggest; it is a proposal and stands in no source:
+
+    log w = log P_a + lam (log P_a - mean over the other classes of log P_c)   form "hard-contrast"
 """
 
 from __future__ import annotations
@@ -16,28 +20,34 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
 from lapa2_interp.tasks import Task
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ConPrefix(Method):
-    """Con-Prefix with hard prefixes.
+    """Con-Prefix.
 
     Args:
-        form: "hard-contrast", the formula above.
-        lam: Strength of the contrast; 0 is direct conditioning.
+        form: "soft", or "hard-contrast" with the task's hard prefixes.
+        prefixes: The set of the form "soft": contrastive, mle, or a set's folder.
+        lam: Strength of the contrast of the form "hard-contrast"; 0 is direct conditioning.
     """
 
     name: ClassVar[str] = "con-prefix"
-    paper_name: ClassVar[str] = "Con-Prefix (hard contrast: a proposal)"
-    equation: ClassVar[str] = "log w = log P_target + lam (log P_target - mean_c log P_c), c the other classes"
+    paper_name: ClassVar[str] = "Con-Prefix"
+    equation: ClassVar[str] = (
+        "soft: log w = log P_target; hard-contrast: log P_target + lam (log P_target - mean_c log P_c)"
+    )
     alpha: ClassVar[float] = 0.5
     when_empty: ClassVar[str] = "lam is so large that the contrast overflows; lower |lam|"
-    form: Literal["hard-contrast"] = "hard-contrast"
+    form: Literal["soft", "hard-contrast"] = "soft"
+    prefixes: str = "contrastive"
     lam: Annotated[float, Field(allow_inf_nan=False)] = 1.0
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        if self.form == "soft":
+            return (Branch("target", attribute_prefix(task, attribute, self.prefixes)),)
         others = task.others(attribute)
         return (
             Branch("target", task.prefix(attribute)),
@@ -45,6 +55,8 @@ class ConPrefix(Method):
         )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        if self.form == "soft":
+            return checked(log_probs, "target")["target"]
         clean = {name: each.clamp(min=FLOOR) for name, each in checked(log_probs, "target", others=1).items()}
         target = clean.pop("target")
         return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import Branch, LogProbs, Method, State, checked
+from lapa2_interp.methods import Branch, LogProbs, Method, State, attribute_prefix, checked
 from lapa2_interp.tasks import Task
 
 
@@ -36,24 +36,30 @@ class NoControl(Method):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PrefixConditioning(Method):
-    """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else."""
+    """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else.
+
+    Args:
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks choose in their files: hard for
+            sentiment, mle for topic and detox (the released code: mle for all).
+    """
 
     name: ClassVar[str] = "prefix"
     paper_name: ClassVar[str] = "GPT-2+Prefix"
     equation: ClassVar[str] = "log w = log P_prefix"
     alpha: ClassVar[float] = 0.5
     text_names: ClassVar[tuple[str, ...] | None] = ("prefix",)
+    prefixes: str = "hard"
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("prefix", task.texts(self.name, attribute).get("prefix", task.prefix(attribute))),)
+        return (Branch("prefix", attribute_prefix(task, attribute, self.prefixes, self.name)),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         return checked(log_probs, "prefix")["prefix"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class NegPrompt(PrefixConditioning):
-    """NegPrompt: the same computation, which the paper runs on large models against toxicity.
+class NegPrompt(Method):
+    """NegPrompt: the same computation with hard prefixes, which the paper runs on large models against toxicity.
 
     The released code skips the nontoxic attribute and so conditions on the toxic text (attribute "toxic" here); this uses
     the prefix of the attribute that is asked for.
@@ -64,6 +70,7 @@ class NegPrompt(PrefixConditioning):
 
     name: ClassVar[str] = "negprompt"
     paper_name: ClassVar[str] = "NegPrompt"
+    equation: ClassVar[str] = "log w = log P_prefix"
     alpha: ClassVar[float] = 1.0
     text_names: ClassVar[tuple[str, ...] | None] = ("long",)
     form: Literal["short", "long"] = "short"
@@ -79,3 +86,6 @@ class NegPrompt(PrefixConditioning):
                 f"[methods.negprompt.texts.{attribute}] long"
             )
         return (Branch("prefix", text, join=" "),)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        return checked(log_probs, "prefix")["prefix"]

@@ -1,0 +1,246 @@
+"""The commands that make soft prefixes: `lapa2 prefix train | evaluate | import | recipes`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from lapa2_interp.errors import PrefixError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lapa2_interp.corpora import Corpus
+
+app = App(
+    name="prefix", help="Train soft prefixes, measure them on held-out text, or import them.", help_format="plaintext"
+)
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@app.command
+def train(
+    *,
+    out: Path,
+    data: Annotated[tuple[str, ...], Parameter(show_default=False)],
+    held_out: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    model: str = "smollm2-135m",
+    task: str = "sentiment",
+    attribute: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    objective: Literal["mle", "contrastive"] | None = None,
+    parameterisation: Literal["direct", "air", "mlp", "linear"] | None = None,
+    recipe: str = "small",
+    start_from: Annotated[Path | None, Parameter(name="--from")] = None,
+    settings: Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)] = (),
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Train a task's soft prefixes for a frozen model. Run the same command again to resume after an interruption.
+
+    Writes one `<attribute>.safetensors` and one card, `<attribute>.json`, per attribute; generate with them by
+    `--set prefixes=FOLDER`. For example
+
+        lapa2 prefix train --task sentiment --data imdb --out results/sentiment-mle
+        lapa2 prefix train --task sentiment --data reviews.jsonl --objective contrastive \\
+            --set lr=0.03 --set limit=2000 --out results/sentiment-contrastive
+
+    Args:
+        out: The set's folder.
+        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed) with fields text and
+            label, whose labels are the task's attributes; repeat the option for more.
+        held_out: The same, never trained on: its loss decides when to stop, and its texts give the cards' numbers. By default
+            250 texts per attribute are held out of the data.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        task: A task of `lapa2 tasks`, or the path of a task file.
+        attribute: Train only this one; repeat for more.
+        objective: mle: each prefix alone, likelihood of its texts. contrastive: all together, told apart.
+        parameterisation: direct, air (Air-Decoding), mlp (Prefix-Tuning) or linear (Con-Prefix).
+        recipe: small (two cores), or a paper's: lapa2, air, con-prefix, prefix-tuning.
+        start_from: Begin with the prefixes of this set.
+        settings: A field of the recipe as NAME=VALUE, such as lr=0.03 (`lapa2 prefix recipes` lists them).
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with the model.
+    """
+    from lapa2_interp.cli import _settings
+    from lapa2_interp.corpora import split_off
+    from lapa2_interp.prefixes import training
+    from lapa2_interp.prefixes.evaluation import evaluate_set
+    from lapa2_interp.tasks import load_task
+
+    changes = {"objective": objective, "parameterisation": parameterisation, "start": "set" if start_from else None}
+    chosen = training.recipe(recipe, **{k: v for k, v in changes.items() if v is not None}, **_settings(settings))
+    chosen_task = load_task(task)
+    names = attribute or tuple(chosen_task.attributes)
+    for name in names:
+        chosen_task.prefix(name)
+    corpora = _read(data, names)
+    if held_out:
+        checks = _read(held_out, names, split="test")
+    else:
+        corpora, checks = (list(part) for part in zip(*(split_off(corpus, 250) for corpus in corpora), strict=True))
+    training.train_set(
+        model,
+        chosen_task,
+        corpora,
+        checks,
+        out,
+        chosen,
+        attributes=names,
+        start_from=start_from,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    table = evaluate_set(
+        out, chosen_task, checks, limit=200, max_tokens=chosen.max_tokens, dtype=chosen.dtype, device=device,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    _show(out, table)
+
+
+@app.command
+def evaluate(
+    folder: Path,
+    /,
+    *,
+    data: Annotated[tuple[str, ...], Parameter(show_default=False)],
+    task: str | None = None,
+    limit: int = 250,
+    max_tokens: int = 64,
+    dtype: Dtype = "bfloat16",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Measure a set of soft prefixes on text it was not trained on, and write the numbers into its cards.
+
+    Args:
+        folder: A set: the folder of `lapa2 prefix train --out`.
+        data: As of `lapa2 prefix train`; of corpora on the hub the test split is read.
+        task: The task; the one the set was trained for, by default.
+        limit: Texts per attribute.
+        max_tokens: Of each text, its beginning.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with the model.
+    """
+    from lapa2_interp.prefixes import cards
+    from lapa2_interp.prefixes.evaluation import evaluate_set
+    from lapa2_interp.tasks import load_task
+
+    found = cards(folder)
+    if not found:
+        raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+    corpora = _read(data, [card.attribute for card in found], split="test")
+    table = evaluate_set(
+        folder, load_task(task or found[0].task), corpora, limit=limit, max_tokens=max_tokens, dtype=dtype, device=device,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    _show(folder, table)
+
+
+@app.command
+def recipes() -> None:
+    """List the training recipes and every field that --set changes."""
+    import ast
+    import inspect
+
+    from lapa2_interp.prefixes.training import RECIPES, Recipe
+
+    tree = ast.parse(inspect.getsource(Recipe)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    notes: dict[str, str] = {}
+    for field, note in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            is_note = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
+            notes[field.target.id] = " ".join(str(note.value.value).split()) if is_note else ""  # type: ignore[attr-defined]
+    for recipe_name, changes in RECIPES.items():
+        full = Recipe.model_validate(changes).model_dump()
+        print(f"{recipe_name}: " + ", ".join(f"{field}={value}" for field, value in full.items()) + "\n")
+    print("fields")
+    for name, text in notes.items():
+        print(f"  {name:<17} {text}".rstrip())
+
+
+def _read(sources: Sequence[str], labels: Sequence[str], split: str = "train") -> list[Corpus]:
+    """Corpora, each reported in a line on stderr."""
+    from lapa2_interp.corpora import read_corpus
+
+    found = [read_corpus(source, labels, split) for source in sources]
+    for corpus in found:
+        print(corpus.summary, file=sys.stderr)
+    return found
+
+
+def _show(folder: Path, table: pd.DataFrame) -> None:
+    """NLL of each attribute's texts behind each prefix, and how well the prefixes tell the attributes apart."""
+    from lapa2_interp.prefixes import cards
+
+    cells = table.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["nll", "low", "high"]].to_numpy()])
+    wide = cells.pivot(index="prefix", columns="label", values="cell").loc[list(dict.fromkeys(table["prefix"]))]
+    print("NLL per token of the held-out texts of each attribute (columns) behind each prefix (rows)")
+    print(wide[list(dict.fromkeys(table["label"]))].rename_axis(index=None, columns=None).to_string())
+    for card in cards(folder):
+        found = card.held_out
+        if found is not None:
+            print(f"likeliest under its own prefix, {card.attribute}: {_percent(found.accuracy)}")
+    if found is not None:
+        print(f"likeliest under its own prefix, all: {_percent(found.accuracy_of_set)}")
+        print(f"the same with hard prefixes, all:    {_percent(found.hard_accuracy_of_set)}")
+        print(f"on {found.data}, {found.accuracy_of_set.n} texts of at most {found.max_tokens} tokens")
+
+
+def _percent(found: object) -> str:
+    from lapa2_interp.stats import Interval
+
+    assert isinstance(found, Interval)
+    return f"{100 * found.mean:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+@app.command(name="import")
+def import_(
+    source: Path,
+    /,
+    *,
+    out: Path,
+    model: str,
+    task: str,
+    attribute: str,
+    set_name: Annotated[str, Parameter(name="--set-name")] = "imported",
+    number: int | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Bring a soft prefix that other code trained into a set of this package.
+
+    Reads PEFT's prefix-tuning adapters (a folder with adapter_config.json), checkpoints of Air-Decoding and of the released LaPA2
+    code, and this package's own prefixes (to attach one to the same model from another place). For example
+
+        lapa2 prefix import ckpt-2/pytorch_model.bin --model gpt2-medium \\
+            --task topic --attribute world --out results/air-topic
+
+    Args:
+        source: The adapter's folder, the checkpoint, or a .safetensors of this package.
+        out: The set's folder; the prefix is added to it.
+        model: The model it was trained for.
+        task: The task its attribute belongs to.
+        attribute: What it steers towards.
+        set_name: What the card calls the set.
+        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's (0-7: positive, negative, world, sports,
+            business, science, nontoxic, toxic).
+        trust_remote_code: Run code that comes with the model.
+    """
+    from lapa2_interp.models import load_model
+    from lapa2_interp.prefixes import save_prefix
+    from lapa2_interp.prefixes.importing import import_prefix
+    from lapa2_interp.tasks import load_task
+
+    chosen = load_task(task)
+    chosen.prefix(attribute)
+    if (out / f"{attribute}.json").exists():
+        raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
+    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    made = save_prefix(import_prefix(source, loaded, chosen.name, attribute, set_name, number), out, "float32")
+    print(f"{made!r} in {out}; generate with --set prefixes={out}")

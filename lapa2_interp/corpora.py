@@ -1,0 +1,176 @@
+"""Labelled texts to train and evaluate on: the corpora of the paper by name from the Hugging Face hub, or files of your own.
+
+A file is JSON lines, CSV or Parquet with the fields `text` and `label` (.xz, .gz, .bz2 and .zip are read as they are).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from lapa2_interp.errors import DataError, one_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """Where a corpus is on the hub, and what its numbers mean."""
+
+    repository: str
+    text: str
+    labels: tuple[str, ...]
+    splits: Mapping[str, str]
+    """Ours (train, test) to the hub's."""
+
+
+HUB = {
+    "imdb": HubCorpus("stanfordnlp/imdb", "text", ("negative", "positive"), {"train": "train", "test": "test"}),
+    "sst2": HubCorpus(
+        "stanfordnlp/sst2", "sentence", ("negative", "positive"), {"train": "train", "test": "validation"}
+    ),
+    "agnews": HubCorpus(
+        "fancyzhx/ag_news", "text", ("world", "sports", "business", "science"), {"train": "train", "test": "test"}
+    ),
+}
+"""Jigsaw's comments (toxicity) need a registration: download them there and give the file."""
+
+READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
+    ".jsonl": lambda path: pd.read_json(path, lines=True),
+    ".csv": pd.read_csv,
+    ".parquet": pd.read_parquet,
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Labelled texts without blank or repeated ones.
+
+    Attributes:
+        texts: By label, in the file's order.
+        source: Name or file name.
+        sha256: Of the texts and labels that are used.
+        blank: Rows left out because they have no text.
+        repeated: Rows left out because their text came before.
+        other: Rows left out because their label was not asked for.
+    """
+
+    texts: Mapping[str, tuple[str, ...]]
+    source: str
+    sha256: str
+    blank: int = 0
+    repeated: int = 0
+    other: int = 0
+
+    @property
+    def summary(self) -> str:
+        """One line: what is there and what was left out."""
+        counts = ", ".join(f"{len(texts)} {label}" for label, texts in self.texts.items())
+        left_out = {"blank": self.blank, "repeated": self.repeated, "with another label": self.other}
+        noted = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
+        return f"{self.source}: {counts}" + (f" (left out: {noted})" if noted else "")
+
+
+def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Corpus:
+    """Texts of these labels.
+
+    Args:
+        source: A name (imdb, sst2, agnews) that is read from the hub, or a file.
+        labels: Those to keep.
+        split: Of a corpus on the hub: train or test.
+
+    Raises:
+        DataError: No such name or file, not readable, fields missing, or a label has no text.
+    """
+    frame = _from_hub(source, split) if source in HUB else _from_file(Path(source))
+    name = f"{source} {split}" if source in HUB else Path(source).name
+    missing = [field for field in ("text", "label") if field not in frame]
+    if missing:
+        raise DataError(
+            f"{source} has no field {missing[0]!r}; found {', '.join(map(str, frame.columns))}; give text and label"
+        )
+    kept = frame[frame["label"].isin(list(labels))]
+    is_text = kept["text"].map(lambda text: isinstance(text, str) and bool(text.strip()))
+    filled = kept[is_text]
+    unique = filled.drop_duplicates("text")
+    texts = {label: tuple(unique["text"][unique["label"] == label]) for label in labels}
+    empty = [label for label, found in texts.items() if not found]
+    if empty:
+        raise DataError(
+            f"{source} has no text with label {empty[0]!r}; its labels are {', '.join(map(repr, frame['label'].unique()[:9]))}"
+        )
+    digest = hashlib.sha256()
+    for label, found in texts.items():
+        for text in found:
+            digest.update(f"{label}\t{text}\n".encode())
+    return Corpus(
+        texts,
+        name,
+        digest.hexdigest(),
+        blank=len(kept) - len(filled),
+        repeated=len(filled) - len(unique),
+        other=len(frame) - len(kept),
+    )
+
+
+def _from_file(path: Path) -> pd.DataFrame:
+    kinds = [ending for ending in path.suffixes if ending in READERS]
+    if not kinds:
+        raise DataError(f"{one_of('corpus', str(path), HUB)}, or a file that ends in {', '.join(READERS)}")
+    try:
+        return READERS[kinds[-1]](path)
+    except (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
+
+
+def _from_hub(name: str, split: str) -> pd.DataFrame:
+    from datasets import load_dataset
+
+    corpus = HUB[name]
+    if split not in corpus.splits:
+        raise DataError(one_of("split", split, corpus.splits))
+    try:
+        rows = load_dataset(corpus.repository, split=corpus.splits[split]).to_pandas()
+    except Exception as error:  # hub, network and file formats each raise their own
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"cannot load {corpus.repository} from the hub ({reason}); give a file instead") from error
+    return pd.DataFrame({"text": rows[corpus.text], "label": [corpus.labels[int(i)] for i in rows["label"]]})
+
+
+def split_off(corpus: Corpus, per_label: int) -> tuple[Corpus, Corpus]:
+    """(rest, held out): of each label the `per_label` texts, a fifth at most, whose sha256 is smallest."""
+    rest, held = {}, {}
+    for label, texts in corpus.texts.items():
+        order = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
+        chosen = set(order[: min(per_label, len(texts) // 5)])
+        held[label] = tuple(text for text in texts if text in chosen)
+        rest[label] = tuple(text for text in texts if text not in chosen)
+        if not held[label]:
+            raise DataError(
+                f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give at least 5"
+            )
+    return Corpus(rest, corpus.source, corpus.sha256), Corpus(held, f"{corpus.source}, held out", corpus.sha256)
+
+
+def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
+    """Token ids of a text in pieces of at most `length`, cut where sentences end; longer sentences are cut short."""
+    now = ""
+    ids: list[int] = []
+    for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
+        longer = f"{now} {sentence}".strip()
+        found = tokenizer(longer, add_special_tokens=False).input_ids
+        if ids and len(found) > length:
+            yield ids
+            longer, found = sentence, tokenizer(sentence, add_special_tokens=False).input_ids
+        now, ids = longer, found[:length]
+    if ids:
+        yield ids

@@ -1,0 +1,196 @@
+"""Read soft prefixes that other code trained into this package's format.
+
+    peft    PEFT's PREFIX_TUNING adapters: a folder with adapter_config.json. `prompt_embeddings`, [slot, layer x two x kv_head x
+            d_head], holds the finished keys and values (PEFT saves what its reparameterisation gives). Positions are shifted.
+    air     Air-Decoding and the released LaPA2 code (modeling_gpt2.py): a GPT-2 checkpoint with, per layer and prefix number i,
+            `h.{layer}.attn.prefix_keys_embeddings_n{i}`, `..values..` [slot, middle] and one affine map `prefix_mlp_n{i}`
+            ([middle, d_model], bias [d_model]) for both, folded here: K = E_K W + b, V = E_V W + b. Positions are not shifted.
+    lapa2   a prefix of this package, attached to the same weights from another place.
+
+safetensors are read as they are; other checkpoints only with torch's `weights_only`, so a file that would run code is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lapa2_interp.errors import PrefixError, one_of
+from lapa2_interp.models import model_card
+from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, kv_shape, load_prefix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lapa2_interp.attention.hooked import Model
+
+AIR_NUMBERS = {
+    "sentiment": ("positive", "negative"),
+    "topic": ("world", "sports", "business", "science"),
+    "detox": ("nontoxic", "toxic"),
+}
+"""Prefix numbers 0-7 of the released checkpoints, in this order."""
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "adapter_model.bin", "pytorch_model.bin")
+
+
+def import_prefix(
+    source: Path, model: Model, task: str, attribute: str, set_name: str, number: int | None = None
+) -> SoftPrefix:
+    """A prefix from PEFT, Air-Decoding or this package, for a model.
+
+    Args:
+        source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a `.safetensors` of this package.
+        model: The one it was trained for; its shape is checked.
+        task, attribute, set_name: What the card will say.
+        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's, 0-7.
+
+    Raises:
+        PrefixError: Unknown layout, another shape, or a file that is not plain tensors.
+    """
+    source = Path(source)
+    if (source / "adapter_config.json").is_file():
+        keys, values = _peft(source)
+        shifted, origin = True, "PEFT prefix tuning"
+    elif source.suffix == ".safetensors" and source.with_suffix(".json").is_file():
+        own = load_prefix(source.parent, source.stem)
+        keys, values, shifted, origin = (
+            own.keys,
+            own.values,
+            own.card.shifted,
+            f"{own.card.origin}; lapa2 prefix {own.card.name}",
+        )
+    else:
+        names = [name for group in AIR_NUMBERS.values() for name in group]
+        if number is None and attribute not in names:
+            raise PrefixError(
+                f"{one_of('attribute of the Air-Decoding checkpoints', attribute, names)}; or give --number"
+            )
+        chosen = names.index(attribute) if number is None else number
+        keys, values = _air(read_tensors(source), chosen, model.cfg.n_heads, source)
+        shifted, origin = False, f"Air-Decoding checkpoint, prefix {chosen}"
+    n_layers, n_kv_heads, n_slots, d_head = keys.shape
+    shape = Shape(n_layers=n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head)
+    card = model_card(model)
+    if shape != kv_shape(model, n_slots):
+        raise PrefixError(
+            f"the prefix in {source} has {shape}; {card.name} needs {kv_shape(model, n_slots)}; give the model it was trained for"
+        )
+    return SoftPrefix(
+        keys.contiguous(),
+        values.contiguous(),
+        PrefixCard(
+            attribute=attribute,
+            task=task,
+            set=set_name,
+            model=card.name,
+            weights=card.weights,
+            shape=shape,
+            shifted=shifted,
+            origin=origin,
+        ),
+    )
+
+
+def read_tensors(source: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, from a file or the folder that holds it.
+
+    Raises:
+        PrefixError: None there, damaged, or it would run code.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = source
+    if source.is_dir():
+        found = [source / name for name in WEIGHTS if (source / name).is_file()]
+        if not found:
+            raise PrefixError(f"{source} has no weights; expected one of {', '.join(WEIGHTS)}")
+        file = found[0]
+    if not file.is_file():
+        raise PrefixError(f"no such file or folder: {source}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old pickle protocols are read or refused, nothing between
+            tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise PrefixError(
+            f"{file} holds more than tensors and would run code when read; it is refused. Convert it to safetensors where you "
+            "trust it"
+        ) from error
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise PrefixError(f"{file} is damaged or not a checkpoint ({' '.join(str(error).split())[:120]})") from error
+    if not (isinstance(tensors, dict) and all(isinstance(each, torch.Tensor) for each in tensors.values())):
+        raise PrefixError(f"{file} is not a dictionary of tensors; save the state dict alone")
+    return tensors
+
+
+def _peft(folder: Path) -> tuple[Tensor, Tensor]:
+    """Keys and values of a PEFT adapter, [layer, kv_head, slot, d_head]."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PrefixError(f"{folder / 'adapter_config.json'} is not JSON: {error}") from error
+    if config.get("peft_type") != "PREFIX_TUNING":
+        raise PrefixError(
+            f"{folder} is a PEFT adapter of type {config.get('peft_type')}; only PREFIX_TUNING holds keys and values"
+        )
+    tensors = read_tensors(folder)
+    stored = tensors.get("prompt_embeddings")
+    layers, heads, width = (config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim"))
+    if stored is None or not (layers and heads and width) or stored.shape[1:] != (layers * 2 * width,):
+        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
+        raise PrefixError(
+            f"{folder}: expected prompt_embeddings of [slot, {layers} layers x 2 x {width}]; found {found}"
+        )
+    both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
+    return both[0], both[1]
+
+
+def _air(tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path) -> tuple[Tensor, Tensor]:
+    """Keys and values of one prefix of an Air-Decoding checkpoint, its affine map folded in."""
+    import torch
+
+    pattern = re.compile(r"(?:^|\.)h\.(\d+)\.attn\.prefix_(keys|values)_embeddings_n(\d+)\.weight$")
+    tables: dict[tuple[int, str], Tensor] = {}
+    numbers: set[int] = set()
+    maps: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, table in tensors.items():
+        if (match := pattern.search(name)) is not None:
+            layer, part, found = int(match[1]), match[2], int(match[3])
+            numbers.add(found)
+            if found == number:
+                tables[layer, part] = table
+                stem = f"{name[: match.start(2)]}mlp_n{number}"
+                if f"{stem}.weight" in tensors:
+                    maps[layer] = tensors[f"{stem}.weight"], tensors[f"{stem}.bias"]
+    if not numbers:
+        raise PrefixError(
+            f"{source} is neither a PEFT adapter (no adapter_config.json) nor an Air-Decoding checkpoint (no tensor "
+            "h.0.attn.prefix_keys_embeddings_n0.weight)"
+        )
+    if number not in numbers:
+        raise PrefixError(f"{source} has no prefix {number}; it has {', '.join(map(str, sorted(numbers)))}")
+    n_layers = 1 + max(layer for layer, _ in tables)
+    missing = [
+        f"{part} of layer {i}" for i in range(n_layers) for part in ("keys", "values") if (i, part) not in tables
+    ]
+    if missing:
+        raise PrefixError(f"{source}: prefix {number} lacks the {missing[0]}")
+
+    def folded(part: str) -> Tensor:
+        rows = []
+        for layer in range(n_layers):
+            table = tables[layer, part].double()
+            if layer in maps:
+                weight, bias = (each.double() for each in maps[layer])
+                table = table @ weight + bias
+            rows.append(table.unflatten(1, (n_heads, -1)).transpose(0, 1))
+        return torch.stack(rows).float()
+
+    return folded("keys"), folded("values")

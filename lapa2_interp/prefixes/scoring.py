@@ -1,0 +1,106 @@
+"""The likelihood of texts behind a prefix: the loss of training, and the measure of what was trained.
+
+Texts are rows of token ids, right-padded: [slots,] BOS, text. Every token of a text is scored, the first one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers.cache_utils import DynamicCache
+
+CHUNK = 256
+"""Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Right-padded texts.
+
+    Attributes:
+        ids: BOS, prefix ids if any, text, padding.
+        targets: Which ids are scored: the text's.
+    """
+
+    ids: Int[Tensor, "row slot"]
+    live: Bool[Tensor, "row slot"]
+    targets: Bool[Tensor, "row slot"]
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], start: Sequence[int], device: Any = "cpu") -> TextRows:
+        """Rows of texts behind the same ids, `start`: BOS, and a hard prefix if there is one."""
+        width = len(start) + max(map(len, texts))
+        ids = torch.tensor([[*start, *text, *[start[0]] * (width - len(start) - len(text))] for text in texts])
+        stops = torch.tensor([len(start) + len(text) for text in texts])
+        slot = torch.arange(width)
+        live = slot < stops[:, None]
+        return cls(ids.to(device), live.to(device), (live & (slot >= len(start))).to(device))
+
+
+class _TokenNll(torch.autograd.Function):
+    """-log P of targets from hidden states, chunk by chunk.
+
+    A position's loss depends on its own hidden state only, so its gradient is formed while its logits are at hand and the
+    logits of all positions never exist together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: torch.nn.Module, targets: Tensor) -> Tensor:
+        losses, gradients = [], []
+        for part, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                part = part.detach().requires_grad_(ctx.needs_input_grad[0])
+                logits = head(part)
+                loss = cross_entropy(
+                    logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted, reduction="none"
+                )
+            losses.append(loss.detach())
+            if ctx.needs_input_grad[0]:
+                gradients.extend(torch.autograd.grad(loss, part, torch.ones_like(loss)))
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * upstream[0][:, None].to(gradients.dtype), None, None
+
+
+def text_nll(
+    network: Any,
+    rows: TextRows,
+    keys: Float[Tensor, "row layer kv_head slot d_head"] | None = None,
+    values: Float[Tensor, "row layer kv_head slot d_head"] | None = None,
+    shifted: bool = False,
+) -> Float[Tensor, "row position"]:
+    """-log P of every scored token in nats, 0 elsewhere; position i is the token at slot i + 1.
+
+    Args:
+        network: A transformers causal language model.
+        keys, values: A soft prefix for every row, in the network's dtype.
+        shifted: Positions start after the slots.
+    """
+    n_rows, width = rows.ids.shape
+    slots = 0 if keys is None else keys.shape[3]
+    cache = DynamicCache()
+    if keys is not None and values is not None:
+        for layer in range(keys.shape[1]):
+            cache.update(keys[:, layer], values[:, layer], layer)
+    positions = torch.arange(width - 1, device=rows.ids.device) + (slots if shifted else 0)
+    live = rows.live[:, :-1].long()
+    hidden = network.base_model(
+        input_ids=rows.ids[:, :-1],
+        attention_mask=torch.cat([live.new_ones(n_rows, slots), live], dim=1),
+        position_ids=positions.expand(n_rows, -1),
+        past_key_values=cache,
+    ).last_hidden_state
+    scored = rows.targets[:, 1:]
+    found = _TokenNll.apply(hidden[scored], network.get_output_embeddings(), rows.ids[:, 1:][scored])
+    return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)

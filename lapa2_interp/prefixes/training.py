@@ -1,0 +1,632 @@
+"""Train soft prefixes for a frozen model.
+
+1. Texts of each attribute, in pieces of at most `max_tokens`, behind [slots] BOS; every token of the text is scored.
+2. "mle" (Air-Decoding's PC-LMs): per attribute on its own, the mean token NLL of its texts.
+   "contrastive" (Con-Prefix): the attributes together. With s_c the NLL of a text under prefix c, per token or summed,
+
+       L = (1 - w) * mean_b -log softmax_c(-s_c[b])[y_b] + w * mean_b s_{y_b}[b] / tokens
+
+3. AdamW, linear warm-up and decay, clipped gradients; the held-out loss decides when to stop and which step to keep.
+4. The parameterisation is folded into plain keys and values, and saved with a card.
+
+Everything a step does follows from (seed, step), so a run that was killed and resumed ends as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lapa2_interp import __version__
+from lapa2_interp.corpora import Corpus, pieces
+from lapa2_interp.errors import DataError, PrefixError, first_problem, one_of
+from lapa2_interp.layout import text_markers
+from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, Training, load_prefix, save_prefix
+from lapa2_interp.prefixes.scoring import TextRows, text_nll
+from lapa2_interp.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = Sequence[Sequence[int]]
+
+
+class Recipe(BaseModel):
+    """Everything that decides how prefixes are trained. The defaults are for a small model on a CPU."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: Literal["mle", "contrastive"] = "mle"
+    """mle: likelihood of the attribute's texts; contrastive: that, and telling the attributes apart."""
+    parameterisation: Literal["direct", "air", "mlp", "linear"] = "direct"
+    """direct: the keys and values themselves; air: a table per layer and one affine map for K and V; mlp: one table through
+    Linear-Tanh-Linear for all layers (Prefix-Tuning); linear: one table through a linear map for all layers (Con-Prefix)."""
+    start: Literal["text", "hard", "set", "random", "zero"] = "text"
+    """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of another set (these three with
+    direct alone); normal(0, 0.02); or zero."""
+    slots: Annotated[int, Field(ge=1)] = 20
+    middle: Annotated[int, Field(ge=1)] = 512
+    """Width of the tables behind air, mlp (hidden layer) and linear."""
+    shifted: bool = False
+    """Text positions start after the slots."""
+    lr: Annotated[float, Field(gt=0)] = 1e-2
+    epochs: Annotated[int, Field(ge=1)] = 1
+    batch: Annotated[int, Field(ge=1)] = 16
+    """Texts of a step; a contrastive step reads each behind every prefix."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Of a text, BOS not counted."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Pieces of text per attribute."""
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the steps over which the learning rate rises; it falls linearly to 0 after."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """In the frozen network."""
+    gen_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """w of the contrastive loss."""
+    sum_loss: bool = True
+    """Contrastive: s_c is a text's whole NLL, not its mean per token."""
+    negatives: Literal["all", "one"] = "all"
+    """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn at random."""
+    check_every: Annotated[int, Field(ge=1)] = 25
+    """Steps between held-out losses; a checkpoint is written at each."""
+    patience: Annotated[int, Field(ge=1)] | None = 6
+    """Held-out losses without a new best before training stops; None never stops early."""
+    seed: int = 42
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
+    """Of the network; the prefix is trained in float32."""
+
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "small": {},
+    "lapa2": {
+        "parameterisation": "air", "start": "random", "lr": 2e-5, "epochs": 50, "batch": 4, "max_tokens": 512,
+        "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
+    },
+    "air": {
+        "parameterisation": "air", "start": "random", "lr": 3e-5, "epochs": 5, "batch": 4, "max_tokens": 512,
+        "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
+    },
+    "con-prefix": {
+        "objective": "contrastive", "parameterisation": "linear", "start": "zero", "slots": 10, "middle": 800, "shifted": True,
+        "lr": 5e-5, "epochs": 3, "batch": 8, "max_tokens": 128, "warmup": 0.0, "dropout": 0.1, "gen_weight": 0.0,
+        "sum_loss": False, "negatives": "one", "patience": None, "dtype": "float32",
+    },
+    "prefix-tuning": {
+        "parameterisation": "mlp", "start": "random", "slots": 5, "shifted": True, "lr": 5e-5, "epochs": 5, "batch": 10,
+        "max_tokens": 512, "warmup": 0.0, "patience": None, "dtype": "float32",
+    },
+}  # fmt: skip
+"""Named recipes: ours for small machines; the released LaPA2 code's and Air-Decoding's (methods section 4); Con-Prefix's and
+Prefix-Tuning's. Con-Prefix's own code feeds texts without BOS; here every text starts with one, as in decoding."""
+
+
+def recipe(name: str = "small", **changes: Any) -> Recipe:
+    """A named recipe with changes.
+
+    Raises:
+        PrefixError: Unknown name or field, or a value out of range.
+    """
+    if name not in RECIPES:
+        raise PrefixError(one_of("recipe", name, RECIPES))
+    try:
+        found = Recipe.model_validate(dict(RECIPES[name]) | changes)
+    except ValidationError as error:
+        raise PrefixError(f"recipe: {first_problem(error, fields=Recipe.model_fields)}") from None
+    if found.start in ("text", "hard", "set") and found.parameterisation != "direct":
+        raise PrefixError(
+            f"start {found.start!r} sets keys and values themselves, which parameterisation {found.parameterisation!r} does not "
+            "hold; use start random, or parameterisation direct"
+        )
+    return found
+
+
+# --- parameterisations: trainable numbers -> keys and values
+
+
+class Parameters(nn.Module):
+    """Trainable numbers of several prefixes; `forward` gives their keys and values, [prefix, layer, kv_head, slot, d_head]."""
+
+    def __init__(self, n_prefixes: int, shape: Shape, recipe: Recipe) -> None:
+        super().__init__()
+        self.shape, self.recipe, self.n = shape, recipe, n_prefixes
+        layers, slots, middle = shape.n_layers, shape.n_slots, recipe.middle
+        width = shape.n_kv_heads * shape.d_head
+
+        def table(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(size) if recipe.start == "zero" else 0.02 * torch.randn(size))
+
+        match recipe.parameterisation:
+            case "direct":
+                self.both = table(n_prefixes, 2, layers, shape.n_kv_heads, slots, shape.d_head)
+            case "air":  # per layer and prefix: tables E_K and E_V; W and b serve both
+                self.tables = table(n_prefixes, 2, layers, slots, middle)
+                self.weight = table(n_prefixes, layers, middle, width)
+                self.bias = nn.Parameter(torch.zeros(n_prefixes, layers, width))
+            case "mlp":
+                self.tables = table(n_prefixes, slots, width)
+                self.maps = nn.ModuleList(
+                    nn.Sequential(nn.Linear(width, middle), nn.Tanh(), nn.Linear(middle, 2 * layers * width))
+                    for _ in range(n_prefixes)
+                )
+            case "linear":  # the map is shared by the prefixes
+                self.tables = table(n_prefixes, slots, middle)
+                self.map = nn.Linear(middle, 2 * layers * width)
+
+    def forward(self) -> Float[Tensor, "two prefix layer kv_head slot d_head"]:
+        shape = self.shape
+        match self.recipe.parameterisation:
+            case "direct":
+                return self.both.transpose(0, 1)
+            case "air":
+                found = torch.einsum("cklsm,clmd->cklsd", self.tables, self.weight) + self.bias[:, None, :, None]
+                found = found.unflatten(-1, (shape.n_kv_heads, shape.d_head))  # prefix two layer slot kv_head d_head
+                return found.permute(1, 0, 2, 4, 3, 5)
+            case "mlp":
+                flat = torch.stack([each(table) for each, table in zip(self.maps, self.tables, strict=True)])
+            case "linear":
+                flat = self.map(self.tables)
+        found = flat.unflatten(-1, (shape.n_layers, 2, shape.n_kv_heads, shape.d_head))
+        return found.permute(3, 0, 2, 4, 1, 5)  # from prefix slot layer two kv_head d_head
+
+
+@torch.no_grad()
+def read_start(
+    network: Any, start: Sequence[int], ids: Sequence[int], slots: int, shifted: bool
+) -> Float[Tensor, "two layer kv_head slot d_head"]:
+    """Keys and values of a text as a prefix of that many slots; a shorter text is repeated.
+
+    The text is read behind BOS, whose own key is left out: as an attention sink it would make the prefix one. Unshifted
+    prefixes read at positions before 0 where the model takes them (rotary), so that the slots lie in front of the text.
+    """
+    ids = (list(ids) * slots)[:slots]
+    device = next(network.parameters()).device
+    rotary = any(getattr(network.config, name, None) for name in ("rope_parameters", "rope_theta"))
+    positions = torch.arange(-1, slots, device=device)
+    positions = positions - (0 if shifted else slots) if rotary else positions.clamp(min=0)
+    cache = network.base_model(
+        input_ids=torch.tensor([[*start, *ids]], device=device), position_ids=positions[None], use_cache=True
+    ).past_key_values
+    return torch.stack(
+        [
+            torch.stack([getattr(layer, name)[0, :, len(start) :] for layer in cache.layers])
+            for name in ("keys", "values")
+        ]
+    )
+
+
+# --- losses
+
+
+def contrastive_loss(
+    nll: Float[Tensor, "prefix text"],
+    tokens: Int[Tensor, " text"],
+    label: Int[Tensor, " text"],
+    *,
+    gen_weight: float,
+    sum_loss: bool,
+    other: Int[Tensor, " text"] | None = None,
+) -> Float[Tensor, ""]:
+    """(1 - w) L_disc + w L_gen (methods section 3.3).
+
+    Args:
+        nll: Summed over each text's tokens, under every prefix.
+        tokens: Tokens of each text.
+        label: Which prefix is the text's own.
+        gen_weight: w, in [0, 1].
+        sum_loss: L_disc compares whole texts, not means per token; L_gen is always per token.
+        other: The one competitor of each text; all prefixes compete without it.
+    """
+    mean = nll / tokens
+    logits = -(nll if sum_loss else mean)
+    if other is not None:
+        logits = torch.stack([logits.gather(0, which[None])[0] for which in (label, other)])
+        chosen = torch.zeros_like(label)
+    else:
+        chosen = label
+    disc = -logits.log_softmax(dim=0).gather(0, chosen[None]).mean()
+    return (1 - gen_weight) * disc + gen_weight * mean.gather(0, label[None]).mean()
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tokenised texts of the attributes a job trains."""
+
+    texts: tuple[tuple[int, ...], ...]
+    labels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, by_attribute: Sequence[Tokens]) -> Examples:
+        return cls(
+            tuple(tuple(text) for texts in by_attribute for text in texts),
+            tuple(label for label, texts in enumerate(by_attribute) for _ in texts),
+        )
+
+    def batches(self, size: int, seed: Sequence[int]) -> list[list[int]]:
+        """A shuffled pass over all texts, in batches of similar length."""
+        rng = np.random.default_rng(list(seed))
+        order = rng.permutation(len(self.texts))
+        blocks = [
+            sorted(order[i : i + 16 * size], key=lambda t: len(self.texts[t])) for i in range(0, len(order), 16 * size)
+        ]
+        found = [[int(t) for t in block[i : i + size]] for block in blocks for i in range(0, len(block), size)]
+        return [found[i] for i in rng.permutation(len(found))]
+
+
+@dataclass
+class Job:
+    """One training: one prefix (mle), or all of a task together (contrastive). Axes: prefix = attributes of this job."""
+
+    network: Any
+    start: tuple[int, ...]
+    shape: Shape
+    recipe: Recipe
+    attributes: tuple[str, ...]
+    train: Examples
+    held_out: Examples
+    checkpoint: Path
+    first: Float[Tensor, "two prefix layer kv_head slot d_head"] | None = None
+
+    def __post_init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.seed)
+            self.parameters = Parameters(len(self.attributes), self.shape, self.recipe)
+        self.device = next(self.network.parameters()).device
+        self.parameters.to(self.device)
+        if self.first is not None:
+            with torch.no_grad():
+                self.parameters.both.copy_(self.first.transpose(0, 1))
+        decayed = [p for name, p in self.parameters.named_parameters() if not name.endswith("bias")]
+        plain = [p for name, p in self.parameters.named_parameters() if name.endswith("bias")]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": self.recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=self.recipe.lr,
+        )
+        self.per_epoch = -(-len(self.train.texts) // self.recipe.batch)
+        self.total = self.per_epoch * self.recipe.epochs
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.losses: dict[int, float] = {}
+        self.best = self.folded()
+
+    def folded(self) -> Float[Tensor, "two prefix layer kv_head slot d_head"]:
+        with torch.no_grad():
+            return self.parameters().detach().clone()
+
+    def loss(
+        self,
+        both: Float[Tensor, "two prefix layer kv_head slot d_head"],
+        examples: Examples,
+        chosen: Sequence[int],
+        step: int,
+    ) -> tuple[Float[Tensor, ""], int]:
+        """The objective on a batch, and the tokens that were read."""
+        texts = [examples.texts[i] for i in chosen]
+        label = torch.tensor([examples.labels[i] for i in chosen], device=self.device)
+        contrastive = self.recipe.objective == "contrastive"
+        other = None
+        if contrastive and self.recipe.negatives == "one":
+            draw = np.random.default_rng([self.recipe.seed, step, 1]).integers(1, len(self.attributes), len(chosen))
+            other = (label + torch.from_numpy(draw).to(self.device)) % len(self.attributes)
+        behind = list(range(len(self.attributes))) if contrastive else [0]
+        rows = TextRows.of(texts * len(behind), self.start, self.device)
+        # Rows: prefix x text.
+        spread = both.to(self.network.dtype)[:, behind].repeat_interleave(len(texts), dim=1)
+        nll = text_nll(self.network, rows, spread[0], spread[1], self.recipe.shifted).sum(1)
+        tokens = rows.targets.sum(1)[: len(texts)]
+        n_read = int(tokens.sum()) * len(behind)
+        if not contrastive:
+            return nll.sum() / tokens.sum(), n_read
+        loss = contrastive_loss(
+            nll.view(len(behind), -1),
+            tokens,
+            label,
+            gen_weight=self.recipe.gen_weight,
+            sum_loss=self.recipe.sum_loss,
+            other=other,
+        )
+        return loss, n_read
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The objective on the held-out texts, weighted by batch."""
+        both, size = self.folded(), 2 * self.recipe.batch
+        order = sorted(range(len(self.held_out.texts)), key=lambda t: len(self.held_out.texts[t]))
+        parts = [order[i : i + size] for i in range(0, len(order), size)]
+        found = [self.loss(both, self.held_out, part, step) for step, part in enumerate(parts)]
+        weight = [n if self.recipe.objective == "mle" else len(part) for (_, n), part in zip(found, parts, strict=True)]
+        return float(np.average([float(loss) for loss, _ in found], weights=weight))
+
+    def run(self, bar: tqdm) -> None:
+        """Train to the end, resuming from the checkpoint where there is one."""
+        self._resume()
+        bar.update(self.step)
+        if not self.losses:
+            self._check()
+        while self.step < self.total and not self._exhausted():
+            began = perf_counter()
+            self._train_step()
+            self.seconds += perf_counter() - began
+            bar.update(1)
+            if self.step % self.recipe.check_every == 0 or self.step == self.total:
+                self._check()
+                bar.set_postfix_str(f"held-out {self.losses[self.step]:.4f}, best {min(self.losses.values()):.4f}")
+
+    def _train_step(self) -> None:
+        epoch, within = divmod(self.step, self.per_epoch)
+        if within == 0 or not hasattr(self, "order"):
+            self.order = self.train.batches(self.recipe.batch, (self.recipe.seed, epoch))
+        warm = max(1, round(self.recipe.warmup * self.total))
+        rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr * rate
+        with _dropout(self.network, self.recipe.dropout, self.recipe.seed + self.step):
+            loss, n_read = self.loss(self.parameters(), self.train, self.order[within], self.step)
+        if not loss.isfinite():
+            raise PrefixError(
+                f"the loss of {', '.join(self.attributes)} is {loss.item()} at step {self.step}; lower --lr"
+            )
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters.parameters(), self.recipe.clip)
+        self.optimizer.step()
+        self.step += 1
+        self.tokens += n_read
+
+    def _exhausted(self) -> bool:
+        if self.recipe.patience is None or not self.losses:
+            return False
+        best = min(self.losses, key=lambda step: self.losses[step])
+        return sum(step > best for step in self.losses) >= self.recipe.patience
+
+    def _check(self) -> None:
+        self.losses[self.step] = self.held_out_loss()
+        if self.losses[self.step] <= min(self.losses.values()):
+            self.best = self.folded()
+        self._save()
+
+    def _save(self) -> None:
+        state = {
+            "parameters": self.parameters.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "best": self.best,
+            "losses": self.losses,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+        fresh = self.checkpoint.with_suffix(".new")
+        torch.save(state, fresh)
+        fresh.replace(self.checkpoint)
+
+    def _resume(self) -> None:
+        if not self.checkpoint.is_file():
+            return
+        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        self.parameters.load_state_dict(state["parameters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.best, self.losses = state["best"], state["losses"]
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+
+
+@contextmanager
+def _dropout(network: Any, share: float, seed: int) -> Iterator[None]:
+    """Dropout of this share in a frozen network, its randomness decided by the seed."""
+    if not share:
+        yield
+        return
+    with torch.random.fork_rng(devices=[] if network.device.type == "cpu" else [network.device]):
+        torch.manual_seed(seed)
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = share
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = share
+        network.train()
+        try:
+            yield
+        finally:
+            network.eval()
+
+
+# --- a set of prefixes
+
+
+CHECK_ROWS = 192
+"""Rows (texts x prefixes) behind each held-out loss."""
+
+
+def kv_shape_of(config: Any, n_slots: int) -> Shape:
+    """The shape a soft prefix has for a transformers configuration."""
+    heads = config.num_attention_heads
+    return Shape(
+        n_layers=config.num_hidden_layers,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        n_slots=n_slots,
+        d_head=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def train_set(
+    model: str,
+    task: Task,
+    corpora: Sequence[Corpus],
+    held_out: Sequence[Corpus],
+    out: Path,
+    recipe: Recipe,
+    *,
+    attributes: Sequence[str] | None = None,
+    start_from: Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[SoftPrefix]:
+    """Train a task's prefixes and write them to a folder, resuming what a killed run left there.
+
+    Args:
+        model: As `load_model` takes it.
+        corpora: Their labels are the task's attributes.
+        held_out: Texts that decide when to stop; never trained on.
+        out: The set's folder.
+        attributes: Those to train; all of the task's by default. A contrastive objective needs two.
+        start_from: The set that a recipe with start "set" begins with.
+
+    Raises:
+        DataError: An attribute has no text, or the objective needs a second attribute.
+        PrefixError: The folder holds other prefixes, or the loss is not a number.
+    """
+    from lapa2_interp.models import load_transformers
+
+    attributes = tuple(attributes or task.attributes)
+    for attribute in attributes:
+        task.prefix(attribute)
+    if recipe.objective == "contrastive" and len(attributes) < 2:
+        raise DataError(f"a contrastive objective needs texts of two attributes at least; found only {attributes[0]!r}")
+    network, tokenizer, weights = load_transformers(model, recipe.dtype, trust_remote_code)
+    network.requires_grad_(False)
+    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shape = kv_shape_of(network.config, recipe.slots)
+    n_ctx = network.config.max_position_embeddings
+    if recipe.slots + 1 + recipe.max_tokens > n_ctx:
+        raise PrefixError(
+            f"{recipe.slots} slots, BOS and {recipe.max_tokens} tokens exceed the model's context of {n_ctx}"
+        )
+    start = (text_markers(tokenizer).start,)
+    plan = {
+        "model": model,
+        "weights": weights,
+        "task": task.name,
+        "attributes": list(attributes),
+        "recipe": recipe.model_dump(mode="json"),
+        "data": [corpus.sha256 for corpus in (*corpora, *held_out)],
+    }
+    before: dict[str, SoftPrefix] = {}
+    if recipe.start == "set":
+        if start_from is None:
+            raise PrefixError("start 'set' needs the folder of a set to begin with (--from)")
+        before = {name: load_prefix(start_from, name) for name in attributes}
+        plan["start_from"] = [prefix.card.sha256 for prefix in before.values()]
+        for prefix in before.values():
+            if prefix.card.shape != shape or prefix.card.weights != weights:
+                raise PrefixError(f"{prefix!r} in {start_from} does not fit {model} with {shape}")
+    states = _open(out, plan)
+    texts = {name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit) for name in attributes}
+    behind = len(attributes) if recipe.objective == "contrastive" else 1
+    per_name = max(1, CHECK_ROWS // (behind * behind))
+    checks = {name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name) for name in attributes}
+    groups = [attributes] if recipe.objective == "contrastive" else [(name,) for name in attributes]
+    made = []
+    for group in groups:
+        if all((out / f"{name}.json").is_file() for name in group):
+            made += [load_prefix(out, name) for name in group]
+            continue
+        first = None
+        if recipe.start in ("text", "hard"):
+            own = {name: tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in group}
+            if recipe.start == "text":
+                own = {name: [token for text in texts[name][: recipe.slots] for token in text] for name in group}
+            each = [read_start(network, start, own[name], recipe.slots, recipe.shifted).float() for name in group]
+            first = torch.stack(each, dim=1)
+        elif recipe.start == "set":
+            first = torch.stack(
+                [torch.stack([before[name].keys, before[name].values]) for name in group], dim=1
+            ).float()
+        job = Job(
+            network,
+            start,
+            shape,
+            recipe,
+            group,
+            Examples.of([texts[name] for name in group]),
+            Examples.of([checks[name] for name in group]),
+            states / f"{'-'.join(group)}.pt",
+            first,
+        )
+        every = 0.5 if sys.stderr.isatty() else 30.0
+        label = f"{task.name} {recipe.objective} {' '.join(group)}"
+        with tqdm(total=job.total, unit="step", desc=label, mininterval=every, dynamic_ncols=True) as bar:
+            job.run(bar)
+        both = job.best
+        for i, name in enumerate(group):
+            card = PrefixCard(
+                attribute=name,
+                task=task.name,
+                set=recipe.objective,
+                model=model,
+                weights=weights,
+                shape=shape,
+                shifted=recipe.shifted,
+                origin="trained",
+                training=Training(
+                    recipe=recipe.model_dump(mode="json"),
+                    data=tuple(corpus.summary for corpus in corpora),
+                    data_sha256=tuple(corpus.sha256 for corpus in corpora),
+                    texts=len(texts[name]),
+                    tokens=job.tokens,
+                    steps=job.step,
+                    best_step=min(job.losses, key=lambda step: job.losses[step]),
+                    losses={step: round(loss, 5) for step, loss in job.losses.items()},
+                    seconds=round(job.seconds, 1),
+                    lapa2_interp=__version__,
+                ),
+            )
+            made.append(save_prefix(SoftPrefix(both[0, i], both[1, i], card), out))
+        job.checkpoint.unlink()
+    shutil.rmtree(states)
+    return made
+
+
+def tokenise(
+    tokenizer: PreTrainedTokenizerBase, corpora: Sequence[Corpus], attribute: str, max_tokens: int, limit: int | None
+) -> list[list[int]]:
+    """Pieces of an attribute's texts: the first of every text, then the second of those that have one, ..."""
+    texts = [text for corpus in corpora for text in corpus.texts.get(attribute, ())]
+    waiting = [pieces(text, tokenizer, max_tokens) for text in texts]
+    found: list[list[int]] = []
+    while waiting:
+        going = []
+        for each in waiting:
+            if limit is not None and len(found) == limit:
+                return found
+            if (ids := next(each, None)) is not None:
+                found.append(ids)
+                going.append(each)
+        waiting = going
+    if not found:
+        raise DataError(f"there is no text of {attribute!r}; give --data with that label")
+    return found
+
+
+def _open(out: Path, plan: Mapping[str, Any]) -> Path:
+    """The folder of a set's checkpoints; the same plan resumes, another one is refused."""
+    states = out / ".training"
+    if not states.is_dir():
+        if out.exists() and any(out.iterdir()):
+            raise PrefixError(f"{out} is not empty and holds no unfinished training; choose another --out")
+        states.mkdir(parents=True)
+        (states / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        return states
+    try:
+        before = json.loads((states / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    if before != plan:
+        changed = [name for name in plan if before.get(name) != plan[name]]
+        raise PrefixError(
+            f"{out} holds an unfinished training with another {', '.join(changed)}; repeat that command to resume it, or choose "
+            "another --out"
+        )
+    return states
