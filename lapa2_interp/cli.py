@@ -577,8 +577,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:  # a half-made folder is already gone
-        print("lapa2: interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt:  # a half-made run is already gone; `prefix train` keeps its checkpoints
+        print("lapa2: interrupted", file=sys.stderr)
         return 130
     else:
         return 0

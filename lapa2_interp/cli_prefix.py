@@ -70,10 +70,11 @@ def train(
     from lapa2_interp.corpora import split_off
     from lapa2_interp.prefixes import training
     from lapa2_interp.prefixes.evaluation import evaluate_set
+    from lapa2_interp.prefixes.recipes import recipe as make_recipe
     from lapa2_interp.tasks import load_task
 
     changes = {"objective": objective, "parameterisation": parameterisation, "start": "set" if start_from else None}
-    chosen = training.recipe(recipe, **{k: v for k, v in changes.items() if v is not None}, **_settings(settings))
+    chosen = make_recipe(recipe, **({k: v for k, v in changes.items() if v is not None} | _settings(settings)))
     chosen_task = load_task(task)
     names = attribute or tuple(chosen_task.attributes)
     for name in names:
@@ -148,7 +149,7 @@ def recipes() -> None:
     import ast
     import inspect
 
-    from lapa2_interp.prefixes.training import RECIPES, Recipe
+    from lapa2_interp.prefixes.recipes import RECIPES, Recipe
 
     tree = ast.parse(inspect.getsource(Recipe)).body[0]
     assert isinstance(tree, ast.ClassDef)

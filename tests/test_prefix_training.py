@@ -14,17 +14,15 @@ from lapa2_interp.corpora import read_corpus
 from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.models import load_transformers
 from lapa2_interp.prefixes import load_prefix
+from lapa2_interp.prefixes.recipes import RECIPES, Recipe, recipe
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.prefixes.training import (
-    RECIPES,
     Examples,
     Job,
     Parameters,
-    Recipe,
     contrastive_loss,
     kv_shape_of,
     read_start,
-    recipe,
     tokenise,
     train_set,
 )

@@ -1,0 +1,101 @@
+"""How soft prefixes are trained: one value that says everything, our own for small machines, and those of the literature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lapa2_interp.errors import PrefixError, first_problem, one_of
+
+
+class Recipe(BaseModel):
+    """Everything that decides how prefixes are trained. The defaults are for a small model on a CPU."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: Literal["mle", "contrastive"] = "mle"
+    """mle: likelihood of the attribute's texts; contrastive: that, and telling the attributes apart."""
+    parameterisation: Literal["direct", "air", "mlp", "linear"] = "direct"
+    """direct: the keys and values themselves; air: a table per layer and one affine map for K and V; mlp: one table through
+    Linear-Tanh-Linear for all layers (Prefix-Tuning); linear: one table through a linear map for all layers (Con-Prefix)."""
+    start: Literal["text", "hard", "set", "random", "zero"] = "text"
+    """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of another set (these three with
+    direct alone); normal(0, 0.02); or zero."""
+    slots: Annotated[int, Field(ge=1)] = 20
+    middle: Annotated[int, Field(ge=1)] = 512
+    """Width of the tables behind air, mlp (hidden layer) and linear."""
+    shifted: bool = False
+    """Text positions start after the slots."""
+    lr: Annotated[float, Field(gt=0)] = 1e-2
+    epochs: Annotated[int, Field(ge=1)] = 1
+    batch: Annotated[int, Field(ge=1)] = 16
+    """Texts of a step; a contrastive step reads each behind every prefix."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Of a text, BOS not counted."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Pieces of text per attribute."""
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the steps over which the learning rate rises; it falls linearly to 0 after."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """In the frozen network."""
+    gen_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """w of the contrastive loss."""
+    sum_loss: bool = True
+    """Contrastive: s_c is a text's whole NLL, not its mean per token."""
+    negatives: Literal["all", "one"] = "all"
+    """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn at random."""
+    check_every: Annotated[int, Field(ge=1)] = 25
+    """Steps between held-out losses; a checkpoint is written at each."""
+    patience: Annotated[int, Field(ge=1)] | None = 6
+    """Held-out losses without a new best before training stops; None never stops early."""
+    seed: int = 42
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
+    """Of the network; the prefix is trained in float32."""
+
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "small": {},
+    "lapa2": {
+        "parameterisation": "air", "start": "random", "lr": 2e-5, "epochs": 50, "batch": 4, "max_tokens": 512,
+        "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
+    },
+    "air": {
+        "parameterisation": "air", "start": "random", "lr": 3e-5, "epochs": 5, "batch": 4, "max_tokens": 512,
+        "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
+    },
+    "con-prefix": {
+        "objective": "contrastive", "parameterisation": "linear", "start": "zero", "slots": 10, "middle": 800, "shifted": True,
+        "lr": 5e-5, "epochs": 3, "batch": 8, "max_tokens": 128, "warmup": 0.0, "dropout": 0.1, "gen_weight": 0.0,
+        "sum_loss": False, "negatives": "one", "patience": None, "dtype": "float32",
+    },
+    "prefix-tuning": {
+        "parameterisation": "mlp", "start": "random", "slots": 5, "shifted": True, "lr": 5e-5, "epochs": 5, "batch": 10,
+        "max_tokens": 512, "warmup": 0.0, "patience": None, "dtype": "float32",
+    },
+}  # fmt: skip
+"""Named recipes: ours for small machines; the released LaPA2 code's and Air-Decoding's (methods section 4); Con-Prefix's and
+Prefix-Tuning's. Con-Prefix's own code feeds texts without BOS; here every text starts with one, as in decoding."""
+
+
+def recipe(name: str = "small", **changes: Any) -> Recipe:
+    """A named recipe with changes.
+
+    Raises:
+        PrefixError: Unknown name or field, or a value out of range.
+    """
+    if name not in RECIPES:
+        raise PrefixError(one_of("recipe", name, RECIPES))
+    try:
+        found = Recipe.model_validate(dict(RECIPES[name]) | changes)
+    except ValidationError as error:
+        raise PrefixError(f"recipe: {first_problem(error, fields=Recipe.model_fields)}") from None
+    if found.start in ("text", "hard", "set") and found.parameterisation != "direct":
+        raise PrefixError(
+            f"start {found.start!r} sets keys and values themselves, which parameterisation {found.parameterisation!r} does not "
+            "hold; use start random, or parameterisation direct"
+        )
+    return found

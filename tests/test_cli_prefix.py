@@ -1,0 +1,149 @@
+"""The prefix commands as a user meets them."""
+
+import json
+import shlex
+
+import pandas as pd
+import pytest
+
+from lapa2_interp.cli import main
+from lapa2_interp.experiments.store import read_run
+from lapa2_interp.prefixes import load_prefix
+
+TRAIN = "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set batch=4 --set lr=0.05"
+
+
+def lapa2(line, *more):
+    return main([*shlex.split(line), *map(str, more)])
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    words = {
+        "positive": ["good", "nice", "warm", "kind", "fine", "glad"],
+        "negative": ["bad", "ugly", "cold", "dull", "grim", "sad"],
+    }
+    rows = [(f"{a} and {b}", label) for label, found in words.items() for a in found for b in found]
+    file = tmp_path / "reviews.jsonl"
+    pd.DataFrame([*rows, ("", "positive")], columns=["text", "label"]).to_json(file, orient="records", lines=True)
+    return file
+
+
+@pytest.fixture
+def trained(tmp_path, reviews, capsys):
+    out = tmp_path / "set"
+    assert lapa2(f"{TRAIN} --set max_tokens=16 --set check_every=4", "--data", reviews, "--out", out) == 0
+    return out
+
+
+def test_train_writes_a_set_and_shows_what_it_learned(trained, capsys):
+    printed = capsys.readouterr()
+    assert "reviews.jsonl: 36 positive, 36 negative (left out: 1 blank)" in printed.err
+    assert "prefixes of 3 slots" in printed.err, "what will be done is said before"
+    assert "NLL per token of the held-out texts" in printed.out
+    assert "the same with hard prefixes, all:" in printed.out
+    card = load_prefix(trained, "positive").card
+    assert card.held_out.accuracy_of_set.n == 14, "a fifth of each class was held out"
+    assert card.training.texts == 29
+    assert lapa2("prefixes", trained) == 0
+    printed = capsys.readouterr().out
+    assert "tiny-llama" in printed
+    assert f"{card.held_out.nll['positive'].mean:.3f}" in printed
+    assert lapa2("prefixes --json", trained) == 0
+    assert json.loads(capsys.readouterr().out)["soft"][0]["attribute"] == "negative"
+
+
+def test_a_trained_set_generates(trained, tmp_path):
+    line = "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake' --length 20"
+    assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
+    assert lapa2(line, "--out", tmp_path / "hard") == 0
+    soft, hard = (read_run(tmp_path / name) for name in ("soft", "hard"))
+    assert soft.samples["text"][0] != hard.samples["text"][0]
+    assert soft.manifest.branches["positive"]["prefix"] == load_prefix(trained, "positive").card.name
+    assert soft.trace.sizes["prefix_token"] == 3
+    assert lapa2("trace", tmp_path / "soft") == 0
+
+
+def test_evaluate_rewrites_the_cards(trained, reviews, capsys):
+    before = load_prefix(trained, "positive")
+    assert lapa2("prefix evaluate --limit 10 --max-tokens 8 --dtype float32", trained, "--data", reviews) == 0
+    after = load_prefix(trained, "positive")
+    assert after.card.held_out.accuracy_of_set.n == 20
+    assert after.card.held_out.max_tokens == 8
+    assert after.card.sha256 == before.card.sha256, "the weights are as they were"
+    assert "20 texts of at most 8 tokens" in capsys.readouterr().out
+
+
+def test_train_resumes_what_was_interrupted(tmp_path, reviews, monkeypatch, capsys):
+    from lapa2_interp.prefixes.training import Job
+
+    step, line = Job._train_step, f"{TRAIN} --set max_tokens=16 --set check_every=4"
+
+    def interrupted(self):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(Job, "_train_step", interrupted)
+    assert lapa2(line, "--data", reviews, "--out", tmp_path / "set") == 130
+    assert "interrupted" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert lapa2(line, "--data", reviews, "--out", tmp_path / "set") == 0
+    assert lapa2(line, "--data", reviews, "--out", tmp_path / "again") == 0
+    assert (
+        load_prefix(tmp_path / "set", "negative").card.sha256 == load_prefix(tmp_path / "again", "negative").card.sha256
+    )
+
+
+def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
+    line = f"{TRAIN} --objective contrastive --set max_tokens=16 --set lr=1e-30"
+    assert lapa2(line, "--from", trained, "--data", reviews, "--out", tmp_path / "next") == 0
+    found, before = (load_prefix(folder, "positive") for folder in (tmp_path / "next", trained))
+    assert found.card.set == "contrastive"
+    assert found.card.training.recipe["start"] == "set"
+    assert (found.keys == before.keys).all(), "a learning rate of nothing"
+
+
+def test_import_and_lists(tmp_path, capsys):
+    from conftest import load, soft_prefix
+
+    from lapa2_interp.prefixes import save_prefix
+
+    save_prefix(soft_prefix(load("tiny-gpt2")), tmp_path / "a", "float32")
+    line = "prefix import --model tiny-gpt2 --task sentiment --attribute negative"
+    assert lapa2(line, tmp_path / "a/positive.safetensors", "--out", tmp_path / "b") == 0
+    assert "generate with --set prefixes=" in capsys.readouterr().out
+    assert load_prefix(tmp_path / "b", "negative").card.set == "imported"
+    assert lapa2(line, tmp_path / "a/positive.safetensors", "--out", tmp_path / "b") == 2
+    assert "has a prefix 'negative' already" in capsys.readouterr().err
+    assert lapa2("prefixes") == 0
+    printed = capsys.readouterr().out
+    assert "'Very positive:'" in printed
+    assert "smollm2-135m" in printed
+    assert lapa2("prefix recipes") == 0
+    printed = capsys.readouterr().out
+    assert "con-prefix: objective=contrastive" in printed
+    assert "gen_weight        w of the contrastive loss." in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("prefix train --data nothing --out x", "unknown corpus 'nothing'; allowed: imdb, sst2, agnews, or a file"),
+        ("prefix train --data x.jsonl --out x --objective mse", "mse"),
+        ("prefix train --data x.jsonl --out x --attribute calm", "unknown attribute 'calm'"),
+        ("prefix train --data x.jsonl --out x --set lr", "'lr' is not of the form NAME=VALUE"),
+        ("prefix train --data x.jsonl --out x --set start=set", "start 'set' needs the folder of a set"),
+        ("prefix evaluate x --data imdb", "x holds no soft prefixes"),
+        ("prefixes x", "x holds no soft prefixes"),
+    ],
+)
+def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"text {i}", "label": label} for label in ("positive", "negative") for i in range(9)]
+    pd.DataFrame(rows).assign(text=lambda t: t["text"] + t["label"]).to_json("x.jsonl", orient="records", lines=True)
+    assert lapa2(line) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert not printed.splitlines()[-1].startswith(" ")
+    assert not (tmp_path / "x").exists()
