@@ -69,7 +69,7 @@ def train(
     from lapa2_interp.cli import _settings
     from lapa2_interp.corpora import split_off
     from lapa2_interp.prefixes import training
-    from lapa2_interp.prefixes.evaluation import evaluate_set
+    from lapa2_interp.prefixes.evaluation import evaluate_sets
     from lapa2_interp.prefixes.recipes import recipe as make_recipe
     from lapa2_interp.tasks import load_task
 
@@ -96,8 +96,8 @@ def train(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    table = evaluate_set(
-        out, chosen_task, checks, limit=200, max_tokens=chosen.max_tokens, dtype=chosen.dtype, device=device,
+    table = evaluate_sets(
+        [out], chosen_task, checks, limit=200, max_tokens=chosen.max_tokens, dtype=chosen.dtype, device=device,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     _show(out, table)
@@ -105,9 +105,7 @@ def train(
 
 @app.command
 def evaluate(
-    folder: Path,
-    /,
-    *,
+    *folders: Path,
     data: Annotated[tuple[str, ...], Parameter(show_default=False)],
     task: str | None = None,
     limit: int = 250,
@@ -116,10 +114,10 @@ def evaluate(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Measure a set of soft prefixes on text it was not trained on, and write the numbers into its cards.
+    """Measure sets of soft prefixes on text they were not trained on, and write the numbers into their cards.
 
     Args:
-        folder: A set: the folder of `lapa2 prefix train --out`.
+        folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes are measured once for all.
         data: As of `lapa2 prefix train`; of corpora on the hub the test split is read.
         task: The task; the one the set was trained for, by default.
         limit: Texts per attribute.
@@ -129,18 +127,27 @@ def evaluate(
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.prefixes import cards
-    from lapa2_interp.prefixes.evaluation import evaluate_set
+    from lapa2_interp.prefixes.evaluation import evaluate_sets
     from lapa2_interp.tasks import load_task
 
-    found = cards(folder)
+    found = [card for folder in folders for card in cards(folder)]
     if not found:
-        raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
-    corpora = _read(data, [card.attribute for card in found], split="test")
-    table = evaluate_set(
-        folder, load_task(task or found[0].task), corpora, limit=limit, max_tokens=max_tokens, dtype=dtype, device=device,
+        raise PrefixError(
+            f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train --out` makes a set"
+        )
+    corpora = _read(data, list(dict.fromkeys(card.attribute for card in found)), split="test")
+    table = evaluate_sets(
+        folders,
+        load_task(task or found[0].task),
+        corpora,
+        limit=limit,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    _show(folder, table)
+    )
+    for folder in folders:
+        _show(folder, table[table["set"] == str(folder)])
 
 
 @app.command

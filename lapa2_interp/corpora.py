@@ -31,12 +31,18 @@ class HubCorpus:
     labels: tuple[str, ...]
     splits: Mapping[str, str]
     """Ours (train, test) to the hub's."""
+    tokenised: bool = False
+    """The texts are in the lower-case, spaced form of treebanks, which `detokenise` undoes."""
 
 
 HUB = {
     "imdb": HubCorpus("stanfordnlp/imdb", "text", ("negative", "positive"), {"train": "train", "test": "test"}),
     "sst2": HubCorpus(
-        "stanfordnlp/sst2", "sentence", ("negative", "positive"), {"train": "train", "test": "validation"}
+        "stanfordnlp/sst2",
+        "sentence",
+        ("negative", "positive"),
+        {"train": "train", "test": "validation"},
+        tokenised=True,
     ),
     "agnews": HubCorpus(
         "fancyzhx/ag_news", "text", ("world", "sports", "business", "science"), {"train": "train", "test": "test"}
@@ -143,7 +149,24 @@ def _from_hub(name: str, split: str) -> pd.DataFrame:
     except Exception as error:  # hub, network and file formats each raise their own
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"cannot load {corpus.repository} from the hub ({reason}); give a file instead") from error
-    return pd.DataFrame({"text": rows[corpus.text], "label": [corpus.labels[int(i)] for i in rows["label"]]})
+    texts = rows[corpus.text].map(detokenise) if corpus.tokenised else rows[corpus.text]
+    return pd.DataFrame({"text": texts, "label": [corpus.labels[int(i)] for i in rows["label"]]})
+
+
+def detokenise(text: str) -> str:
+    """A sentence in a treebank's form ("a gorgeous , witty movie .") as people write it ("A gorgeous, witty movie.")."""
+    for pattern, written in (
+        (r"\s*-lrb-\s*", " ("),
+        (r"\s*-rrb-", ")"),
+        (r"``\s*", '"'),
+        (r"\s*''", '"'),
+        (r"\s+(n't|'(?:s|re|ve|ll|d|m)\b|[.,;:!?%)])", r"\1"),
+        (r"([($])\s+", r"\1"),
+        (r"\bi\b", "I"),
+    ):
+        text = re.sub(pattern, written, text)
+    text = text.strip()
+    return text[:1].upper() + text[1:]
 
 
 def split_off(corpus: Corpus, per_label: int) -> tuple[Corpus, Corpus]:

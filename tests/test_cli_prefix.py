@@ -134,7 +134,7 @@ def test_import_and_lists(tmp_path, capsys):
         ("prefix train --data x.jsonl --out x --attribute calm", "unknown attribute 'calm'"),
         ("prefix train --data x.jsonl --out x --set lr", "'lr' is not of the form NAME=VALUE"),
         ("prefix train --data x.jsonl --out x --set start=set", "start 'set' needs the folder of a set"),
-        ("prefix evaluate x --data imdb", "x holds no soft prefixes"),
+        ("prefix evaluate x --data imdb", "x: no soft prefixes"),
         ("prefixes x", "x holds no soft prefixes"),
     ],
 )

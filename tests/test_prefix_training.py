@@ -28,7 +28,7 @@ from lapa2_interp.prefixes.training import (
 )
 
 SENTIMENT = load_task("sentiment")
-SMALL = {"dtype": "float32", "slots": 3, "batch": 4, "max_tokens": 12, "check_every": 3}
+SMALL = {"dtype": "float32", "slots": 3, "batch": 4, "max_tokens": 12, "check_every": 3, "shared": 0}
 POSITIVE = [
     f"{a} {b} good" for a in ("very", "quite", "really", "so") for b in ("nice and", "well made", "kind and", "warm")
 ]
@@ -252,7 +252,7 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
 
 def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     """From texts to files: the network is untouched, the sets hold what was best, and a second call finishes the first."""
-    settings = SMALL | {"lr": 0.05, "epochs": 2, "start": "hard"}
+    settings = SMALL | {"lr": 0.05, "epochs": 2, "start": "hard", "shared": 12}
     chosen = recipe("small", **settings)
     made = train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen)
     assert [prefix.card.attribute for prefix in made] == ["positive", "negative"]
@@ -274,14 +274,15 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
 
     def broken(self):
         count.append(self.attributes)
-        if len(count) == 11:
+        if len(count) == 17:
             raise KeyboardInterrupt
         step(self)
 
     monkeypatch.setattr(Job, "_train_step", broken)
     with pytest.raises(KeyboardInterrupt):
         train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
-    assert count[0] == ("positive",)
+    assert count[0] == ("shared",)
+    assert ("positive",) in count
     assert count[-1] == ("negative",), "the first prefix was finished"
     monkeypatch.undo()
     with pytest.raises(PrefixError, match="unfinished training with another recipe"):
@@ -302,13 +303,13 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
 
 def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
     """On texts it learned: own texts are likeliest under their own prefix, which hard prefixes of a random model cannot do."""
-    from lapa2_interp.prefixes.evaluation import evaluate_set
+    from lapa2_interp.prefixes.evaluation import evaluate_sets
 
     chosen = recipe(
         "small", **SMALL | {"lr": 0.1, "epochs": 12, "objective": "contrastive", "start": "random", "patience": None}
     )
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set", chosen)
-    table = evaluate_set(tmp_path / "set", SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12)
+    table = evaluate_sets([tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12)
     cells = table.set_index(["label", "prefix"])["nll"]
     for own, other in (("positive", "negative"), ("negative", "positive")):
         assert cells[own, own] < min(cells[own, other], cells[own, "none"])
@@ -357,6 +358,18 @@ def test_long_texts_give_their_first_pieces_first():
     assert [tokenizer.decode(ids) for ids in found] == ["A one.", "B one.", "C one.", "A two.", "C two."]
 
 
+def test_treebank_sentences_are_written_as_people_do():
+    from lapa2_interp.corpora import detokenise
+
+    for given, expected in [
+        ("a gorgeous , witty movie .", "A gorgeous, witty movie."),
+        ("it 's funny , but i do n't know !", "It's funny, but I don't know!"),
+        ("the film -lrb- and its cast -rrb- is `` fine ''", 'The film (and its cast) is "fine"'),
+        ("they 've seen it , we 'll not .", "They've seen it, we'll not."),
+    ]:
+        assert detokenise(given) == expected
+
+
 def test_corpora_report_what_they_leave_out(tmp_path):
     file = tmp_path / "texts.csv"
     file.write_text("text,label\ngood,positive\n,positive\n  ,positive\ngood,positive\nbad,negative\nodd,other\n")
@@ -395,7 +408,9 @@ def test_bad_recipes(tmp_path, reviews):
         ({"objective": "mse"}, "objective: input should be 'mle' or 'contrastive', found 'mse'"),
         ({"larning_rate": 1}, "unknown field 'larning_rate'; allowed: objective"),
         ({"lr": 0}, "lr: input should be greater than 0"),
-        ({"parameterisation": "air"}, "start 'text' sets keys and values themselves"),
+        ({"parameterisation": "air", "start": "text"}, "start 'text' sets keys and values themselves"),
+        ({"parameterisation": "air", "shared": 9}, "shared sets keys and values themselves"),
+        ({"start": "set", "shared": 9}, "start 'set' begins each attribute with a prefix of its own; use shared=0"),
     ]:
         with pytest.raises(PrefixError, match=message):
             recipe("small", **settings)

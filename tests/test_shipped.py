@@ -81,7 +81,7 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, file, data):
     corpus = read_corpus(str(data / f"{file}_test.jsonl.xz"), list(chosen.attributes))
     network, tokenizer, _ = load_transformers("smollm2-135m", "bfloat16")
     texts = {name: tokenise(tokenizer, [corpus], name, 64, 24) for name in chosen.attributes}
-    table = held_out_table(network, tokenizer, prefixes, chosen, texts)
+    table = held_out_table(network, tokenizer, prefixes, texts)
     for name, prefix in prefixes.items():
         held = prefix.card.held_out
         found = nll_interval(table[(table["label"] == name) & (table["prefix"] == name)])

@@ -65,29 +65,31 @@ def score_texts(
 def held_out_table(
     network: Any,
     tokenizer: Any,
-    prefixes: Mapping[str, SoftPrefix],
-    task: Task,
+    behind: Mapping[str, SoftPrefix | str | None],
     texts: Mapping[str, Sequence[Sequence[int]]],
+    label: str = "held-out",
 ) -> pd.DataFrame:
     """Every text behind every prefix: columns label, text (its number), tokens, prefix, nll (summed).
 
-    `prefix` is an attribute, "hard <attribute>" with the prefix directly in front, "hard <attribute> " with a space between, or
-    "none".
+    Args:
+        behind: By name: a soft prefix, the text of a hard one, or None.
+        texts: Token ids by label.
     """
-    behind: dict[str, SoftPrefix | str | None] = {"none": None, **prefixes}
-    behind |= {f"hard {name}{join}": task.prefix(name) + join for name in prefixes for join in JOINS}
-    total = len(behind) * sum(map(len, texts.values()))
     every = 0.5 if sys.stderr.isatty() else 30.0
+    total = len(behind) * sum(map(len, texts.values()))
     frames = []
-    with tqdm(
-        total=total, unit="text", desc=f"{task.name} held-out", delay=2, mininterval=every, dynamic_ncols=True
-    ) as bar:
-        for label, rows in texts.items():
-            columns = {"label": label, "text": np.arange(len(rows)), "tokens": [len(row) for row in rows]}
-            for name, prefix in behind.items():
-                nll = score_texts(network, tokenizer, rows, prefix, bar)
-                frames.append(pd.DataFrame({**columns, "prefix": name, "nll": nll}))
+    with tqdm(total=total, unit="text", desc=label, delay=2, mininterval=every, dynamic_ncols=True) as bar:
+        for name, rows in texts.items():
+            columns = {"label": name, "text": np.arange(len(rows)), "tokens": [len(row) for row in rows]}
+            for prefix, given in behind.items():
+                nll = score_texts(network, tokenizer, rows, given, bar)
+                frames.append(pd.DataFrame({**columns, "prefix": prefix, "nll": nll}))
     return pd.concat(frames, ignore_index=True)
+
+
+def hard_prefixes(task: Task, names: Sequence[str]) -> dict[str, str]:
+    """Hard prefixes by name: "hard <attribute>" stands directly in front of a text, "hard <attribute> " with a space between."""
+    return {f"hard {name}{join}": task.prefix(name) + join for join in JOINS for name in names}
 
 
 def nll_interval(table: pd.DataFrame) -> Interval:
@@ -110,8 +112,8 @@ def likeliest(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
     return best == wide.index.get_level_values("label").map(prefixes)
 
 
-def evaluate_set(
-    folder: Path,
+def evaluate_sets(
+    folders: Sequence[Path],
     task: Task,
     corpora: Sequence[Corpus],
     *,
@@ -121,31 +123,38 @@ def evaluate_set(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """Score held-out texts behind every prefix of a set, and write the numbers into its cards.
+    """Score held-out texts behind every prefix of sets of one task and model, and write the numbers into their cards.
 
     Args:
         limit: Texts per attribute, of each the first piece of at most `max_tokens`.
 
     Returns:
-        One row per label and prefix: label, prefix, nll, low, high, n.
+        One row per set, label and prefix: set, label, prefix, nll, low, high, n.
 
     Raises:
-        PrefixError: The folder is not a set, or belongs to another task.
+        PrefixError: A folder is not a set, or the sets differ in model, weights or attributes.
         DataError: An attribute has no text.
     """
     from lapa2_interp.models import load_transformers
 
-    names = [card.attribute for card in cards(folder)]
-    if not names:
-        raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
-    for name in names:
-        task.prefix(name)
-    names = [name for name in task.attributes if name in names]
-    prefixes = {name: load_prefix(folder, name) for name in names}
-    card = prefixes[names[0]].card
-    network, tokenizer, weights = load_transformers(card.model, dtype, trust_remote_code)
-    if weights != card.weights:
-        raise PrefixError(f"the set was made for {card.model} with weights {card.weights}; found {weights}")
+    sets = {
+        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)} for folder in folders
+    }
+    for folder, found in sets.items():
+        if not found:
+            raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+        for name in found:
+            task.prefix(name)
+    kinds = {(p.card.model, p.card.weights, tuple(sorted(found))) for found in sets.values() for p in found.values()}
+    if len(kinds) > 1:
+        raise PrefixError(
+            f"the sets differ in model, weights or attributes: {' | '.join(str(kind) for kind in sorted(kinds))}"
+        )
+    model, wanted, _ = kinds.pop()
+    names = [name for name in task.attributes if name in sets[folders[0]]]
+    network, tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
+    if weights != wanted:
+        raise PrefixError(f"the set was made for {model} with weights {wanted}; found {weights}")
     network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     texts = {
         name: tokenise(
@@ -153,31 +162,38 @@ def evaluate_set(
         )
         for name in names
     }
-    table = held_out_table(network, tokenizer, prefixes, task, texts)
-    right = likeliest(table, {name: name for name in names})
+    plain: dict[str, SoftPrefix | str | None] = {"none": None, **hard_prefixes(task, names)}
+    table = held_out_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
     hard = max(
         (likeliest(table, {name: f"hard {name}{join}" for name in names}) for join in JOINS),
         key=lambda found: found.mean(),
     )
-    labels = right.index.get_level_values("label")
-    intervals = {pair: nll_interval(part) for pair, part in table.groupby(["label", "prefix"], sort=False)}
     data = "; ".join(f"{corpus.source} (sha256 {corpus.sha256[:12]})" for corpus in corpora)
-    for name, prefix in prefixes.items():
-        own = right[labels == name].to_numpy(float)
-        held_out = HeldOut(
-            data=data,
-            max_tokens=max_tokens,
-            nll={prefix: found for (label, prefix), found in intervals.items() if label == name},
-            accuracy=mean_interval(own, np.arange(len(own))),
-            accuracy_of_set=mean_interval(right.to_numpy(float), np.arange(len(right))),
-            hard_accuracy_of_set=mean_interval(hard.to_numpy(float), np.arange(len(hard))),
-        )
-        card = prefix.card.model_copy(update={"held_out": held_out})
-        stored = str(prefix.keys.dtype).removeprefix("torch.")
-        save_prefix(SoftPrefix(prefix.keys, prefix.values, card), folder, stored)
-    return pd.DataFrame(
-        [
-            {"label": label, "prefix": prefix, "nll": found.mean, "low": found.low, "high": found.high, "n": found.n}
-            for (label, prefix), found in intervals.items()
-        ]
-    )
+    rows = []
+    for folder, prefixes in sets.items():
+        own = held_out_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
+        right = likeliest(own, {name: name for name in names})
+        whole = pd.concat([own, table], ignore_index=True)
+        intervals = {pair: nll_interval(part) for pair, part in whole.groupby(["label", "prefix"], sort=False)}
+        for name, prefix in prefixes.items():
+            held_out = HeldOut(
+                data=data,
+                max_tokens=max_tokens,
+                nll={behind: found for (label, behind), found in intervals.items() if label == name},
+                accuracy=_share(right[right.index.get_level_values("label") == name]),
+                accuracy_of_set=_share(right),
+                hard_accuracy_of_set=_share(hard),
+            )
+            card = prefix.card.model_copy(update={"held_out": held_out})
+            stored = str(prefix.keys.dtype).removeprefix("torch.")
+            save_prefix(SoftPrefix(prefix.keys, prefix.values, card), folder, stored)
+        rows += [
+            {"set": str(folder), "label": label, "prefix": behind} | {key: getattr(found, key) for key in ("low", "high", "n")}
+            | {"nll": found.mean}
+            for (label, behind), found in intervals.items()
+        ]  # fmt: skip
+    return pd.DataFrame(rows)[["set", "label", "prefix", "nll", "low", "high", "n"]]
+
+
+def _share(right: pd.Series) -> Interval:
+    return mean_interval(right.to_numpy(float), np.arange(len(right)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import PrefixError, first_problem, one_of
 
@@ -23,12 +23,15 @@ class Recipe(BaseModel):
     start: Literal["text", "hard", "set", "random", "zero"] = "text"
     """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of another set (these three with
     direct alone); normal(0, 0.02); or zero."""
+    shared: Annotated[int, Field(ge=0)] = 0
+    """Pieces of text, of all attributes together, that one prefix learns first; each attribute's prefix then starts from it
+    (direct alone). What the prefixes of a set differ in is then their attributes, not their starts."""
     slots: Annotated[int, Field(ge=1)] = 20
     middle: Annotated[int, Field(ge=1)] = 512
     """Width of the tables behind air, mlp (hidden layer) and linear."""
     shifted: bool = False
     """Text positions start after the slots."""
-    lr: Annotated[float, Field(gt=0)] = 1e-2
+    lr: Annotated[float, Field(gt=0)] = 2e-2
     epochs: Annotated[int, Field(ge=1)] = 1
     batch: Annotated[int, Field(ge=1)] = 16
     """Texts of a step; a contrastive step reads each behind every prefix."""
@@ -56,9 +59,21 @@ class Recipe(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
     """Of the network; the prefix is trained in float32."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        if self.parameterisation != "direct" and (self.start in ("text", "hard", "set") or self.shared):
+            what = "shared" if self.shared else f"start {self.start!r}"
+            raise ValueError(
+                f"{what} sets keys and values themselves, which parameterisation {self.parameterisation!r} does not hold; use "
+                "start=random and shared=0, or parameterisation=direct"
+            )
+        if self.shared and self.start == "set":
+            raise ValueError("start 'set' begins each attribute with a prefix of its own; use shared=0")
+        return self
+
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "small": {},
+    "small": {"shared": 1600},
     "lapa2": {
         "parameterisation": "air", "start": "random", "lr": 2e-5, "epochs": 50, "batch": 4, "max_tokens": 512,
         "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
@@ -89,13 +104,12 @@ def recipe(name: str = "small", **changes: Any) -> Recipe:
     """
     if name not in RECIPES:
         raise PrefixError(one_of("recipe", name, RECIPES))
+    fields = dict(RECIPES[name])
+    if changes.get("parameterisation", "direct") != "direct" and "parameterisation" not in fields:
+        fields |= {"start": "random", "shared": 0}  # what a folded prefix cannot begin with
+    if changes.get("start") == "set":
+        fields["shared"] = 0
     try:
-        found = Recipe.model_validate(dict(RECIPES[name]) | changes)
+        return Recipe.model_validate(fields | changes)
     except ValidationError as error:
         raise PrefixError(f"recipe: {first_problem(error, fields=Recipe.model_fields)}") from None
-    if found.start in ("text", "hard", "set") and found.parameterisation != "direct":
-        raise PrefixError(
-            f"start {found.start!r} sets keys and values themselves, which parameterisation {found.parameterisation!r} does not "
-            "hold; use start random, or parameterisation direct"
-        )
-    return found

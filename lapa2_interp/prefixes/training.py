@@ -197,9 +197,6 @@ class Job:
             self.parameters = Parameters(len(self.attributes), self.shape, self.recipe)
         self.device = next(self.network.parameters()).device
         self.parameters.to(self.device)
-        if self.first is not None:
-            with torch.no_grad():
-                self.parameters.both.copy_(self.first.transpose(0, 1))
         decayed = [p for name, p in self.parameters.named_parameters() if not name.endswith("bias")]
         plain = [p for name, p in self.parameters.named_parameters() if name.endswith("bias")]
         self.optimizer = torch.optim.AdamW(
@@ -210,6 +207,14 @@ class Job:
         self.total = self.per_epoch * self.recipe.epochs
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.losses: dict[int, float] = {}
+        self.best = self.folded()
+        if self.first is not None:
+            self.begin(self.first)
+
+    def begin(self, both: Float[Tensor, "two prefix layer kv_head slot d_head"]) -> None:
+        """Set the first keys and values (parameterisation direct)."""
+        with torch.no_grad():
+            self.parameters.both.copy_(both.transpose(0, 1))
         self.best = self.folded()
 
     def folded(self) -> Float[Tensor, "two prefix layer kv_head slot d_head"]:
@@ -437,24 +442,9 @@ def train_set(
     per_name = max(1, CHECK_ROWS // (behind * behind))
     checks = {name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name) for name in attributes}
     groups = [attributes] if recipe.objective == "contrastive" else [(name,) for name in attributes]
-    announced = False
-    made = []
-    for group in groups:
-        if all((out / f"{name}.json").is_file() for name in group):
-            made += [load_prefix(out, name) for name in group]
-            continue
-        first = None
-        if recipe.start in ("text", "hard"):
-            own = {name: tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in group}
-            if recipe.start == "text":
-                own = {name: [token for text in texts[name][: recipe.slots] for token in text] for name in group}
-            each = [read_start(network, start, own[name], recipe.slots, recipe.shifted).float() for name in group]
-            first = torch.stack(each, dim=1)
-        elif recipe.start == "set":
-            first = torch.stack(
-                [torch.stack([before[name].keys, before[name].values]) for name in group], dim=1
-            ).float()
-        job = Job(
+    firsts = _firsts(network, tokenizer, start, task, recipe, texts, before)
+    jobs = [
+        Job(
             network,
             start,
             shape,
@@ -463,17 +453,34 @@ def train_set(
             Examples.of([texts[name] for name in group]),
             Examples.of([checks[name] for name in group]),
             states / f"{'-'.join(group)}.pt",
-            first,
+            None if firsts is None else torch.stack([firsts[name] for name in group], dim=1),
         )
-        if not announced:
-            print(_announcement(job, [list(texts[name]) for name in attributes], len(groups)), file=sys.stderr)
-            announced = True
-        every = 0.5 if sys.stderr.isatty() else 30.0
-        label = f"{task.name} {recipe.objective} {' '.join(group)}"
-        with tqdm(total=job.total, unit="step", desc=label, mininterval=every, dynamic_ncols=True) as bar:
-            job.run(bar)
-        both = job.best
-        for i, name in enumerate(group):
+        for group in groups
+    ]
+    print(_announcement(jobs, recipe), file=sys.stderr)
+    if recipe.shared:
+        each = -(-recipe.shared // len(attributes))
+        together = Job(
+            network,
+            start,
+            shape,
+            recipe.model_copy(update={"objective": "mle"}),
+            ("shared",),
+            Examples.of([[text for name in attributes for text in texts[name][:each]]]),
+            Examples.of([[text for name in attributes for text in checks[name][: CHECK_ROWS // len(attributes)]]]),
+            states / "shared.pt",
+            None if firsts is None else firsts[attributes[0]][:, None],
+        )
+        _run(together, f"{task.name} shared start")
+        for job in jobs:
+            job.begin(together.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
+    made = []
+    for job in jobs:
+        if all((out / f"{name}.json").is_file() for name in job.attributes):
+            made += [load_prefix(out, name) for name in job.attributes]
+            continue
+        _run(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
+        for i, name in enumerate(job.attributes):
             card = PrefixCard(
                 attribute=name,
                 task=task.name,
@@ -496,8 +503,7 @@ def train_set(
                     lapa2_interp=__version__,
                 ),
             )
-            made.append(save_prefix(SoftPrefix(both[0, i], both[1, i], card), out))
-        job.checkpoint.unlink()
+            made.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
     shutil.rmtree(states)
     return made
 
@@ -523,20 +529,49 @@ def tokenise(
     return found
 
 
-def _announcement(job: Job, texts: Sequence[Tokens], n_jobs: int) -> str:
+def _firsts(
+    network: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    start: Sequence[int],
+    task: Task,
+    recipe: Recipe,
+    texts: Mapping[str, Tokens],
+    before: Mapping[str, SoftPrefix],
+) -> dict[str, Float[Tensor, "two layer kv_head slot d_head"]] | None:
+    """First keys and values by attribute; None where the parameterisation draws its own."""
+    if recipe.start == "set":
+        return {name: torch.stack([prefix.keys, prefix.values]).float() for name, prefix in before.items()}
+    if recipe.start not in ("text", "hard"):
+        return None
+    read = {name: tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in texts}
+    if recipe.start == "text":
+        read = {name: [token for text in found[: recipe.slots] for token in text] for name, found in texts.items()}
+    return {name: read_start(network, start, ids, recipe.slots, recipe.shifted).float() for name, ids in read.items()}
+
+
+def _run(job: Job, label: str) -> None:
+    every = 0.5 if sys.stderr.isatty() else 30.0
+    with tqdm(total=job.total, unit="step", desc=label, mininterval=every, dynamic_ncols=True) as bar:
+        job.run(bar)
+
+
+def _announcement(jobs: Sequence[Job], recipe: Recipe) -> str:
     """What is about to be trained and how long it takes, from one forward and backward pass that changes nothing."""
-    behind = len(job.attributes) if job.recipe.objective == "contrastive" else 1
-    total = behind * job.recipe.epochs * sum(len(text) for each in texts for text in each)
-    batch = list(range(min(job.recipe.batch, len(job.train.texts))))
+    job = jobs[0]
+    behind = len(job.attributes) if recipe.objective == "contrastive" else 1
+    texts = [text for each in jobs for text in each.train.texts]
+    tokens = sum(map(len, texts)) * recipe.epochs
+    shared = round(tokens * recipe.shared / len(texts))
     began = perf_counter()
-    loss, n_read = job.loss(job.parameters(), job.train, batch, 0)
+    loss, n_read = job.loss(job.parameters(), job.train, range(min(recipe.batch, len(job.train.texts))), 0)
     loss.backward()
     job.optimizer.zero_grad()
     rate = n_read / (perf_counter() - began)
+    total = behind * tokens + shared
     return (
-        f"{len(texts)} prefixes of {job.recipe.slots} slots ({job.recipe.objective}, {job.recipe.parameterisation}): "
-        f"{sum(map(len, texts))} pieces of text, {n_jobs * job.total} steps, {total} tokens at most, about "
-        f"{total / rate / 60:.0f} min at {rate:.0f} tokens/s; kill and repeat the command to go on later"
+        f"{sum(len(each.attributes) for each in jobs)} prefixes of {recipe.slots} slots ({recipe.objective}, "
+        f"{recipe.parameterisation}): {len(texts)} pieces of text, {sum(each.total for each in jobs)} steps, {total} tokens at "
+        f"most, about {total / rate / 60:.0f} min at {rate:.0f} tokens/s; kill and repeat the command to go on later"
     )
 
 
