@@ -58,6 +58,10 @@ class PrefixError(Lapa2Error):
     """A soft prefix cannot be read, or belongs to another model."""
 
 
+class ScoringError(Lapa2Error):
+    """Texts cannot be scored: a scorer is unknown, its server or key is missing, or the texts are not there."""
+
+
 class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 

@@ -1,0 +1,180 @@
+"""Scorers: texts -> numbers, one row per text, under a name and a version that every table prints.
+
+A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason. `run_scorer` feeds it in batches, asks only
+for what the cache on disk does not know, and keeps what was scored when it fails half-way.
+
+    scorer = Perplexity(model)
+    table = run_scorer(scorer, items, Cache(folder))     # one row per item: the scorer's columns, and `skipped`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from lapa2_interp.errors import ScoringError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Item:
+    """A text and what a scorer may have to know beside it; empty where it is not known.
+
+    Attributes:
+        text: As it is scored.
+        prompt: What it continues.
+        attribute: What it was steered towards.
+    """
+
+    text: str
+    prompt: str = ""
+    attribute: str = ""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Why a text has no number.
+
+    Attributes:
+        reason: The same words for the same cause: tables count them.
+        final: Asking again cannot help (the text is too short); such answers are cached like numbers.
+    """
+
+    reason: str
+    final: bool = True
+
+
+Score = tuple[float, ...] | Skipped
+
+
+class Scorer(ABC):
+    """What a scorer states.
+
+    Attributes:
+        name: accuracy, perplexity, toxicity, judge, ...
+        version: What else decides its numbers: model and weights, service, prompt. Numbers of two versions never share a table.
+        columns: Names of its numbers.
+        needs: Fields of an item that enter the score besides the text.
+        batch_size: Items given at once.
+    """
+
+    name: str
+    version: str
+    columns: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    batch_size: int = 32
+
+    @abstractmethod
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        """One score per item, in order.
+
+        Raises:
+            ScoringError: Nothing more can be scored now: no key, no server, a quota that is used up.
+        """
+
+    def key(self, item: Item) -> str:
+        """What the cache knows an item's score by: a hash of scorer, version and everything that enters the score."""
+        parts = [self.name, self.version, item.text, *(str(getattr(item, field)) for field in self.needs)]
+        return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class ScoringStoppedError(ScoringError):
+    """A scorer stopped half-way; what it had scored is in the cache, and the same command asks only for the rest."""
+
+
+class Cache:
+    """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
+
+    Args:
+        folder: Made when missing; None keeps scores in memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        if folder is None:
+            self._open = sqlite3.connect(":memory:")
+        else:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._open = sqlite3.connect(folder / "scores.sqlite", timeout=60)
+            except (OSError, sqlite3.Error) as error:
+                raise ScoringError(f"cannot keep scores in {folder}: {error}; give another --cache") from error
+        try:
+            self._open.execute("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        except sqlite3.Error as error:
+            raise ScoringError(f"{folder}/scores.sqlite is damaged ({error}); delete it and score again") from error
+
+    def get(self, keys: Sequence[str]) -> dict[str, Score]:
+        """The known ones among these."""
+        found: dict[str, Score] = {}
+        with closing(self._open.cursor()) as cursor:
+            for part in _parts(list(dict.fromkeys(keys)), 500):
+                marks = ",".join("?" * len(part))
+                cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
+                for key, value in cursor:
+                    stored = json.loads(value)
+                    found[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
+        return found
+
+    def put(self, scores: Iterable[tuple[str, Score]]) -> None:
+        """Keep scores; reasons that are not final are left out."""
+        rows = [
+            (key, json.dumps(score.reason if isinstance(score, Skipped) else score))
+            for key, score in scores
+            if not (isinstance(score, Skipped) and not score.final)
+        ]
+        with self._open:
+            self._open.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
+
+
+def _parts(values: Sequence, size: int) -> Iterator[Sequence]:
+    for first in range(0, len(values), size):
+        yield values[first : first + size]
+
+
+def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None) -> pd.DataFrame:
+    """Score items, each distinct one once.
+
+    Returns:
+        One row per item, in order: the scorer's columns (NaN where skipped) and `skipped` (the reason, or "").
+
+    Raises:
+        ScoringStoppedError: The scorer stopped half-way; the message says how much is kept and why.
+    """
+    import pandas as pd
+
+    cache = cache or Cache(None)
+    keys = [scorer.key(item) for item in items]
+    known = cache.get(keys)
+    waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
+    # Texts of similar length together: models pad a batch to its longest.
+    order = sorted(waiting, key=lambda key: len(waiting[key].text))
+    every = 0.2 if sys.stderr.isatty() else 10.0
+    with tqdm(total=len(order), unit="text", desc=scorer.name, delay=2, mininterval=every, dynamic_ncols=True) as bar:
+        for part in _parts(order, scorer.batch_size):
+            try:
+                found = scorer.score([waiting[key] for key in part])
+            except ScoringError as error:
+                done = len(items) - sum(key not in known for key in keys)
+                raise ScoringStoppedError(
+                    f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept: {error}"
+                ) from error
+            scores = list(zip(part, found, strict=True))
+            cache.put(scores)
+            known.update(scores)
+            bar.update(len(part))
+    nothing = (float("nan"),) * len(scorer.columns)
+    rows = [known[key] for key in keys]
+    table = pd.DataFrame([nothing if isinstance(row, Skipped) else row for row in rows], columns=list(scorer.columns))
+    return table.assign(skipped=[row.reason if isinstance(row, Skipped) else "" for row in rows])
