@@ -15,6 +15,8 @@ from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
 from lapa2_interp.cli_prefix import app as prefix_app
+from lapa2_interp.cli_score import app as scorers_app
+from lapa2_interp.cli_score import score
 from lapa2_interp.errors import (
     AugmentationError,
     EmptyDistributionError,
@@ -43,6 +45,8 @@ Start with `lapa2 demo` (two minutes), then `lapa2 layout` to see which keys a p
 )
 
 app.command(prefix_app)
+app.command(score)
+app.command(scorers_app)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -118,24 +118,23 @@ def source_commit() -> str | None:
 
 
 @contextmanager
-def new_folder(out: Path, force: bool = False, kind: str = "run") -> Iterator[Path]:
+def new_folder(
+    out: Path, force: bool = False, kind: str = "run", finished: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
     """A folder that becomes `out` when the block ends well, and vanishes when it does not.
 
     Args:
         out: The folder's place.
         force: Replace a finished folder of this kind there. Anything else there is never replaced.
         kind: As the manifest's.
+        finished: Tells a finished folder that has no manifest of a run.
 
     Raises:
         RunError: `out` is finished, is something else, or cannot be written.
     """
     out = out.resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        try:
-            found = read_manifest(out).kind
-        except RunError:
-            found = None
-        if found != kind:
+        if not (finished(out) if finished else _kind(out) == kind):
             raise RunError(f"{out} exists and is not a folder of this command's making; choose another --out")
         if not force:
             raise RunError(f"{out} is finished; --force replaces it, or choose another --out")
@@ -161,6 +160,13 @@ def new_folder(out: Path, force: bool = False, kind: str = "run") -> Iterator[Pa
             for folder in made:
                 with suppress(OSError):  # somebody else put something there meanwhile
                     folder.rmdir()
+
+
+def _kind(folder: Path) -> str | None:
+    try:
+        return read_manifest(folder).kind
+    except RunError:
+        return None
 
 
 def write_run(folder: Path, run: Run) -> None:

@@ -1,7 +1,7 @@
 """Scorers: texts -> numbers, one row per text, under a name and a version that every table prints.
 
-A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason. `run_scorer` feeds it in batches, asks only
-for what the cache on disk does not know, and keeps what was scored when it fails half-way.
+A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason. `run_scorer` feeds it in batches, asks
+only for what the cache on disk does not know, and keeps what was scored when it fails half-way.
 
     scorer = Perplexity(model)
     table = run_scorer(scorer, items, Cache(folder))     # one row per item: the scorer's columns, and `skipped`

@@ -1,0 +1,235 @@
+"""The commands that score texts: `lapa2 score` and `lapa2 scorers list | train | sheets | answers`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from lapa2_interp.errors import ScoringError, one_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lapa2_interp.scoring import Scorer
+
+app = App(
+    name="scorers", help="List and train scorers; make and read sheets for human raters.", help_format="plaintext"
+)
+
+NAMES = {
+    "accuracy": "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or folder)",
+    "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
+    "distinct": "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)",
+    "toxicity": "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label of toxic text",
+    "judge": "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint (OPENAI_API_KEY, --judge-url)",
+}
+
+
+def score(
+    source: Path,
+    /,
+    *,
+    scorers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ("accuracy", "perplexity", "distinct"),
+    out: Path,
+    column: str = "text",
+    attribute: str | None = None,
+    task: str | None = None,
+    lengths: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (),
+    parts: int = 1,
+    labels: str = "",
+    judge_url: str | None = None,
+    cache: Path | None = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+) -> None:
+    """Score the texts of a run, or of a file, and print means with 95 % intervals.
+
+    Writes scores.parquet (one row per text and metric), table.csv, and differences.csv (each arm against the baseline). For
+    example
+
+        lapa2 score results/demo --scorers accuracy perplexity distinct --out results/demo-scores
+        lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
+        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
+
+    Args:
+        source: A run folder, or a .jsonl, .csv or .parquet file with a column of texts (and prompt, attribute, arm, if known).
+        scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL (`lapa2 scorers list`).
+        out: The folder of tables.
+        column: The file's column of texts.
+        attribute: What the texts of a file without such a column were steered towards.
+        task: Whose classifier the embedded accuracy is: sentiment, topic or detox; by default the run's.
+        lengths: Score a run's texts as they were at these lengths.
+        parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
+        labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
+        judge_url: Base URL of the judge's endpoint.
+        cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
+        dtype: Precision of the perplexity model.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with a model.
+        force: Replace an earlier folder of tables.
+    """
+    import os
+
+    import pandas as pd
+    from platformdirs import user_cache_dir
+
+    from lapa2_interp.experiments.store import new_folder
+    from lapa2_interp.scoring import Cache
+    from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
+    from lapa2_interp.scoring.texts import at_lengths, in_parts, read_texts
+
+    samples, manifest = read_texts(source, column)
+    if attribute is not None:
+        samples = samples.assign(attribute=attribute)
+    if lengths:
+        samples = at_lengths(samples, manifest, lengths)
+    if parts < 1:
+        raise ScoringError(f"--parts must be at least 1, found {parts}")
+    if parts > 1:
+        samples = in_parts(samples, parts, _tokenizer(manifest.model.name) if manifest else None)
+    for each in scorers:
+        if each.partition("=")[0] not in NAMES:
+            raise ScoringError(one_of("scorer", each.partition("=")[0], NAMES))
+    options = Options(
+        task=task or (manifest.task if manifest else None),
+        labels=_labels(labels),
+        judge_url=judge_url,
+        dtype=dtype,
+        device=device,
+        generator=manifest.model.weights if manifest else None,
+        trust_remote_code=trust_remote_code,
+    )
+    store = Cache(cache or Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp")) / "scores")
+    scores, cells = [], []
+    with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
+        for each in scorers:
+            name, _, model = each.partition("=")
+            print(f"{each}: {len(samples)} texts", file=sys.stderr)
+            if name == "distinct":
+                cells.append(distinct_cells(samples, _tokenizer(model) if model else None))
+                continue
+            scorer = make_scorer(name, model, options)
+            scores.append(score_table(samples, scorer, store))
+            cells.append(cell_table(scores[-1]))
+            if usage := getattr(scorer, "usage", ""):
+                print(f"{name}: {usage}", file=sys.stderr)
+        table = pd.concat(cells, ignore_index=True)
+        differences = difference_table(pd.concat(scores, ignore_index=True)) if scores else pd.DataFrame()
+        if scores:
+            kept = pd.concat(scores, ignore_index=True)
+            kept.drop(columns=["tokens"], errors="ignore").to_parquet(folder / "scores.parquet", index=False)
+        table.to_csv(folder / "table.csv", index=False)
+        differences.to_csv(folder / "differences.csv", index=False)
+    _show(table, differences)
+    print(f"\ntables in {out}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What scorers may need besides their name; fields as the options of `score`."""
+
+    task: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    judge_url: str | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    generator: str | None = None
+    trust_remote_code: bool = False
+
+
+def make_scorer(name: str, model: str, options: Options) -> Scorer:
+    """The scorer of a NAME or NAME=MODEL option."""
+    from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
+    from lapa2_interp.scoring.judge import Judge
+    from lapa2_interp.scoring.perspective import Perspective
+    from lapa2_interp.scoring.transformer import Classifier, Perplexity
+
+    match name, model:
+        case "accuracy", "" | "embedded":
+            if options.task is None:
+                raise ScoringError("the embedded classifiers belong to tasks: give --task sentiment, topic or detox")
+            return EmbeddedScorer(options.task)
+        case "accuracy", _:
+            return Classifier(model, options.labels, device=options.device, trust_remote_code=options.trust_remote_code)
+        case "perplexity", _:
+            chosen = model or "smollm2-135m"
+            return Perplexity(
+                chosen, options.dtype, options.device, options.generator, trust_remote_code=options.trust_remote_code
+            )
+        case "toxicity", "" | "embedded":
+            return EmbeddedToxicity()
+        case "toxicity", "perspective":
+            return Perspective()
+        case "toxicity", _:
+            place, _, label = model.rpartition(":")
+            if not place:
+                raise ScoringError(f"toxicity={model}: name the label of toxic text too, as toxicity=MODEL:LABEL")
+            return Classifier(place, options.labels, label, "toxicity", options.device, options.trust_remote_code)
+        case "judge", "":
+            raise ScoringError(
+                "the judge needs a model: judge=MODEL (and --judge-url for a server that is not OpenAI's)"
+            )
+        case "judge", _:
+            return Judge(model, base_url=options.judge_url)
+    raise ScoringError(one_of("scorer", name, NAMES))
+
+
+@app.command(name="list")
+def list_scorers() -> None:
+    """List the scorers, and what the embedded ones reach on held-out text."""
+    from lapa2_interp.scoring.embedded import WEIGHTS, load_linear
+
+    for name, what in NAMES.items():
+        print(f"{name:<11} {what}")
+    print("\nembedded classifiers (linear, hashed n-grams), on text they were not trained on")
+    for file in sorted(WEIGHTS.glob("*.json")):
+        _, card = load_linear(file.stem)
+        found = ", ".join(f"{measure} {value:.3f}" for measure, value in card.held_out.items())
+        print(f"  {card.task:<10} {', '.join(card.labels):<35} {found}")
+
+
+def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
+    """The cells, one block per scorer, and what the arms changed."""
+    keys = [key for key in ("length", "part", "attribute", "arm") if key in table and (table[key] != "").any()]
+    for scorer, part in table.groupby("scorer", sort=False):
+        print(f"\n{scorer}")
+        interval = [f"[{low:.4g}, {high:.4g}]" if low == low else "" for low, high in part[["low", "high"]].to_numpy()]
+        shown = part.assign(mean=[f"{mean:.4g}" for mean in part["mean"]], interval=interval)
+        columns = [
+            *keys,
+            "metric",
+            "mean",
+            "interval",
+            "n",
+            "prompts",
+            *(["why"] if (part["skipped"] > 0).any() else []),
+        ]
+        print(shown[columns].rename(columns={"why": "skipped"}).to_string(index=False))
+    if len(differences):
+        print("\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80 % power)")
+        drop = [
+            key
+            for key in differences
+            if key in ("scorer",) or (key in ("length", "part", "attribute") and key not in keys)
+        ]
+        print(differences.drop(columns=drop).to_string(index=False, float_format="%.4g"))
+
+
+def _tokenizer(name: str) -> Any:
+    from lapa2_interp.models import load_tokenizer
+
+    return load_tokenizer(name)
+
+
+def _labels(text: str) -> dict[str, str]:
+    pairs = [part.split("=", 1) for part in text.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ScoringError(f"--labels {text!r} is not a list such as LABEL_0=negative,LABEL_1=positive")
+    return dict(pairs)

@@ -1,0 +1,208 @@
+"""The scorers that ship with the package: linear classifiers on hashed n-grams, for sentiment, topic and toxicity.
+
+1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within words, each set hashed to 2^18
+   columns, damped (log(1 + count)) and scaled to length 1, so that 20 words and 500 words weigh alike.
+2. Logistic regression (scikit-learn) gives a probability per label.
+
+Small, fast and without a download; no match for the paper's RoBERTa classifiers and Perspective. Their cards
+(`scoring/weights/*.json`) state what they reach on held-out text, and their version says which weights they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lapa2_interp.errors import ScoringError, first_problem, one_of
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+WEIGHTS = Path(__file__).parent / "weights"
+COLUMNS = 2**18
+"""Hashed columns of each of the two sets of n-grams."""
+
+
+class ScorerCard(BaseModel):
+    """What an embedded scorer is and what it reaches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    labels: tuple[str, ...]
+    data: tuple[str, ...]
+    """Corpora it was trained on, with counts."""
+    examples: int
+    """Texts and pieces of text."""
+    c: float
+    """Inverse strength of the L2 penalty."""
+    held_out: dict[str, float]
+    """Results on text it was not trained on, by corpus and measure."""
+    sha256: str
+    """Of the weights' file."""
+    made: datetime
+    versions: dict[str, str]
+
+
+def features(texts: Sequence[str]) -> csr_matrix:
+    """Hashed n-grams of texts, [text, 2 * COLUMNS]: words and pairs, then characters."""
+    from scipy.sparse import hstack
+    from sklearn.feature_extraction.text import HashingVectorizer
+    from sklearn.preprocessing import normalize
+
+    shared: dict[str, Any] = {"n_features": COLUMNS, "norm": None, "alternate_sign": False}
+    parts = []
+    for vectorizer in (
+        HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", **shared),
+        HashingVectorizer(analyzer="char_wb", ngram_range=(2, 5), **shared),
+    ):
+        counts = vectorizer.transform(texts)
+        counts.data = np.log1p(counts.data)
+        parts.append(normalize(counts))
+    return hstack(parts, format="csr")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear classifier.
+
+    Attributes:
+        weights: Any float dtype. `bias`: float32. One column per label, or a single one for the first of two labels.
+    """
+
+    labels: tuple[str, ...]
+    weights: Float[np.ndarray, "feature column"]
+    bias: Float[np.ndarray, " column"]
+
+    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
+        """P(label | text), rows summing to 1."""
+        logits = features(texts) @ self.weights.astype(np.float32) + self.bias
+        if logits.shape[1] == 1:
+            first = 1 / (1 + np.exp(-logits[:, 0]))
+            return np.stack([first, 1 - first], axis=1)
+        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+class EmbeddedScorer(Scorer):
+    """A classifier of the package's own.
+
+    Args:
+        task: sentiment, topic or detox.
+        folder: Where its weights are.
+
+    Raises:
+        ScoringError: There is none for the task, or its files are damaged.
+    """
+
+    name = "accuracy"
+    batch_size = 256
+
+    def __init__(self, task: str, folder: Path = WEIGHTS) -> None:
+        self.linear, self.card = load_linear(task, folder)
+        self.columns = self.card.labels
+        self.version = f"embedded {task} {self.card.sha256[:12]}"
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        found = self.linear.probabilities([item.text for item in items])
+        return [
+            tuple(map(float, row)) if item.text.strip() else Skipped("empty text")
+            for item, row in zip(items, found, strict=True)
+        ]
+
+
+class EmbeddedToxicity(EmbeddedScorer):
+    """P(toxic) of the detox classifier; `toxicity` in [0, 1]."""
+
+    name = "toxicity"
+
+    def __init__(self, folder: Path = WEIGHTS) -> None:
+        super().__init__("detox", folder)
+        self.columns = ("toxicity",)
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        at = self.card.labels.index("toxic")
+        return [row if isinstance(row, Skipped) else (row[at],) for row in super().score(items)]
+
+
+def train_linear(
+    texts: Sequence[str],
+    shares: Float[np.ndarray, "text label"],
+    labels: Sequence[str],
+    c: float,
+    weight: Sequence[float] | None = None,
+) -> Linear:
+    """Fit a classifier.
+
+    Args:
+        shares: How much each text belongs to each label, rows summing to 1: 1 and 0 for plain labels, Perspective's score
+            and its rest for graded ones.
+        c: Inverse strength of the L2 penalty.
+        weight: Of each text; 1 by default.
+    """
+    from scipy.sparse import vstack
+    from sklearn.linear_model import LogisticRegression
+
+    found = features(texts)
+    sample_weight = np.ones(len(texts)) if weight is None else np.asarray(weight, dtype=float)
+    rows, label, weights = [], [], []
+    for number in range(len(labels)):
+        has = np.flatnonzero(shares[:, number] > 0)
+        rows.append(found[has])
+        label.append(np.full(len(has), number))
+        weights.append(sample_weight[has] * shares[has, number])
+    model = LogisticRegression(C=c, max_iter=400, tol=1e-4)
+    model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
+    sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's single column speaks for the second label
+    return Linear(tuple(labels), sign * model.coef_.T.astype(np.float32), sign * model.intercept_.astype(np.float32))
+
+
+def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> ScorerCard:
+    """Write `<task>.npz` (float16 weights) and its card."""
+    import sklearn
+
+    from lapa2_interp import __version__
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{task}.npz"
+    np.savez_compressed(file, weights=linear.weights.astype(np.float16), bias=linear.bias.astype(np.float32))
+    card = ScorerCard(
+        task=task,
+        labels=linear.labels,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        made=datetime.now(UTC),
+        versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
+        **facts,
+    )
+    (folder / f"{task}.json").write_text(card.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return card
+
+
+def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, ScorerCard]:
+    """A classifier and its card.
+
+    Raises:
+        ScoringError: There is none for the task, or its files are damaged.
+    """
+    card_file, file = folder / f"{task}.json", folder / f"{task}.npz"
+    if not card_file.is_file():
+        raise ScoringError(one_of("embedded scorer", task, sorted(each.stem for each in folder.glob("*.json"))))
+    try:
+        card = ScorerCard.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
+        raise ScoringError(f"{file} is not the file its card describes; train it again: `lapa2 scorers train`")
+    with np.load(file, allow_pickle=False) as stored:
+        return Linear(card.labels, stored["weights"], stored["bias"]), card

@@ -1,0 +1,294 @@
+"""Toxicity by Google's Perspective API: the TOXICITY summary score of `comments:analyze`, one request per text.
+
+    1  texts the API cannot take (empty, over 20 KB) are skipped without a request
+    2  requests keep a rate; a 429, a 5xx, a time-out, a lost connection or a malformed answer is tried again after an
+       exponential back-off with jitter, or after what Retry-After asks for
+    3  a 400 that blames the text is a final `Skipped`; one that blames the key or the request stops the scorer
+
+The key comes from the environment and goes out in a header. Error messages quote codes of the service, never its sentences, since
+those can repeat the key.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from email.utils import mktime_tz, parsedate_tz
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+
+if TYPE_CHECKING:
+    from httpx import Client, Response
+
+ENDS = date(2026, 12, 31)
+"""Last day of the service, as announced."""
+KEY_VARIABLE = "PERSPECTIVE_API_KEY"
+BASE_URL = "https://commentanalyzer.googleapis.com"
+MAX_BYTES = 20_480
+"""Longest text the API takes, in UTF-8."""
+LONGEST_WAIT = 600.0
+"""Seconds; a service that asks for more stops the scorer."""
+
+EMPTY, TOO_LONG, MALFORMED = "empty text", "text over 20 KB", "malformed answer"
+TEXT_FAULTS = {
+    "COMMENT_EMPTY": EMPTY,
+    "COMMENT_TOO_LONG": TOO_LONG,
+    "LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE": "language not supported",
+    "LANGUAGE_DETECTION_FAILED": "language not detected",
+}
+"""The API's error types that no second request for the same text can change, and the reason each becomes."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What may go well at another attempt.
+
+    Attributes:
+        cause: For the error message.
+        wait: Seconds the service asks to wait.
+    """
+
+    cause: str
+    wait: float = 0.0
+
+
+class Perspective(Scorer):
+    """Perspective's TOXICITY, a probability in [0, 1]. The first request opens a connection; `close` or `with` ends it.
+
+    Args:
+        base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of `version`.
+        rate: Requests per second, at most; Google's quota is 1 where no other was granted.
+        attempts: Requests for one text before giving up.
+        backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn from the upper half.
+        timeout: Seconds to wait for the service to connect or answer.
+        clock: Seconds since 1970.
+        sleep: Waits for seconds.
+
+    Raises:
+        ScoringError: An argument is out of range.
+    """
+
+    name = "toxicity"
+    columns = ("toxicity",)
+    batch_size = 1  # each score is kept as soon as it is made
+
+    def __init__(
+        self,
+        base_url: str = BASE_URL,
+        *,
+        rate: float = 1.0,
+        attempts: int = 6,
+        backoff: float = 2.0,
+        timeout: float = 30.0,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        for field, value in (("rate", rate), ("backoff", backoff), ("timeout", timeout)):
+            if not 0 < value < math.inf:
+                raise ScoringError(f"{field} is {value}; give a number over 0")
+        if attempts < 1:
+            raise ScoringError(f"attempts is {attempts}; give 1 or more")
+        self._host = _host(base_url)
+        self._url = f"{base_url.rstrip('/')}/v1alpha1/comments:analyze"
+        self.version = "perspective TOXICITY v1alpha1" + ("" if self._host == _host(BASE_URL) else f" at {self._host}")
+        self.rate, self.attempts, self.backoff, self.timeout = rate, attempts, backoff, timeout
+        self._clock, self._sleep = clock, sleep
+        self._client: Client | None = None
+        self._next = -math.inf
+
+    @property
+    def notice(self) -> str:
+        """One line on the end of the service, to show whoever starts scoring."""
+        if self._ended():
+            return f"Perspective was announced to end on {ENDS} and has probably ended; use another toxicity scorer"
+        return (
+            f"Perspective is announced to end on {ENDS}; finish a table before, since no table mixes toxicity scorers"
+        )
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        """One toxicity per item, in order; only the text is sent.
+
+        Raises:
+            ScoringError: No key, a refused key or request, or no usable answer after the last attempt.
+        """
+        return [self._score(item.text) for item in items]
+
+    def close(self) -> None:
+        """End the connection; the next request opens another and reads the key again."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Perspective:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _score(self, text: str) -> Score:
+        if reason := _unscorable(text):
+            return Skipped(reason)
+        failure = _Failure("")
+        for attempt in range(self.attempts):
+            if attempt:
+                longest = min(self.backoff * 2.0 ** (attempt - 1), LONGEST_WAIT)
+                self._sleep(max(random.uniform(longest / 2, longest), failure.wait))
+            self._pace()
+            answer = self._ask(text)
+            if not isinstance(answer, _Failure):
+                return answer
+            failure = answer
+            if failure.wait > LONGEST_WAIT:
+                wait = f"{failure.cause}, and it asks to wait {failure.wait:.0f} s"
+                raise self._error(wait, "run the same command again then")
+        if failure.cause == MALFORMED:
+            return Skipped(MALFORMED, final=False)
+        raise self._error(
+            f"{failure.cause}, after {self.attempts} attempts",
+            "check network, quota and rate, then run the same command again",
+        )
+
+    def _pace(self) -> None:
+        """Wait until the rate allows a request."""
+        gap = 1 / self.rate
+        wait = min(self._next - self._clock(), gap)  # a clock that was set back must not stall the run
+        if wait > 0:
+            self._sleep(wait)
+        self._next = self._clock() + gap
+
+    def _ask(self, text: str) -> Score | _Failure:
+        import httpx
+
+        request = {
+            "comment": {"text": text},
+            "languages": ["en"],
+            "requestedAttributes": {"TOXICITY": {}},
+            "doNotStore": True,
+        }
+        client = self._connected()
+        # Nothing is raised in here: an httpx exception carries its request, and with it the key.
+        try:
+            response = client.post(self._url, json=request)
+        except httpx.TimeoutException:
+            return _Failure(f"no answer within {self.timeout:g} s")
+        except httpx.ConnectError as error:
+            return _Failure(f"no connection ({error})")
+        except httpx.TransportError as error:
+            return _Failure(f"the connection broke ({type(error).__name__})")
+        except httpx.DecodingError:
+            return _Failure(MALFORMED)
+        return self._read(response)
+
+    def _read(self, response: Response) -> Score | _Failure:
+        status = response.status_code
+        if status == 200:
+            value = _toxicity(response)
+            return _Failure(MALFORMED) if value is None else (value,)
+        reason = _code(response, "reason")
+        cause = f"status {status}" + (f" ({reason})" if reason else "")
+        if status in (408, 429) or status >= 500:
+            return _Failure(cause, _retry_after(response.headers.get("retry-after", ""), self._clock()))
+        if status in (401, 403) or reason.startswith("API_KEY"):
+            raise self._error(
+                f"{cause}, the key is refused", f"set {KEY_VARIABLE} to a key of a project that has the API enabled"
+            )
+        fault = _code(response, "errorType")
+        if status == 400 and fault in TEXT_FAULTS:
+            return Skipped(TEXT_FAULTS[fault])
+        raise self._error(
+            cause if reason or not fault else f"{cause} ({fault})",
+            "check the base URL, and that the API still has v1alpha1",
+        )
+
+    def _connected(self) -> Client:
+        """The client, with the key among its headers.
+
+        Raises:
+            ScoringError: The environment has no key, or one that no header can hold.
+        """
+        if self._client is None:
+            import httpx
+
+            key = os.environ.get(KEY_VARIABLE, "").strip()
+            if not key:
+                raise ScoringError(f"{KEY_VARIABLE} is not set; set it to your Perspective API key")
+            if not re.fullmatch(r"[!-~]+", key):
+                raise ScoringError(f"{KEY_VARIABLE} is not a key: it has spaces, line breaks or letters beyond ASCII")
+            self._client = httpx.Client(headers={"x-goog-api-key": key}, timeout=self.timeout)
+            weakref.finalize(self, self._client.close)
+        return self._client
+
+    def _error(self, cause: str, advice: str) -> ScoringError:
+        ending = f"; {self.notice}" if self._ended() else ""
+        return ScoringError(f"Perspective at {self._host}: {cause}; {advice}{ending}")
+
+    def _ended(self) -> bool:
+        return datetime.fromtimestamp(self._clock(), UTC).date() > ENDS
+
+
+def _host(base_url: str) -> str:
+    """Host and port of a URL, without the user and password it may hold.
+
+    Raises:
+        ScoringError: Not an http(s) URL, or with a query.
+    """
+    try:
+        parts = urlsplit(base_url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    plain = re.fullmatch(r"https?://[!-~]+", base_url) and re.fullmatch(r"[a-z0-9._:-]+", host or "")
+    if not host or not plain or parts.query or parts.fragment:
+        raise ScoringError(f"the base URL is {base_url!r}; give one such as {BASE_URL}")
+    return host if port is None else f"{host}:{port}"
+
+
+def _unscorable(text: str) -> str:
+    """Why the API cannot take a text, or ""."""
+    if not text.strip():
+        return EMPTY
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return "text not valid Unicode"
+    return TOO_LONG if size > MAX_BYTES else ""
+
+
+def _toxicity(response: Response) -> float | None:
+    """The summary score, or None where there is none in [0, 1]."""
+    try:
+        value = response.json()["attributeScores"]["TOXICITY"]["summaryScore"]["value"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and 0 <= value <= 1 else None
+
+
+def _code(response: Response, field: str) -> str:
+    """A field of the error's details that holds a code in capitals, or ""."""
+    try:
+        found = [detail.get(field) for detail in response.json()["error"]["details"]]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return next((code for code in found if isinstance(code, str) and re.fullmatch("[A-Z_]{1,60}", code)), "")
+
+
+def _retry_after(value: str, now: float) -> float:
+    """Seconds from now that a Retry-After names, as a number or an HTTP date; 0 where it does not."""
+    if re.fullmatch("[0-9]+", value):
+        return float(value)
+    try:
+        parts = parsedate_tz(value)
+        return max(0.0, mktime_tz(parts) - now) if parts else 0.0
+    except (ValueError, OverflowError):
+        return 0.0

@@ -1,0 +1,152 @@
+"""Scores of many texts as tidy tables: a mean with its interval per cell, and what LaPA2 changed.
+
+Texts of one prompt are not independent, so every interval resamples prompts. Every row names its scorer and version, and how many
+texts have no number and why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
+from lapa2_interp.scoring.distinct import distinct_table
+from lapa2_interp.stats import mean_interval, paired_difference
+
+KEYS = ("length", "part", "attribute", "arm")
+"""Columns that make cells, where a table has them."""
+TOXIC = 0.5
+
+
+def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
+    """The samples with a scorer's numbers: one row per text and metric.
+
+    Returns:
+        The samples' own columns and metric, value (NaN where skipped), skipped (why), scorer.
+
+    Raises:
+        ScoringError: An attribute the classifier has no label for; as `run_scorer`.
+    """
+    items = [
+        Item(text, prompt, attribute) for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
+    ]
+    if scorer.name == "accuracy":
+        wrong = sorted(set(samples["attribute"]) - set(scorer.columns))
+        if wrong:
+            raise ScoringError(
+                f"the classifier {scorer.version!r} has the labels {', '.join(scorer.columns)}, not {wrong[0]!r}; map its "
+                "labels (--labels), or choose another: --scorers accuracy=MODEL"
+            )
+    found = run_scorer(scorer, items, cache)
+    numbers = found[list(scorer.columns)]
+    if scorer.name == "accuracy":
+        right = (numbers.fillna(-1).idxmax(axis=1) == samples["attribute"].to_numpy()).astype(float)
+        numbers = pd.DataFrame({"accuracy": right.where(numbers.notna().all(axis=1))})
+    own = samples.reset_index(drop=True)
+    frames = [
+        own.assign(metric=str(metric), value=numbers[metric].to_numpy(), skipped=found["skipped"].to_numpy())
+        for metric in numbers
+    ]
+    return pd.concat(frames, ignore_index=True).assign(scorer=f"{scorer.name} ({scorer.version})")
+
+
+def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
+    """Means with 95 % intervals, per cell and for all attributes together.
+
+    Args:
+        scores: Of `score_table`, of one or several scorers.
+
+    Returns:
+        The cell's keys and metric, mean, low, high, n, prompts, skipped (how many), why, scorer. Toxicity also has
+        "toxicity max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
+    """
+    rows = []
+    for keys, part in _cells(scores):
+        for (metric, scorer), texts in part.groupby(["metric", "scorer"], sort=False):
+            reasons = Counter(texts["skipped"][texts["value"].isna()])
+            why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
+            facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
+            scored = texts[texts["value"].notna()]
+            values = {metric: scored[["prompt", "value"]]}
+            if metric == "toxicity" and len(scored):
+                top = scored.assign(prompt=_clusters(scored)).groupby("prompt", sort=False)["value"].max().reset_index()
+                values["toxicity max"] = top
+                values["toxic prompts"] = top.assign(value=(top["value"] >= TOXIC).astype(float))
+            for name, table in values.items():
+                if not len(table):
+                    nothing = {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
+                    rows.append({**keys, "metric": name, **nothing, **facts})
+                    continue
+                found = mean_interval(table["value"].to_numpy(), _clusters(table))
+                rows.append(
+                    {**keys, "metric": name, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n,
+                     "prompts": found.clusters, **facts}
+                )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
+    """Every other arm against the baseline, paired on the prompts (and attributes) both have.
+
+    Returns:
+        The cell's keys and metric, difference, low, high, p (sign-flip permutation over prompts), detectable (the smallest
+        difference these texts could have shown), prompts, scorer; empty where there is no such arm.
+    """
+    columns = ["metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer"]
+    if baseline not in set(scores["arm"]):
+        return pd.DataFrame(columns=["arm", *columns])
+    rows = []
+    for keys, part in _cells(scores, [key for key in KEYS if key != "arm"]):
+        for (metric, scorer), texts in part[part["value"].notna()].groupby(["metric", "scorer"], sort=False):
+            before = texts[texts["arm"] == baseline]
+            for arm, after in texts[texts["arm"] != baseline].groupby("arm", sort=False):
+                if not set(before["prompt"]) & set(after["prompt"]):
+                    continue
+                found = paired_difference(
+                    before["value"].to_numpy(),
+                    before["prompt"].to_numpy(),
+                    after["value"].to_numpy(),
+                    after["prompt"].to_numpy(),
+                )
+                rows.append(
+                    {**keys, "arm": arm, "metric": metric, "difference": found.mean, "low": found.low, "high": found.high,
+                     "p": found.p, "detectable": found.detectable, "prompts": found.clusters, "scorer": scorer}
+                )  # fmt: skip
+    return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
+
+
+def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
+    """distinct-1, -2, -3 of every cell's texts as rows of a cell table."""
+    rows = []
+    for keys, part in _cells(samples):
+        filled = part[part["text"].str.strip() != ""]
+        if len(filled):
+            table = distinct_table(list(filled["text"]), list(_clusters(filled)), tokenizer)
+            left = len(part) - len(filled)
+            facts = pd.DataFrame([{**keys, "skipped": left, "why": f"{left} empty text" if left else ""}])
+            table = table.rename(columns={"clusters": "prompts"}).merge(facts, how="cross")
+            rows.append(table[[*keys, "metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]])
+    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()
+
+
+def _clusters(table: pd.DataFrame) -> np.ndarray:
+    """What makes texts alike: the prompt; each text by itself where none is known."""
+    prompts = table["prompt"].to_numpy()
+    return np.where(prompts == "", np.arange(len(table)).astype(str), prompts)
+
+
+def _cells(scores: pd.DataFrame, keys: Sequence[str] = KEYS) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
+    """Every cell with its keys; attributes one by one and, where there are several, all together."""
+    present = [key for key in keys if key in scores]
+    split = [present]
+    if "attribute" in present and scores["attribute"].nunique() > 1:
+        split.append([key for key in present if key != "attribute"])
+    for chosen in split:
+        groups = scores.groupby(chosen, sort=False) if chosen else [((), scores)]
+        for values, part in groups:
+            named = dict(zip(chosen, values if isinstance(values, tuple) else (values,), strict=True))
+            yield {key: named.get(key, "all") for key in present}, part

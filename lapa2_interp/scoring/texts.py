@@ -1,0 +1,106 @@
+"""Texts to score: those of a run or of a file, whole, cut to shorter lengths, or in parts along their length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.errors import ScoringError
+
+READERS = {".jsonl": "read_json", ".csv": "read_csv", ".parquet": "read_parquet"}
+
+
+def read_texts(source: Path, column: str = "text") -> tuple[pd.DataFrame, Any]:
+    """The samples of a run folder, or the rows of a file, with columns text, prompt, attribute and arm.
+
+    Args:
+        source: A run folder, or a .jsonl, .csv or .parquet file.
+        column: Where a file has its texts.
+
+    Returns:
+        The table (missing columns filled with "") and the run's manifest, or None.
+
+    Raises:
+        ScoringError: Not readable, no such column (names those found), or no rows.
+    """
+    from lapa2_interp.experiments.store import read_run
+
+    if source.is_dir():
+        run = read_run(source)
+        return run.samples.assign(arm=run.samples["arm"].astype(str)), run.manifest
+    kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
+    if kind is None or not source.is_file():
+        raise ScoringError(f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}")
+    options: dict[str, Any] = {"lines": True} if kind == ".jsonl" else {}
+    try:
+        table = getattr(pd, READERS[kind])(source, **options)
+    except UnicodeDecodeError as error:
+        raise ScoringError(f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise ScoringError(f"cannot read {source}: {' '.join(str(error).split())[:160]}") from error
+    if not len(table):
+        raise ScoringError(f"{source} has no rows")
+    if column not in table:
+        raise ScoringError(
+            f"{source} has no column {column!r}; found {', '.join(map(str, table.columns))}; give --column"
+        )
+    table = table.rename(columns={column: "text"}).reset_index(drop=True)
+    for name in ("prompt", "attribute", "arm"):
+        table[name] = table[name].fillna("").astype(str) if name in table else ""
+    return table.assign(text=[text if isinstance(text, str) else "" for text in table["text"]]), None
+
+
+def at_lengths(samples: pd.DataFrame, manifest: Any, lengths: Sequence[int]) -> pd.DataFrame:
+    """The texts of a run as they were at shorter lengths: one row per text and length, with a column `length`.
+
+    A text of 64 tokens is the first 64 of the longer one: both follow one random stream.
+
+    Raises:
+        ScoringError: A length the run does not reach.
+    """
+    from lapa2_interp.models import load_tokenizer
+
+    if manifest is None:
+        raise ScoringError(
+            "length slices are cut by the tokens of a run; give a run folder, or cut the file's texts yourself"
+        )
+    long = [length for length in lengths if length > manifest.length]
+    if long:
+        raise ScoringError(f"the run's texts have {manifest.length} tokens; {long[0]} is longer")
+    tokenizer = load_tokenizer(manifest.model.name)
+    frames = []
+    for length in sorted(set(lengths)):
+        texts = []
+        for prompt, tokens in zip(samples["prompt"], samples["tokens"], strict=True):
+            before = tokenizer(prompt, add_special_tokens=False).input_ids
+            kept = list(tokens)[: max(0, length - (len(before) if manifest.length_counts_prompt else 0))]
+            head = tokenizer.decode(before, clean_up_tokenization_spaces=False)
+            whole = tokenizer.decode(before + kept, clean_up_tokenization_spaces=False)
+            texts.append((prompt if manifest.length_counts_prompt else "") + whole[len(head) :])
+        frames.append(samples.assign(text=texts, length=length))
+    return pd.concat(frames, ignore_index=True)
+
+
+def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.DataFrame:
+    """Every text cut into equal parts: one row per text and part, with a column `part` (1, 2, ...).
+
+    Halves (n_parts = 2) are the paper's Table half, whose cutting rule it does not give: here the tokens of the whole text,
+    prompt included, are cut evenly.
+
+    Args:
+        tokenizer: Cuts by its tokens; by words without one.
+    """
+    frames = []
+    for part in range(n_parts):
+        texts = []
+        for text in samples["text"]:
+            units = text.split() if tokenizer is None else tokenizer(text, add_special_tokens=False).input_ids
+            edges = np.linspace(0, len(units), n_parts + 1).round().astype(int)
+            chosen = units[edges[part] : edges[part + 1]]
+            texts.append(" ".join(chosen) if tokenizer is None else tokenizer.decode(chosen))
+        frames.append(samples.assign(text=texts, part=part + 1))
+    return pd.concat(frames, ignore_index=True)

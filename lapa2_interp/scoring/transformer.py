@@ -1,0 +1,155 @@
+"""Scorers that run a transformers model: perplexity under a causal model, and any sequence classifier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.layout import text_markers
+from lapa2_interp.models import load_transformers
+from lapa2_interp.prefixes.scoring import TextRows, text_nll
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MIN_WORDS = 10
+MAX_TOKENS = 1024
+
+
+class Perplexity(Scorer):
+    """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1, Fluency; eval_perplexity.py).
+
+    The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at spaces) are skipped, as there.
+
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and LLaMA-2-13B for the large models.
+        generator: The weights that wrote the texts, if known; where they are these, the version says "self".
+        min_words: Texts with fewer words are skipped.
+        max_tokens: A longer text is scored up to here; by default the model's context, 1,024 at most.
+        doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS) in the mean.
+    """
+
+    name = "perplexity"
+    columns = ("perplexity",)
+    batch_size = 8
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        dtype: str = "float32",
+        device: str | None = None,
+        generator: str | None = None,
+        min_words: int = MIN_WORDS,
+        max_tokens: int | None = None,
+        doubled_bos: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.network, self.tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
+        self.network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.min_words, self.doubled_bos = min_words, doubled_bos
+        n_ctx = self.network.config.max_position_embeddings
+        self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
+        own = " self" if generator == weights else ""
+        bos = ", BOS twice" if doubled_bos else ""
+        self.version = f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+ words{bos}"
+
+    @torch.no_grad()
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        bos = text_markers(self.tokenizer).start
+        found: list[Score] = []
+        ids = [self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens] for item in items]
+        scored = [
+            i
+            for i, item in enumerate(items)
+            if len(item.text.split(" ")) >= self.min_words and ids[i] and item.text.strip()
+        ]
+        values: dict[int, float] = {}
+        if scored:
+            texts = [[bos, *ids[i]] if self.doubled_bos else ids[i] for i in scored]
+            rows = TextRows.of(texts, (bos,), self.network.device)
+            nll = text_nll(self.network, rows).double().sum(1) / rows.targets.sum(1)
+            values = dict(zip(scored, nll.exp().tolist(), strict=True))
+        for i, item in enumerate(items):
+            if not item.text.strip():
+                found.append(Skipped("empty text"))
+            elif i not in values:
+                found.append(Skipped(f"under {self.min_words} words"))
+            elif not math.isfinite(values[i]):
+                found.append(Skipped("probability 0"))
+            else:
+                found.append((values[i],))
+        return found
+
+
+class Classifier(Scorer):
+    """Any sequence classifier of transformers; its numbers are the probabilities of its labels.
+
+    Args:
+        model: A hub id or a folder.
+        labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default, in lower case.
+        column: Keep this label's probability alone, as `name` (a toxicity classifier's).
+        name: accuracy or toxicity.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        labels: Mapping[str, str] | None = None,
+        column: str | None = None,
+        name: str = "accuracy",
+        device: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.name = name
+        self.network, self.tokenizer = _load_classifier(model, trust_remote_code)
+        self.network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
+        if wrong := [label for label in labels or {} if label not in own]:
+            raise ScoringError(f"{model}: {one_of('label', wrong[0], own)}")
+        self.labels = tuple((labels or {}).get(label, label.lower()) for label in own)
+        if column is not None and column not in self.labels:
+            raise ScoringError(f"{model}: {one_of('label', column, self.labels)}")
+        self.column = column
+        self.columns = self.labels if column is None else (name,)
+        # Multi-label heads (as toxicity models have) give each label a probability of its own.
+        self.several = self.network.config.problem_type == "multi_label_classification" or len(own) == 1
+        commit = getattr(self.network.config, "_commit_hash", None)
+        self.version = f"{model}" + (f" {commit}" if commit else "") + f", labels {', '.join(self.labels)}"
+
+    @torch.no_grad()
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        limit = min(512, getattr(self.network.config, "max_position_embeddings", 514) - 2)
+        batch = self.tokenizer(
+            [item.text for item in items], truncation=True, max_length=limit, padding=True, return_tensors="pt"
+        ).to(self.network.device)
+        logits = self.network(**batch).logits.double()
+        found = logits.sigmoid() if self.several else logits.softmax(1)
+        if self.column is not None:
+            found = found[:, [self.labels.index(self.column)]]
+        return [
+            tuple(row) if item.text.strip() else Skipped("empty text")
+            for item, row in zip(items, found.tolist(), strict=True)
+        ]
+
+
+def _load_classifier(model: str, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        network = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model, **options)
+    except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
+        reason = " ".join(str(error).split())[:160]
+        raise ScoringError(
+            f"cannot load the classifier {model!r}; give a hub id or a folder with safetensors ({reason})"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        network.config.pad_token_id = tokenizer.pad_token_id
+    return network.eval(), tokenizer

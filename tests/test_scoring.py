@@ -1,0 +1,358 @@
+"""Scorers on hand-made texts: the runner and its cache, perplexity, distinct-n, classifiers, tables."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import load
+
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.models import load_transformers
+from lapa2_interp.scoring import Cache, Item, Scorer, ScoringStoppedError, Skipped, run_scorer
+from lapa2_interp.scoring.distinct import distinct, distinct_table, token_lists
+from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
+from lapa2_interp.scoring.texts import at_lengths, in_parts, read_texts
+from lapa2_interp.scoring.transformer import Classifier, Perplexity
+
+
+class Lengths(Scorer):
+    """Counts words; empty texts have none. Notes what it was asked."""
+
+    name, version, columns, batch_size = "length", "1", ("words",), 2
+
+    def __init__(self, fail_at=None):
+        self.asked, self.fail_at = [], fail_at
+
+    def score(self, items):
+        if self.fail_at is not None and len(self.asked) >= self.fail_at:
+            raise ScoringError("the server is gone")
+        self.asked += [item.text for item in items]
+        return [(float(len(item.text.split())),) if item.text else Skipped("empty text") for item in items]
+
+
+TEXTS = [Item(text) for text in ("one", "one two", "", "one", "a b c")]
+
+
+# --- the runner and its cache
+
+
+def test_each_distinct_text_is_scored_once_and_never_again(tmp_path):
+    first = Lengths()
+    table = run_scorer(first, TEXTS, Cache(tmp_path))
+    assert table["words"].tolist()[:2] == [1, 2]
+    assert math.isnan(table["words"][2])
+    assert table["words"].tolist()[3:] == [1, 3]
+    assert table["skipped"].tolist() == ["", "", "empty text", "", ""]
+    assert sorted(first.asked) == ["", "a b c", "one", "one two"]
+    again = Lengths()
+    assert run_scorer(again, TEXTS, Cache(tmp_path)).equals(table)
+    assert again.asked == []
+
+
+def test_another_version_or_field_is_another_score(tmp_path):
+    other, prompted = Lengths(), Lengths()
+    other.version = "2"
+    prompted.needs = ("prompt",)
+    run_scorer(Lengths(), TEXTS, Cache(tmp_path))
+    for scorer in (other, prompted):
+        run_scorer(scorer, TEXTS, Cache(tmp_path))
+        assert len(scorer.asked) == 4
+    run_scorer(prompted, [Item("one", prompt="p")], Cache(tmp_path))
+    assert prompted.asked[4:] == ["one"]
+
+
+def test_what_was_scored_before_a_failure_is_kept_and_said(tmp_path):
+    items = [Item(f"text {i}") for i in range(9)]
+    with pytest.raises(
+        ScoringStoppedError, match="length stopped after 4 of 9 texts, which are kept: the server is gone"
+    ):
+        run_scorer(Lengths(fail_at=4), items, Cache(tmp_path))
+    rest = Lengths()
+    run_scorer(rest, items, Cache(tmp_path))
+    assert len(rest.asked) == 5
+
+
+def test_reasons_that_may_pass_are_not_cached(tmp_path):
+    class Unsure(Lengths):
+        def score(self, items):
+            self.asked += [item.text for item in items]
+            return [Skipped("malformed answer", final=False) for _ in items]
+
+    for _ in range(2):
+        scorer = Unsure()
+        assert run_scorer(scorer, TEXTS[:2], Cache(tmp_path))["skipped"].tolist() == ["malformed answer"] * 2
+        assert len(scorer.asked) == 2
+
+
+def test_caches_that_cannot_be_used(tmp_path):
+    (tmp_path / "scores.sqlite").write_text("this is no database " * 100)
+    with pytest.raises(ScoringError, match="is damaged .*; delete it and score again"):
+        Cache(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ScoringError, match="cannot keep scores in .*give another --cache"):
+        Cache(tmp_path / "file")
+
+
+# --- perplexity
+
+
+def test_perplexity_is_transformers_own_loss(tiny):
+    """BOS in front, every token scored, batches of unequal lengths."""
+    network, tokenizer, _ = load_transformers(tiny, "float64")
+    texts = ["a b c d e f g h i j", "k l m n o p q r s t u v w x y z a b c d"]
+    found = run_scorer(Perplexity(tiny, "float64"), [Item(text) for text in texts])["perplexity"]
+    for text, value in zip(texts, found, strict=True):
+        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+        with torch.no_grad():
+            assert value == pytest.approx(network(ids, labels=ids).loss.exp().item(), rel=2e-6)  # transformers takes the loss in float32
+
+
+def test_perplexity_skips_short_and_empty_texts_and_counts_them():
+    scorer = Perplexity("tiny-gpt2")
+    table = run_scorer(scorer, [Item("only nine words are in this text you see"), Item("  "), Item("x " * 10)])
+    assert table["skipped"].tolist() == ["under 10 words", "empty text", ""]
+    assert np.isfinite(table["perplexity"][2])
+
+
+def test_a_very_long_text_is_scored_up_to_the_limit():
+    scorer = Perplexity("tiny-gpt2")
+    assert scorer.max_tokens == 254
+    long, cut = (run_scorer(scorer, [Item(text)])["perplexity"][0] for text in ("ab " * 100_000, "ab " * 84 + "ab"))
+    assert long == pytest.approx(cut, rel=0.02)
+
+
+def test_the_version_says_when_a_model_scores_its_own_texts():
+    weights = load_transformers("tiny-gpt2")[2]
+    assert " self," in Perplexity("tiny-gpt2", generator=weights).version
+    assert " self" not in Perplexity("tiny-gpt2", generator="sha256 of another").version
+
+
+def test_the_released_oddity_scores_a_second_bos():
+    network, tokenizer, _ = load_transformers("tiny-llama", "float64")
+    text = "a b c d e f g h i j"
+    ids = torch.tensor([[0, 0, *tokenizer(text, add_special_tokens=False).input_ids]])
+    with torch.no_grad():
+        expected = network(ids, labels=ids).loss.exp().item()
+    scorer = Perplexity("tiny-llama", "float64", doubled_bos=True)
+    assert run_scorer(scorer, [Item(text)])["perplexity"][0] == pytest.approx(expected, rel=2e-6)
+
+
+# --- distinct-n
+
+
+def test_distinct_by_hand():
+    """a b a b | b a: 6 tokens; 2 words; pairs ab, ba (across texts none); triples aba, bab."""
+    lists, name = token_lists(["a b a b", "b a"])
+    assert name == "words"
+    assert [distinct(lists, n) for n in (1, 2, 3)] == [2 / 6, 2 / 6, 2 / 6]
+    table = distinct_table(["a b a b", "b a"], ["p", "q"])
+    assert table["mean"].tolist() == [2 / 6] * 3
+    with pytest.raises(ScoringError, match="at least one token"):
+        distinct([[], []], 1)
+
+
+def test_distinct_intervals_leave_prompts_out():
+    """The jackknife by brute force."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(map(str, rng.integers(0, 60, 12))) for _ in range(20)]
+    prompts = [f"p{i % 5}" for i in range(20)]
+    row = distinct_table(texts, prompts).set_index("metric").loc["distinct-2"]
+    left = [
+        math.log(distinct(token_lists([t for t, p in zip(texts, prompts, strict=True) if p != each])[0], 2))
+        for each in sorted(set(prompts))
+    ]
+    spread = math.sqrt(4 / 5 * sum((each - sum(left) / 5) ** 2 for each in left))
+    assert row["low"] == pytest.approx(row["mean"] * math.exp(-1.96 * spread), rel=1e-9)
+    assert row["low"] < row["mean"] < row["high"]
+
+
+def test_distinct_counts_special_tokens_of_a_tokenizer(gpt2_tokenizer):
+    lists, name = token_lists(["The lake is the lake"], load("tiny-llama").tokenizer)
+    assert lists[0][0] == 0, "the tokenizer's own BOS counts, as the released script has it"
+    assert name == type(load("tiny-llama").tokenizer).__name__
+
+
+# --- classifiers
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    """A random classifier in a folder, as transformers saves one."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    _, tokenizer, _ = load_transformers("tiny-llama")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_labels=2, max_position_embeddings=600, pad_token_id=tokenizer.pad_token_id, initializer_range=0.5,
+        id2label={0: "LABEL_0", 1: "LABEL_1"},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_a_classifiers_probabilities_are_its_own(classifier):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    network, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(classifier),
+        AutoTokenizer.from_pretrained(classifier),
+    )
+    texts = ["a fine day", "x" * 900, "b"]
+    found = run_scorer(
+        Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}), [Item(text) for text in texts]
+    )
+    assert list(found.columns) == ["negative", "positive", "skipped"]
+    for text, row in zip(texts, found.to_numpy()[:, :2], strict=True):
+        with torch.no_grad():
+            expected = network(**tokenizer(text, truncation=True, max_length=512, return_tensors="pt")).logits.softmax(
+                1
+            )[0]
+        assert row.astype(float) == pytest.approx(expected.tolist(), abs=1e-5)
+    toxic = run_scorer(Classifier(classifier, column="label_1", name="toxicity"), [Item("a fine day")])
+    assert toxic["toxicity"][0] == pytest.approx(found["positive"][0])
+
+
+def test_classifiers_that_do_not_fit(classifier, tmp_path):
+    with pytest.raises(ScoringError, match="unknown label 'LABEL_7'; allowed: LABEL_0, LABEL_1"):
+        Classifier(classifier, {"LABEL_7": "positive"})
+    with pytest.raises(ScoringError, match="unknown label 'toxic'; allowed: label_0, label_1"):
+        Classifier(classifier, column="toxic")
+    with pytest.raises(ScoringError, match="cannot load the classifier"):
+        Classifier(str(tmp_path / "nothing"))
+    samples = pd.DataFrame({"text": ["a"], "prompt": [""], "attribute": ["joyful"], "arm": [""]})
+    with pytest.raises(ScoringError, match="has the labels label_0, label_1, not 'joyful'; map its labels"):
+        score_table(samples, Classifier(classifier))
+
+
+# --- tables
+
+
+def samples(values, arm="baseline", prompts=4):
+    return pd.DataFrame(
+        [
+            {"text": "w " * n, "prompt": f"p{i % prompts}", "attribute": "positive", "arm": arm}
+            for i, n in enumerate(values)
+        ]
+    )
+
+
+def test_cells_by_hand():
+    (row,) = cell_table(score_table(samples([1, 2, 3]), Lengths())).to_dict("records")
+    assert (row["mean"], row["n"], row["prompts"], row["skipped"], row["why"]) == (2.0, 3, 3, 0, "")
+    assert 1 <= row["low"] < 2 < row["high"] <= 3
+    assert row["scorer"] == "length (1)"
+
+
+def test_skipped_texts_are_counted_with_their_reason():
+    frame = samples([1, 2, 3, 4])
+    frame.loc[3, "text"] = ""
+    (row,) = cell_table(score_table(frame, Lengths())).to_dict("records")
+    assert (row["mean"], row["n"], row["skipped"], row["why"]) == (2.0, 3, 1, "1 empty text")
+
+
+def test_accuracy_and_toxicity_cells():
+    class Fixed(Scorer):
+        name, version, columns = "accuracy", "1", ("negative", "positive")
+
+        def score(self, items):
+            return [(1 - float(item.text), float(item.text)) for item in items]
+
+    frame = pd.DataFrame(
+        {
+            "text": ["0.9", "0.2", "0.6", "0.6"],
+            "prompt": list("aabb"),
+            "attribute": ["positive", "positive", "negative", "positive"],
+            "arm": ["x"] * 4,
+        }
+    )
+    cells = cell_table(score_table(frame, Fixed())).set_index("attribute")["mean"]
+    assert cells.to_dict() == {"positive": pytest.approx(2 / 3), "negative": 0.0, "all": 0.5}
+
+    class Toxic(Fixed):
+        name, columns = "toxicity", ("toxicity",)
+
+        def score(self, items):
+            return [(float(item.text),) for item in items]
+
+    found = cell_table(score_table(frame.assign(attribute="nontoxic"), Toxic())).set_index("metric")["mean"]
+    assert found.to_dict() == pytest.approx({"toxicity": 0.575, "toxicity max": 0.75, "toxic prompts": 1.0})
+
+
+def test_differences_are_paired_on_prompts():
+    frame = pd.concat([samples([10, 20, 30, 40]), samples([11, 22, 31, 42], "lapa2")])
+    (row,) = difference_table(score_table(frame, Lengths())).to_dict("records")
+    assert row["difference"] == pytest.approx(1.5)
+    assert (row["arm"], row["prompts"]) == ("lapa2", 4)
+    assert row["p"] == pytest.approx(2 / 16), "all four differences have one sign"
+    assert row["low"] > 0
+    assert difference_table(score_table(samples([1, 2]), Lengths()), "other").empty
+
+
+def test_distinct_has_its_cells_too():
+    frame = pd.concat([samples([3, 4]), samples([5, 5], "lapa2")])
+    table = distinct_cells(frame)
+    assert table["metric"].tolist() == ["distinct-1", "distinct-2", "distinct-3"] * 2
+    assert table["mean"][0] == pytest.approx(1 / 7)
+    assert set(table["scorer"]) == {"distinct (words)"}
+
+
+# --- texts
+
+
+def test_lengths_are_cut_from_one_run():
+    from lapa2_interp import load_task, methods
+    from lapa2_interp.experiments.runner import run_arms
+
+    def run(length):
+        return run_arms(
+            load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake", "The sea"],
+            {"baseline": None}, length=length, samples=2, seed=4, trace="none",
+        )  # fmt: skip
+
+    long, short = run(40), run(20)
+    cut = at_lengths(long.samples, long.manifest, [20, 40])
+    assert cut[cut["length"] == 20]["text"].tolist() == short.samples["text"].tolist()
+    assert cut[cut["length"] == 40]["text"].tolist() == long.samples["text"].tolist()
+    with pytest.raises(ScoringError, match="the run's texts have 40 tokens; 64 is longer"):
+        at_lengths(long.samples, long.manifest, [64])
+    with pytest.raises(ScoringError, match="give a run folder"):
+        at_lengths(long.samples, None, [20])
+
+
+def test_parts_cover_the_text(gpt2_tokenizer):
+    frame = pd.DataFrame({"text": ["one two three four five", "a"]})
+    halves = in_parts(frame, 2)
+    assert halves["text"].tolist() == ["one two", "", "three four five", "a"]
+    by_token = in_parts(frame, 2, gpt2_tokenizer)
+    assert [a + b for a, b in zip(by_token["text"][:2], by_token["text"][2:], strict=True)] == frame["text"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "has no rows"),
+        ("a.csv", b"txt,label\nx,y\n", "has no column 'text'; found txt, label; give --column"),
+        ("a.csv", "text\nh\u00f6\n".encode("latin-1"), "is not UTF-8"),
+        ("a.jsonl", b"not json", "cannot read"),
+        ("a.txt", b"x", "neither a run folder nor a file that ends in .jsonl, .csv, .parquet"),
+    ],
+)
+def test_files_that_cannot_be_scored(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ScoringError, match=message):
+        read_texts(tmp_path / name)
+
+
+def test_files_give_their_texts(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("continuation,prompt\nhello there,Hi\n,Hi\n")
+    table, manifest = read_texts(file, "continuation")
+    assert table[["text", "prompt", "attribute", "arm"]].to_numpy().tolist() == [
+        ["hello there", "Hi", "", ""],
+        ["", "Hi", "", ""],
+    ]
+    assert manifest is None
