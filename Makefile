@@ -1,10 +1,10 @@
-# make demo | test | test-hooked | lint | types | notebook | check
+# make demo | test | test-hooked | lint | types | notebook | check | prefixes
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-hooked lint types notebook check clean
+.PHONY: demo test test-hooked lint types notebook check prefixes clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -29,6 +29,24 @@ notebook: $(VENV)/.installed
 	$(VENV)/bin/jupyter-execute --inplace results/first_look.ipynb
 
 check: test test-hooked lint types
+
+# The soft prefixes that ship for SmolLM2, two hours on two cores: what is interrupted goes on where it was. Corpora come from
+# the hub; other files, and Jigsaw's comments, are given as SENTIMENT="--data FILE --held-out FILE" and so on.
+SENTIMENT ?= --data sst2 --data imdb
+TOPIC ?= --data agnews
+DETOX ?= --data jigsaw_train.jsonl
+TRAIN = $(VENV)/bin/lapa2 prefix train --task
+
+prefixes: $(VENV)/.installed
+	$(TRAIN) sentiment $(SENTIMENT) --set limit=5400 --set check_every=60 --out results/prefixes/sentiment-mle
+	$(TRAIN) topic $(TOPIC) --set start=random --set limit=2200 --set check_every=60 --out results/prefixes/topic-mle
+	$(TRAIN) detox $(DETOX) --set start=random --set limit=4000 --set check_every=60 --out results/prefixes/detox-mle
+	$(TRAIN) sentiment $(SENTIMENT) --objective contrastive --from results/prefixes/sentiment-mle --set lr=0.01 \
+		--set limit=4200 --set check_every=60 --out results/prefixes/sentiment-contrastive
+	$(TRAIN) topic $(TOPIC) --objective contrastive --from results/prefixes/topic-mle --set lr=0.01 \
+		--set limit=900 --set check_every=40 --out results/prefixes/topic-contrastive
+	$(TRAIN) detox $(DETOX) --objective contrastive --from results/prefixes/detox-mle --set lr=0.01 \
+		--set limit=1500 --set check_every=60 --out results/prefixes/detox-contrastive
 
 # torch first and with its dependencies: the builds for GPUs bring their own libraries, which no lock for all platforms
 # can name. Everything else comes exactly as locked.

@@ -108,7 +108,7 @@ def score(
     )
     store = Cache(cache or Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp")) / "scores")
     scores, cells = [], []
-    with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
+    with store, new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
         for each in scorers:
             name, _, model = each.partition("=")
             print(f"{each}: {len(samples)} texts", file=sys.stderr)
@@ -193,6 +193,55 @@ def list_scorers() -> None:
         _, card = load_linear(file.stem)
         found = ", ".join(f"{measure} {value:.3f}" for measure, value in card.held_out.items())
         print(f"  {card.task:<10} {', '.join(card.labels):<35} {found}")
+
+
+@app.command
+def train(
+    *,
+    task: str,
+    data: Annotated[tuple[str, ...], Parameter(show_default=False)],
+    test: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    graded: Annotated[tuple[Path, ...], Parameter(show_default=False)] = (),
+    c: float = 3.0,
+    out: Path,
+) -> None:
+    """Train an embedded classifier for a task: a linear model on hashed n-grams, a few minutes on one core.
+
+    For example
+
+        lapa2 scorers train --task sentiment --data imdb --data sst2 --test imdb --test sst2 --out results/scorers
+
+    Args:
+        task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
+        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed) with fields text and label;
+            repeat the option for more.
+        test: The same, for the card's results; of corpora on the hub the test split is read.
+        graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for toxicity: four fifths of its rows
+            are learned, the rest tests the correlation.
+        c: Inverse strength of the L2 penalty.
+        out: Folder of the weights and the card.
+    """
+    from lapa2_interp.corpora import read_corpus
+    from lapa2_interp.scoring.training import read_graded, train_scorer
+    from lapa2_interp.tasks import load_task
+
+    chosen = load_task(task)
+    labels = tuple(chosen.attributes)
+    card = train_scorer(
+        chosen.name,
+        labels,
+        [read_corpus(source, labels) for source in data],
+        [read_corpus(source, labels, "test") for source in test],
+        out,
+        graded=[read_graded(path, test=False) for path in graded],
+        graded_tests=[read_graded(path, test=True) for path in graded],
+        c=c,
+    )
+    for line in card.data:
+        print(line)
+    for name, value in card.held_out.items():
+        print(f"{name}: {value:.4f}")
+    print(f"{out / chosen.name}.npz, {(out / f'{chosen.name}.npz').stat().st_size / 1e6:.2f} MB")
 
 
 def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:

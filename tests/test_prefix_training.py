@@ -297,8 +297,13 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
     for name in ("positive", "negative"):
         assert torch.equal(load_prefix(tmp_path / "a", name).keys, load_prefix(tmp_path / "b", name).keys)
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()}
+    again = train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen)
+    assert [prefix.card for prefix in again] == [prefix.card for prefix in made]
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == before, "a finished set stays"
+    other = recipe("small", **settings | {"lr": 0.06})
     with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
-        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen)
+        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", other)
 
 
 def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):

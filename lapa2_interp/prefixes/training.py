@@ -34,7 +34,7 @@ from lapa2_interp import __version__
 from lapa2_interp.corpora import Corpus, pieces
 from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.layout import text_markers
-from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, Training, load_prefix, save_prefix
+from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, Training, load_prefix, read_card, save_prefix
 from lapa2_interp.prefixes.recipes import Recipe
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.tasks import Task
@@ -436,6 +436,9 @@ def train_set(
         for prefix in before.values():
             if prefix.card.shape != shape or prefix.card.weights != weights:
                 raise PrefixError(f"{prefix!r} in {start_from} does not fit {model} with {shape}")
+    if _is_finished(out, attributes, weights, recipe, corpora):
+        print(f"{out} is finished", file=sys.stderr)
+        return [load_prefix(out, name) for name in attributes]
     states = _open(out, plan)
     texts = {name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit) for name in attributes}
     behind = len(attributes) if recipe.objective == "contrastive" else 1
@@ -573,6 +576,17 @@ def _announcement(jobs: Sequence[Job], recipe: Recipe) -> str:
         f"{recipe.parameterisation}): {len(texts)} pieces of text, {sum(each.total for each in jobs)} steps, {total} tokens at "
         f"most, about {total / rate / 60:.0f} min at {rate:.0f} tokens/s; kill and repeat the command to go on later"
     )
+
+
+def _is_finished(out: Path, attributes: Sequence[str], weights: str, recipe: Recipe, corpora: Sequence[Corpus]) -> bool:
+    """Whether the folder holds what this training would make."""
+    files = [out / f"{name}.json" for name in attributes]
+    if (out / ".training").exists() or not all(file.is_file() for file in files):
+        return False
+    wanted = (weights, recipe.model_dump(mode="json"), tuple(corpus.sha256 for corpus in corpora))
+    found = [(card.weights, card.training and card.training.recipe, card.training and card.training.data_sha256) for card in
+             map(read_card, files)]  # fmt: skip
+    return all(each == wanted for each in found)
 
 
 def _open(out: Path, plan: Mapping[str, Any]) -> Path:

@@ -115,6 +115,16 @@ class Cache:
         except sqlite3.Error as error:
             raise ScoringError(f"{folder}/scores.sqlite is damaged ({error}); delete it and score again") from error
 
+    def close(self) -> None:
+        """Close the file; the scores stay."""
+        self._open.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         """The known ones among these."""
         found: dict[str, Score] = {}

@@ -1,0 +1,137 @@
+"""Train the embedded scorers from named corpora.
+
+A classifier must read 20 words as well as 500, so long texts are learned whole and by their first and last words too. Toxicity is
+graded: a text with a Perspective score of 0.3 counts 0.3 as toxic and 0.7 as not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from lapa2_interp.corpora import Corpus
+from lapa2_interp.errors import DataError
+from lapa2_interp.scoring.embedded import Linear, ScorerCard, save_linear, train_linear
+
+WINDOW = 40
+"""Words of the first and last piece of a long text."""
+LONG = 80
+"""Words from which a text is also learned in pieces."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Texts with a toxicity in [0, 1], as RealToxicityPrompts has them from Perspective."""
+
+    texts: tuple[str, ...]
+    scores: tuple[float, ...]
+    source: str
+
+
+def read_graded(path: Path, test: bool) -> Graded:
+    """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their Perspective toxicity.
+
+    Args:
+        test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the others.
+
+    Raises:
+        DataError: Not readable, or of another form.
+    """
+    texts, scores = [], []
+    try:
+        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open(encoding="utf-8") as stream:
+            for line in stream:
+                row = json.loads(line)
+                number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
+                if (number % 5 == 0) == test:
+                    for part in (row["prompt"], row["continuation"]):
+                        if part.get("toxicity") is not None and part["text"].strip():
+                            texts.append(part["text"])
+                            scores.append(float(part["toxicity"]))
+    except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
+        raise DataError(f"{path} is not a file of RealToxicityPrompts ({type(error).__name__}: {error})") from error
+    if not texts:
+        raise DataError(f"{path} has no {'test' if test else 'training'} rows")
+    return Graded(tuple(texts), tuple(scores), f"{path.name} {'test' if test else 'train'} rows")
+
+
+def pieces_of(text: str) -> list[str]:
+    """A text, and if it is long its first and last words as texts of their own."""
+    words = text.split()
+    if len(words) <= LONG:
+        return [text]
+    return [text, " ".join(words[:WINDOW]), " ".join(words[-WINDOW:])]
+
+
+def train_scorer(
+    task: str,
+    labels: Sequence[str],
+    corpora: Sequence[Corpus],
+    tests: Sequence[Corpus],
+    folder: Path,
+    *,
+    graded: Sequence[Graded] = (),
+    graded_tests: Sequence[Graded] = (),
+    c: float = 3.0,
+) -> ScorerCard:
+    """Train one scorer and write its weights and card.
+
+    Args:
+        labels: In the order of its probabilities; with two, the first is the one graded scores speak against.
+        tests: Never trained on; the card states accuracy on each, and AUC where there are two labels.
+        graded, graded_tests: Toxicity scores; of these the card states Spearman's correlation.
+    """
+    texts: list[str] = []
+    shares: list[Float[np.ndarray, " label"]] = []
+    weights: list[float] = []
+    one_hot = np.eye(len(labels))
+    for corpus in corpora:
+        # Sentences speak more clearly than reviews, and there are fewer of them.
+        short = np.median([len(text.split()) for found in corpus.texts.values() for text in found]) < WINDOW
+        for number, label in enumerate(labels):
+            for text in corpus.texts[label]:
+                for part, weight in zip(pieces_of(text), (1.0, 0.3, 0.5), strict=False):
+                    texts.append(part)
+                    shares.append(one_hot[number])
+                    weights.append(2.0 if short and len(corpora) > 1 else weight)
+    for each in graded:
+        texts += each.texts
+        shares += [np.array([1 - score, score]) for score in each.scores]
+        weights += [1.0] * len(each.texts)
+    linear = train_linear(texts, np.array(shares), labels, c, weights)
+    held_out: dict[str, float] = {}
+    for corpus in tests:
+        held_out |= _results(linear, corpus)
+    for each in graded_tests:
+        from scipy.stats import spearmanr
+
+        found = linear.probabilities(each.texts)[:, 1]
+        held_out[f"{each.source} Spearman"] = float(spearmanr(found, each.scores).statistic)
+    return save_linear(
+        linear,
+        folder,
+        task,
+        data=tuple([corpus.summary for corpus in corpora] + [f"{g.source}: {len(g.texts)} graded" for g in graded]),
+        examples=len(texts),
+        c=c,
+        held_out=held_out,
+    )
+
+
+def _results(linear: Linear, corpus: Corpus) -> dict[str, float]:
+    from sklearn.metrics import roc_auc_score
+
+    texts = [text for label in linear.labels for text in corpus.texts[label]]
+    truth = np.repeat(np.arange(len(linear.labels)), [len(corpus.texts[label]) for label in linear.labels])
+    found = linear.probabilities(texts)
+    results = {f"{corpus.source} accuracy": float((found.argmax(axis=1) == truth).mean())}
+    if len(linear.labels) == 2:
+        results[f"{corpus.source} AUC"] = float(roc_auc_score(truth, found[:, 1]))
+    return results
