@@ -244,6 +244,51 @@ def train(
     print(f"{out / chosen.name}.npz, {(out / f'{chosen.name}.npz').stat().st_size / 1e6:.2f} MB")
 
 
+@app.command
+def sheets(source: Path, /, *, out: Path, n: int = 100, seed: int = 1, column: str = "text") -> None:
+    """Make blinded sheets for human raters, as CSV and as one HTML form that works offline, with the paper's rubric.
+
+    Args:
+        source: A run folder, or a file with columns text, prompt, attribute (and arm).
+        out: Folder of sheet.csv and sheet.html, for the raters, and key.csv, which stays with you.
+        n: Texts, over all arms together (the paper: 100 per task).
+        seed: Of the draw and the order.
+        column: The file's column of texts.
+    """
+    from lapa2_interp.scoring.human import make_sheets
+    from lapa2_interp.scoring.texts import read_texts
+
+    samples, _ = read_texts(source, column)
+    key = make_sheets(samples.drop(columns="tokens", errors="ignore"), out, n, seed)
+    counts = ", ".join(f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items())
+    print(f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep key.csv")
+
+
+@app.command
+def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
+    """Read raters' answers: means per arm with 95 % intervals, and how far the raters agree.
+
+    Args:
+        key: The key.csv of `lapa2 scorers sheets`.
+        files: The raters' CSV files.
+        out: Also write answers.csv, table.csv and agreement.csv into this new folder.
+    """
+    from lapa2_interp.experiments.store import new_folder
+    from lapa2_interp.scoring.human import agreement, human_table, read_answers
+
+    if not files:
+        raise ScoringError("give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv")
+    found = read_answers(key, files)
+    tables = {"answers": found, "table": human_table(found), "agreement": agreement(found)}
+    for name in ("table", "agreement"):
+        print(tables[name].to_string(index=False, float_format="%.3f") + "\n")
+    if out is not None:
+        with new_folder(out, finished=lambda folder: (folder / "answers.csv").is_file()) as folder:
+            for name, table in tables.items():
+                table.to_csv(folder / f"{name}.csv", index=False)
+        print(f"tables in {out}")
+
+
 def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     """The cells, one block per scorer, and what the arms changed."""
     keys = [key for key in ("length", "part", "attribute", "arm") if key in table and (table[key] != "").any()]

@@ -604,7 +604,7 @@ def test_without_prices_there_is_no_cost_and_answers_without_counts_are_told(ser
     judge = make(concurrency=1)
     judge.score([item("a"), item("b")])
     assert judge.cost is None
-    assert judge.usage == "2 requests, 200 input and 20 output tokens (1 answers came without a count)"
+    assert judge.usage == "2 requests, 200 input and 20 output tokens (answers without a count: 1)"
 
 
 def test_the_version_holds_model_server_prompt_and_temperature(make, monkeypatch):

@@ -161,7 +161,7 @@ def train_linear(
         rows.append(found[has])
         label.append(np.full(len(has), number))
         weights.append(sample_weight[has] * shares[has, number])
-    model = LogisticRegression(C=c, max_iter=400, tol=1e-4)
+    model = LogisticRegression(C=c, max_iter=400, tol=1e-5)
     model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
     sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's single column speaks for the second label
     return Linear(tuple(labels), sign * model.coef_.T.astype(np.float32), sign * model.intercept_.astype(np.float32))

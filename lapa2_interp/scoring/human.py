@@ -1,7 +1,7 @@
 """Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o Evaluation").
 
-1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html, or sheet.csv for those who
-   prefer a spreadsheet) and what the experimenter keeps (key.csv).
+1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html, or sheet.csv for
+   those who prefer a spreadsheet) and what the experimenter keeps (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
 3. `read_answers` joins those with the key; `human_table` and `agreement` sum them up.
 
@@ -86,18 +86,18 @@ COLUMNS = (*SHOWN, *METRICS, "annotator")
 
 LETTERS = "bcdfghjkmnpqrstvwxz"  # without vowels and digits no id is a word, a date or a number to a spreadsheet
 GUARDED = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
-"""Cells a spreadsheet may run as a formula; they are written behind an apostrophe, and so are those that already have one."""
+"""Cells a spreadsheet may run as a formula, bare or behind apostrophes: they are written behind one more apostrophe."""
 
 
 def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1) -> pd.DataFrame:
-    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv, which stays with the experimenter.
+    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv, which the experimenter keeps.
 
-    Every arm gives the same number of texts (or one more, where n does not divide). The arms' texts are those of the same prompt,
-    attribute and sample, as far as every arm has them. Order and ids tell nothing about the arm.
+    Every arm gives the same number of texts (or one more, where n does not divide). The arms' texts are those of the
+    same prompt, attribute and sample, as far as every arm has them. Order and ids tell nothing about the arm.
 
     Args:
-        samples: One row per text, with columns prompt, attribute, text and, where systems are compared, arm. `sample` pairs
-            the texts of a prompt across arms; without it they pair in their order. Any other column goes into the key.
+        samples: One row per text, with columns prompt, attribute, text and, where systems are compared, arm. `sample`
+            pairs the texts of a prompt across arms; without it they pair in their order. Others go into the key.
         folder: Made when missing.
         n: Texts on the sheet, over all arms.
         seed: Of the draw, the order and the ids, not negative. The same samples and seed give the same files.
@@ -106,8 +106,8 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
         The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the samples.
 
     Raises:
-        ScoringError: A column or value is missing, a text is there twice, there are too few texts, or the folder holds sheets of
-            another draw.
+        ScoringError: A column or value is missing, a text is there twice, there are too few texts, or the folder holds
+            sheets of another draw.
     """
     table = _checked(samples)
     rng = np.random.default_rng(seed)
@@ -167,12 +167,12 @@ def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame
         raise ScoringError(f"n = {n} texts cannot be shared by {len(sizes)} arms; give at least one for each")
     counts = np.full(len(sizes), n // len(sizes))
     counts[rng.permutation(len(sizes))[: n % len(sizes)]] += 1
-    if (sizes.to_numpy() < counts).any():
-        short = sizes.index[(sizes.to_numpy() < counts).argmax()]
-        raise ScoringError(
-            f"arm {short!r} has {sizes[short]} texts and n = {n} asks {counts[sizes.index == short][0]} of it; give n up to "
-            f"{len(sizes) * sizes.min()}, or more samples"
-        )
+    for arm, size, count in zip(sizes.index, sizes, counts, strict=True):
+        if size < count:
+            raise ScoringError(
+                f"arm {arm!r} has {size} texts and n = {n} asks {count} of it; give n up to "
+                f"{len(sizes) * sizes.min()}, or more samples"
+            )
     arms_of = np.bincount(table["unit"])
     order = np.lexsort((rng.permutation(len(arms_of)), -arms_of))
     ranked = table.iloc[np.argsort(np.argsort(order)[table["unit"]], kind="stable")]
@@ -201,7 +201,7 @@ def _cell(value: object) -> str:
         return f"'{value}" if re.match(GUARDED, value) else value
     if isinstance(value, np.ndarray):
         return str(value.tolist())
-    return "" if pd.api.types.is_scalar(value) and pd.isna(value) else str(value)
+    return "" if value is None or value is pd.NA or value != value else str(value)
 
 
 def _restored(cell: str) -> str:
@@ -232,59 +232,62 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
 
     Args:
         key: The key.csv that `make_sheets` wrote.
-        files: Filled sheets: what the form downloads, or sheet.csv from a spreadsheet (comma, semicolon or tab), in UTF-8.
+        files: Filled sheets: what the form downloads, or sheet.csv from a spreadsheet (comma, semicolon or tab), UTF-8.
 
     Returns:
-        One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric, rating (1.0 to 5.0; NaN where the
-        annotator did not answer, or where the text is not in their file).
+        One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric, rating (1.0 to 5.0; NaN
+        where the annotator did not answer, or where the text is not in their file).
 
     Raises:
-        ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1, 2, 3, 4 or 5; an answered row
-            names no annotator; an annotator answers a question twice.
+        ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1, 2, 3, 4 or 5; an
+            answered row names no annotator; an annotator answers a question twice.
     """
     texts = {row["id"]: row for _, row in _rows(key, ("id", "arm", "prompt", "attribute"))}
-    found: dict[tuple[str, str, str], tuple[str, str]] = {}
+    found: dict[tuple[str, str, str], tuple[float, str]] = {}  # (annotator, id, metric): rating and where it stands
     for file in files:
         before = len(found)
         for line, row in _rows(file, ("id", *METRICS, "annotator")):
             place, text, annotator = f"{file} line {line}", row["id"].strip(), row["annotator"].strip()
             if text not in texts:
                 raise ScoringError(
-                    f"{place}: unknown id {text!r}; {key} has {len(texts)} others; give this sheet's own key"
+                    f"{place}: unknown id {text!r}; {key} has {len(texts)} others; give this sheet's key"
                 )
             for metric in METRICS:
-                rating = row[metric].strip()
-                if not rating:
+                if not (cell := row[metric].strip()):
                     continue
-                if not re.fullmatch(r"[1-5](\.0+)?", rating, re.ASCII):
-                    raise ScoringError(
-                        f"{place}: {metric} of id {text} is {rating!r}; allowed: 1, 2, 3, 4, 5, or nothing; correct it"
-                    )
+                what = f"{place}: {metric} of id {text} is {cell!r}"
+                if not re.fullmatch(r"[1-5](\.0+)?", cell, re.ASCII):
+                    raise ScoringError(f"{what}; allowed: 1, 2, 3, 4, 5, or nothing; correct it")
                 if not annotator:
-                    raise ScoringError(
-                        f"{place}: {metric} of id {text} is {rating} and annotator is ''; write a name on every answered row"
-                    )
+                    raise ScoringError(f"{what} and annotator is ''; write a name on every answered row")
                 if (answer := (annotator, text, metric)) in found:
                     old, where = found[answer]
                     raise ScoringError(
-                        f"{place}: {annotator!r} rates {metric} of id {text} a second time, {rating} after {old} in {where}; keep "
-                        "one, or tell two people of one name apart"
+                        f"{what}, but {annotator!r} has answered {old:g} in {where}; keep one, or tell two people of "
+                        "one name apart"
                     )
-                found[answer] = rating, place
+                found[answer] = float(cell), place
         if len(found) == before:
             raise ScoringError(
-                f"{file} has no rating; expected 1 to 5 in the columns {', '.join(METRICS)}; leave it out"
+                f"{file} has no rating; expected 1 to 5 in {', '.join(METRICS)}; fill it in or leave it out"
             )
     if not found:
         raise ScoringError("no files of answers were given; give at least one filled sheet")
-    nothing = ("nan", "")
     rows = [
-        (text, row["arm"], row["prompt"], row["attribute"], annotator, metric, float(found.get((annotator, text, metric), nothing)[0]))
-        for annotator in dict.fromkeys(annotator for annotator, _, _ in found)
+        {
+            "id": text,
+            "arm": row["arm"],
+            "prompt": row["prompt"],
+            "attribute": row["attribute"],
+            "annotator": annotator,
+            "metric": metric,
+        }
+        for annotator in dict.fromkeys(name for name, _, _ in found)
         for text, row in texts.items()
         for metric in METRICS
-    ]  # fmt: skip
-    return pd.DataFrame(rows, columns=["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"])
+    ]
+    ratings = [found.get((row["annotator"], row["id"], row["metric"]), (np.nan, ""))[0] for row in rows]
+    return pd.DataFrame(rows).assign(rating=ratings)
 
 
 def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -315,8 +318,8 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
             if any(cell.strip() for cell in cells):
                 if any(cell.strip() for cell in cells[len(columns) :]):
                     raise ScoringError(
-                        f"{path} line {line}: {len(cells)} cells under {len(columns)} columns, the last {cells[-1]!r}; quote texts "
-                        "that hold the separator"
+                        f"{path} line {line}: {len(cells)} cells under {len(columns)} columns, the last {cells[-1]!r}; "
+                        "quote texts that hold the separator"
                     )
                 padded = cells + [""] * (len(columns) - len(cells))
                 yield line, dict(zip(columns, map(_restored, padded), strict=False))
@@ -328,15 +331,16 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
 def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     """Mean rating per arm and metric.
 
-    Whole prompts are resampled, as in every table of texts: the ratings of one text share the text, and the texts of one prompt
-    share the prompt, so this covers both. The annotators are taken as they are; the interval says nothing about other people.
+    Whole prompts are resampled, as in every table of texts: the ratings of one text share the text, and the texts of
+    one prompt share the prompt, so this covers both. The annotators are taken as they are; the interval says nothing
+    about other people.
 
     Args:
         answers: From `read_answers`.
 
     Returns:
-        Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n (ratings), texts, prompts, annotators (those
-        behind the n ratings), unanswered (ratings that are missing from the sheet times its annotators).
+        Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n (ratings), texts, prompts,
+        annotators (those behind the n ratings), unanswered (what is missing to every text rated by every annotator).
     """
     rows = []
     for arm, of_arm in answers.groupby("arm"):
@@ -366,9 +370,9 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
         answers: From `read_answers`.
 
     Returns:
-        Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts; resamples in which all ratings are
-        equal have no alpha and are left out), exact (the share of equal ones among two ratings of one text), n (ratings of texts
-        that two or more rate), texts (such texts), annotators. NaN where there is nothing to compare.
+        Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts; resamples in which all
+        ratings are equal have no alpha and are left out), exact (how often two ratings of one text are equal), n
+        (ratings of texts that two or more rate), texts (such texts), annotators. NaN where nothing can be compared.
     """
     rows = []
     for metric in METRICS:
@@ -432,4 +436,4 @@ def _alpha(pairs: Float[np.ndarray, "*rest level level"]) -> Float[np.ndarray, "
     observed = (pairs * delta).sum(axis=(-2, -1)) * (n_c.sum(axis=-1) - 1)
     expected = (n_c[..., :, None] * n_c[..., None, :] * delta).sum(axis=(-2, -1))
     nothing = np.full(np.shape(expected), np.nan)
-    return 1 - np.divide(observed, expected, out=nothing, where=expected > 0)
+    return np.asarray(1 - np.divide(observed, expected, out=nothing, where=expected > 0))

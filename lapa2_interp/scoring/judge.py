@@ -212,7 +212,7 @@ class Judge(Scorer):
         """One line: requests, tokens, and the cost where prices were given."""
         line = f"{self.requests:,} requests, {self.input_tokens:,} input and {self.output_tokens:,} output tokens"
         if self.uncounted:
-            line += f" ({self.uncounted:,} answers came without a count)"
+            line += f" (answers without a count: {self.uncounted:,})"
         return line if self.cost is None else f"{line}, ${self.cost:.4f}"
 
     def close(self) -> None:

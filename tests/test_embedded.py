@@ -1,0 +1,178 @@
+"""The scorers that ship: the linear classifier by hand, its training, its files, and what the shipped ones reach."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lapa2_interp.corpora import read_corpus
+from lapa2_interp.errors import DataError, ScoringError
+from lapa2_interp.scoring import Item, run_scorer
+from lapa2_interp.scoring.embedded import (
+    COLUMNS,
+    WEIGHTS,
+    EmbeddedScorer,
+    EmbeddedToxicity,
+    Linear,
+    features,
+    load_linear,
+    save_linear,
+    train_linear,
+)
+from lapa2_interp.scoring.training import pieces_of, read_graded, train_scorer
+
+GOOD, BAD = (
+    ("fine warm film", "a kind story", "warm and kind", "fine"),
+    ("cold dull film", "a grim story", "dull and grim", "cold"),
+)
+
+
+def toy(labels=("positive", "negative")):
+    return train_linear([*GOOD, *BAD], np.repeat(np.eye(2), 4, axis=0), labels, c=10.0)
+
+
+def test_features_weigh_short_and_long_texts_alike():
+    found = features(["warm", "warm and kind " * 100, ""])
+    assert found.shape == (3, 2 * COLUMNS)
+    for columns in (slice(0, COLUMNS), slice(COLUMNS, None)):
+        norms = np.sqrt(found[:, columns].multiply(found[:, columns]).sum(axis=1)).A1
+        assert norms == pytest.approx([1, 1, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_probabilities_are_the_logistic_regressions_own(n):
+    """Against scikit-learn's predict_proba, order of labels included."""
+    from sklearn.linear_model import LogisticRegression
+
+    texts, truth = [*GOOD, *BAD, "x y z", "z y"][: 8 if n == 2 else 10], [0] * 4 + [1] * 4 + ([] if n == 2 else [2, 2])
+    labels = ["a", "b", "c"][:n]
+    linear = train_linear(texts, np.eye(n)[truth], labels, c=10.0)
+    reference = LogisticRegression(C=10.0, max_iter=400, tol=1e-6).fit(features(texts), truth)
+    new = ["a warm day", "grim", "z z"]
+    assert np.abs(linear.probabilities(new) - reference.predict_proba(features(new))).max() < 2e-3
+    assert linear.probabilities(["warm and fine"]).argmax() == 0
+
+
+def test_graded_texts_count_by_their_share():
+    """A text that is 0.25 toxic equals a toxic one of weight 1 and three others of the same words."""
+    graded = train_linear(
+        ["so bad", "so good"], np.array([[0.75, 0.25], [1.0, 0.0]]), ("no", "yes"), c=5.0, weight=[4.0, 1.0]
+    )
+    plain = train_linear(["so bad"] * 4 + ["so good"], np.eye(2)[[0, 0, 0, 1, 0]], ("no", "yes"), c=5.0)
+    assert np.abs(graded.probabilities(["so bad"]) - plain.probabilities(["so bad"])).max() < 1e-3
+
+
+def test_a_saved_classifier_reads_back(tmp_path):
+    linear = toy()
+    card = save_linear(linear, tmp_path, "sentiment", data=("toy",), examples=8, c=10.0, held_out={"toy accuracy": 1.0})
+    again, read = load_linear("sentiment", tmp_path)
+    assert read == card
+    assert np.abs(again.probabilities(GOOD) - linear.probabilities(GOOD)).max() < 1e-3, "float16 weights"
+    scorer = EmbeddedScorer("sentiment", tmp_path)
+    assert scorer.version == f"embedded sentiment {card.sha256[:12]}"
+    table = run_scorer(scorer, [Item("fine"), Item("  "), Item("grim")])
+    assert table["positive"][0] > 0.5 > table["positive"][2]
+    assert table["skipped"].tolist() == ["", "empty text", ""]
+
+
+def test_toxicity_is_the_toxic_labels_probability(tmp_path):
+    save_linear(toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out={})
+    found = run_scorer(EmbeddedToxicity(tmp_path), [Item("warm and kind"), Item("grim")])["toxicity"]
+    assert found[0] < 0.5 < found[1]
+
+
+def test_damaged_classifiers(tmp_path):
+    save_linear(toy(), tmp_path, "sentiment", data=(), examples=8, c=1.0, held_out={})
+    with pytest.raises(ScoringError, match="unknown embedded scorer 'mood'; allowed: sentiment"):
+        load_linear("mood", tmp_path)
+    (tmp_path / "sentiment.npz").write_bytes(b"other")
+    with pytest.raises(ScoringError, match="not the file its card describes; train it again"):
+        load_linear("sentiment", tmp_path)
+    (tmp_path / "sentiment.json").write_text(json.dumps({"task": "sentiment"}))
+    with pytest.raises(ScoringError, match="is not the card of a scorer: labels"):
+        load_linear("sentiment", tmp_path)
+
+
+def test_training_from_files(tmp_path):
+    """Long texts are learned by their pieces too; graded rows are split by their prompts' hash."""
+    file = tmp_path / "comments.csv"
+    file.write_text("text,label\n" + "".join(f"{t},nontoxic\n" for t in GOOD) + "".join(f"{t},toxic\n" for t in BAD))
+    rows = [
+        {"prompt": {"text": f"word{i} grim", "toxicity": 0.9}, "continuation": {"text": f" fine {i}", "toxicity": 0.1}}
+        for i in range(40)
+    ]
+    graded = tmp_path / "rtp.jsonl"
+    graded.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, test = read_graded(graded, test=False), read_graded(graded, test=True)
+    assert len(train.texts) + len(test.texts) == 80
+    assert not set(train.texts) & set(test.texts)
+    corpus = read_corpus(str(file), ["nontoxic", "toxic"])
+    card = train_scorer(
+        "detox", ("nontoxic", "toxic"), [corpus], [corpus], tmp_path / "out", graded=[train], graded_tests=[test]
+    )
+    assert card.held_out["comments.csv accuracy"] == 1.0
+    assert card.held_out["comments.csv AUC"] == 1.0
+    assert card.held_out["rtp.jsonl test rows Spearman"] > 0.7
+    assert card.examples == 8 + len(train.texts)
+    words = " ".join(f"w{i}" for i in range(100))
+    assert [len(piece.split()) for piece in pieces_of(words)] == [100, 40, 40]
+    assert pieces_of("short text") == ["short text"]
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match="is not a file of RealToxicityPrompts"):
+        read_graded(tmp_path / "bad.jsonl", test=False)
+
+
+def test_linear_probabilities_sum_to_one():
+    rng = np.random.default_rng(0)
+    linear = Linear(("a", "b", "c"), rng.normal(size=(2 * COLUMNS, 3)).astype(np.float32), np.zeros(3, np.float32))
+    found = linear.probabilities(["some words here", "others"])
+    assert found.sum(axis=1) == pytest.approx([1, 1])
+    assert (found > 0).all()
+
+
+# --- those that ship
+
+
+def test_shipped_scorers_state_what_they_reach():
+    found = {file.stem: load_linear(file.stem)[1].held_out for file in WEIGHTS.glob("*.json")}
+    assert set(found) == {"sentiment", "topic", "detox"}
+
+    def at_least(task, measure, value):
+        (held,) = (result for name, result in found[task].items() if measure in name)
+        assert held >= value, (task, measure, held)
+
+    at_least("sentiment", "imdb_test.jsonl.xz accuracy", 0.90)
+    at_least("sentiment", "sst2_valid.jsonl.xz accuracy", 0.82)
+    at_least("topic", "agnews_test.jsonl.xz accuracy", 0.89)
+    at_least("detox", "jigsaw_test.jsonl.xz AUC", 0.94)
+    at_least("detox", "Spearman", 0.75)
+    assert sum(file.stat().st_size for file in WEIGHTS.iterdir()) < 8e6
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "labels"),
+    [
+        ("sentiment", "sentiment/imdb_test", ("positive", "negative")),
+        ("sentiment", "sentiment/sst2_valid", ("positive", "negative")),
+        ("topic", "topic/agnews_test", ("world", "sports", "business", "science")),
+    ],
+)
+def test_shipped_results_are_found_again(task, file, labels, data):
+    """On the first 400 texts of each class."""
+    linear, card = load_linear(task)
+    corpus = read_corpus(str(data / f"{file}.jsonl.xz"), labels)
+    texts = [(text, i) for i, label in enumerate(linear.labels) for text in corpus.texts[label][:400]]
+    found = (linear.probabilities([text for text, _ in texts]).argmax(axis=1) == [i for _, i in texts]).mean()
+    stated = card.held_out[f"{file.split('/')[1]}.jsonl.xz accuracy"]
+    assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
+
+
+def test_short_and_long_texts_are_both_read():
+    scorer = EmbeddedScorer("sentiment")
+    short = (
+        "What a wonderful, moving and beautifully acted film.",
+        "What a boring, stupid and badly acted waste of time.",
+    )
+    filler = "The story takes place in a small town by the river where two brothers run a shop. " * 25
+    texts = [*short, *(f"{text} {filler} {text}" for text in short)]
+    assert (run_scorer(scorer, [Item(text) for text in texts])["positive"] > 0.5).tolist() == [True, False, True, False]
