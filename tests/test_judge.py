@@ -380,7 +380,8 @@ def test_a_server_that_refuses_a_format_is_asked_for_the_next_and_not_again(serv
     judge = make(concurrency=1)
     assert judge.score([item("a"), item("b")]) == [(5.0, 4.0, 3.0)] * 2
     formats = [body.get("response_format", {}).get("type") for body in server.bodies]
-    assert formats == ["json_schema", "json_object", None][: refused + 1] + formats[-1:]
+    order = ["json_schema", "json_object", None]
+    assert formats == [*order[: refused + 1], order[refused]]
     assert waits == []
 
 

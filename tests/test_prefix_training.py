@@ -126,6 +126,8 @@ def test_contrastive_loss_on_hand_made_numbers():
         for w in (0.0, 0.3, 1.0):
             found = contrastive_loss(nll, tokens, label, gen_weight=w, sum_loss=sum_loss)
             assert float(found) == pytest.approx((1 - w) * disc + w * gen, abs=1e-6)
+    scaled = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, logit_scale=0.25)
+    assert float(scaled) == pytest.approx((math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-1))) / 2, abs=1e-6)
 
 
 def test_contrastive_loss_against_one_random_competitor():

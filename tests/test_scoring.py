@@ -106,7 +106,9 @@ def test_perplexity_is_transformers_own_loss(tiny):
     for text, value in zip(texts, found, strict=True):
         ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
         with torch.no_grad():
-            assert value == pytest.approx(network(ids, labels=ids).loss.exp().item(), rel=2e-6)  # transformers takes the loss in float32
+            assert value == pytest.approx(
+                network(ids, labels=ids).loss.exp().item(), rel=2e-6
+            )  # transformers takes the loss in float32
 
 
 def test_perplexity_skips_short_and_empty_texts_and_counts_them():

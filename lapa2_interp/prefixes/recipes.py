@@ -49,6 +49,9 @@ class Recipe(BaseModel):
     """w of the contrastive loss."""
     sum_loss: bool = True
     """Contrastive: s_c is a text's whole NLL, not its mean per token."""
+    logit_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Contrastive: the softmax is over -logit_scale * s_c. Whole texts differ by several nats for reasons of their own, so that
+    an unscaled softmax is far too sure of itself, and its held-out loss rises from the first step."""
     negatives: Literal["all", "one"] = "all"
     """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn at random."""
     check_every: Annotated[int, Field(ge=1)] = 25
@@ -73,7 +76,7 @@ class Recipe(BaseModel):
 
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "small": {"shared": 1600},
+    "small": {"shared": 1600, "logit_scale": 0.25},
     "lapa2": {
         "parameterisation": "air", "start": "random", "lr": 2e-5, "epochs": 50, "batch": 4, "max_tokens": 512,
         "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",

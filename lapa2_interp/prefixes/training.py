@@ -4,7 +4,7 @@
 2. "mle" (Air-Decoding's PC-LMs): per attribute on its own, the mean token NLL of its texts.
    "contrastive" (Con-Prefix): the attributes together. With s_c the NLL of a text under prefix c, per token or summed,
 
-       L = (1 - w) * mean_b -log softmax_c(-s_c[b])[y_b] + w * mean_b s_{y_b}[b] / tokens
+       L = (1 - w) * mean_b -log softmax_c(-scale s_c[b])[y_b] + w * mean_b s_{y_b}[b] / tokens
 
 3. AdamW, linear warm-up and decay, clipped gradients; the held-out loss decides when to stop and which step to keep.
 4. The parameterisation is folded into plain keys and values, and saved with a card.
@@ -129,6 +129,7 @@ def contrastive_loss(
     *,
     gen_weight: float,
     sum_loss: bool,
+    logit_scale: float = 1.0,
     other: Int[Tensor, " text"] | None = None,
 ) -> Float[Tensor, ""]:
     """(1 - w) L_disc + w L_gen (methods section 3.3).
@@ -139,10 +140,11 @@ def contrastive_loss(
         label: Which prefix is the text's own.
         gen_weight: w, in [0, 1].
         sum_loss: L_disc compares whole texts, not means per token; L_gen is always per token.
+        logit_scale: Of the softmax's logits.
         other: The one competitor of each text; all prefixes compete without it.
     """
     mean = nll / tokens
-    logits = -(nll if sum_loss else mean)
+    logits = -logit_scale * (nll if sum_loss else mean)
     if other is not None:
         logits = torch.stack([logits.gather(0, which[None])[0] for which in (label, other)])
         chosen = torch.zeros_like(label)
@@ -251,6 +253,7 @@ class Job:
             label,
             gen_weight=self.recipe.gen_weight,
             sum_loss=self.recipe.sum_loss,
+            logit_scale=self.recipe.logit_scale,
             other=other,
         )
         return loss, n_read

@@ -1,0 +1,148 @@
+"""The score commands as a user meets them."""
+
+import json
+import shlex
+
+import pandas as pd
+import pytest
+from conftest import load
+
+from lapa2_interp import Augmentation, load_task, methods
+from lapa2_interp.cli import main
+from lapa2_interp.experiments.runner import run_arms
+from lapa2_interp.experiments.store import new_folder, write_run
+
+
+def lapa2(line, *more):
+    return main([*shlex.split(line), *map(str, more)])
+
+
+@pytest.fixture(autouse=True)
+def scores_of_this_test(tmp_path, monkeypatch):
+    """Scores are cached beside the test's files; SmolLM2's weights are not looked for."""
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    arms = {"baseline": None, "alpha 1": Augmentation(alpha=1)}
+    run = run_arms(
+        load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"],
+        arms, length=40, samples=3, seed=4, trace="none",
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("runs") / "run"
+    with new_folder(place) as folder:
+        write_run(folder, run)
+    return place
+
+
+def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
+    line = "score --scorers accuracy perplexity=tiny-llama distinct --lengths 20 40 --out"
+    assert lapa2(line, tmp_path / "scores", run_folder) == 0
+    printed = capsys.readouterr().out
+    table = pd.read_csv(tmp_path / "scores/table.csv")
+    assert set(table["metric"]) == {"accuracy", "perplexity", "distinct-1", "distinct-2", "distinct-3"}
+    assert set(table["attribute"]) == {"positive", "negative", "all"}
+    assert set(table["length"]) == {20, 40}
+    assert len(table) == 2 * 3 * 2 * 5
+    for scorer in table["scorer"].unique():
+        assert scorer in printed
+    assert table["scorer"].str.contains("embedded sentiment").any()
+    differences = pd.read_csv(tmp_path / "scores/differences.csv")
+    assert set(differences["arm"]) == {"alpha 1"}
+    assert (differences["detectable"].dropna() >= 0).all()
+    scores = pd.read_parquet(tmp_path / "scores/scores.parquet")
+    assert len(scores) == 2 * 24 * 2
+    assert "against the baseline" in printed
+
+
+def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):
+    from lapa2_interp.scoring.transformer import Perplexity
+
+    assert lapa2("score --scorers perplexity=tiny-llama --out", tmp_path / "a", run_folder) == 0
+    monkeypatch.setattr(Perplexity, "score", lambda *_: pytest.fail("a score was asked for twice"))
+    assert lapa2("score --scorers perplexity=tiny-llama --out", tmp_path / "b", run_folder) == 0
+    assert (tmp_path / "a/table.csv").read_bytes() == (tmp_path / "b/table.csv").read_bytes()
+    assert lapa2("score --scorers perplexity=tiny-llama --out", tmp_path / "b", run_folder) == 2
+    assert "is finished; --force replaces it" in capsys.readouterr().err
+    assert lapa2("score --force --scorers perplexity=tiny-llama --out", tmp_path / "b", run_folder) == 0
+
+
+def test_the_writer_of_the_texts_is_named(run_folder, tmp_path, capsys):
+    assert lapa2("score --scorers perplexity=tiny-gpt2 --out", tmp_path / "a", run_folder) == 0
+    assert "perplexity (tiny-gpt2 float32 self, random, seed 0" in capsys.readouterr().out
+
+
+def test_halves(run_folder, tmp_path):
+    assert lapa2("score --scorers accuracy --parts 2 --out", tmp_path / "halves", run_folder) == 0
+    assert set(pd.read_csv(tmp_path / "halves/table.csv")["part"]) == {1, 2}
+
+
+def test_a_file_of_texts(tmp_path, capsys):
+    file = tmp_path / "texts.jsonl"
+    rows = [{"text": "You are a stupid idiot and a fool"}, {"text": "Thank you for the kind help"}, {"text": " "}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert lapa2("score --scorers toxicity distinct --out", tmp_path / "out", file) == 0
+    printed = capsys.readouterr().out
+    assert "1 empty text" in printed
+    scores = pd.read_parquet(tmp_path / "out/scores.parquet")["value"]
+    assert scores[0] > 0.5 > scores[1]
+    assert lapa2("score --scorers accuracy --task sentiment --attribute positive --out", tmp_path / "acc", file) == 0
+
+
+def test_a_very_long_text_is_scored(tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"text": "a good day and a fine film " * 15_000}) + "\n")
+    line = "score --scorers toxicity perplexity=tiny-gpt2 accuracy distinct --task sentiment --attribute positive --out"
+    assert lapa2(line, tmp_path / "out", file) == 0
+    assert len(pd.read_csv(tmp_path / "out/table.csv")) == 3 + 1 + 1 + 3
+
+
+def test_sheets_and_answers(run_folder, tmp_path, capsys):
+    assert lapa2("scorers sheets --n 8 --out", tmp_path / "sheets", run_folder) == 0
+    assert "8 texts (4 baseline, 4 alpha 1)" in capsys.readouterr().out
+    sheet = pd.read_csv(tmp_path / "sheets/sheet.csv")
+    files = []
+    for number, name in enumerate(("anna", "ben")):
+        filled = sheet.assign(relevance=3 + number, fluency=4, topicality=2, annotator=name)
+        files.append(tmp_path / f"{name}.csv")
+        filled.to_csv(files[-1], index=False)
+    assert lapa2("scorers answers --out", tmp_path / "answers", tmp_path / "sheets/key.csv", *files) == 0
+    table = pd.read_csv(tmp_path / "answers/table.csv")
+    assert table[table["metric"] == "relevance"]["mean"].tolist() == [3.5, 3.5]
+    assert (tmp_path / "answers/agreement.csv").is_file()
+
+
+def test_the_lists(capsys):
+    assert lapa2("scorers list") == 0
+    printed = capsys.readouterr().out
+    for word in ("accuracy", "perplexity", "distinct", "toxicity", "judge", "sentiment", "Spearman"):
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--scorers acuracy", "unknown scorer 'acuracy'; allowed: accuracy, .*did you mean 'accuracy'"),
+        ("--scorers judge", "the judge needs a model: judge=MODEL"),
+        ("--scorers judge=gpt-4o", "OPENAI_API_KEY"),
+        ("--scorers toxicity=perspective", "PERSPECTIVE_API_KEY"),
+        ("--scorers toxicity=somewhere", "name the label of toxic text too, as toxicity=MODEL:LABEL"),
+        ("--scorers accuracy", "the embedded classifiers belong to tasks: give --task"),
+        ("--scorers accuracy --task sentiment", "has the labels positive, negative, not ''"),
+        ("--scorers distinct --lengths 64", "give a run folder"),
+        ("--scorers distinct --parts 0", "--parts must be at least 1, found 0"),
+        ("--scorers distinct --labels x", "--labels 'x' is not a list"),
+        ("--scorers distinct --column body", "has no column 'body'; found text; give --column"),
+    ],
+)
+def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
+    import re
+
+    for name in ("OPENAI_API_KEY", "PERSPECTIVE_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "ten words are needed in a text that is scored"}\n')
+    assert lapa2(f"score {line} --out", tmp_path / "out", file) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "out").exists()
