@@ -471,7 +471,7 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: Annotated[bool, Par
                 for name, value in nll.items()
                 if not name.startswith(("hard ", "none")) and name != card.attribute
             ]
-            own_hard = min(value for name, value in nll.items() if name.strip() == f"hard {card.attribute}")
+            own_hard = min(value for name, value in nll.items() if name.startswith(f"hard {card.attribute}"))
             best = f"{min(siblings):.3f}" if siblings else "-"
             shares = (card.held_out.accuracy_of_set, card.held_out.hard_accuracy_of_set)
             line += f"  {nll[card.attribute]:.3f}, {best}, {own_hard:.3f}"

@@ -27,8 +27,8 @@ from lapa2_interp.stats import Interval, mean_interval
 from lapa2_interp.tasks import Task
 
 BATCH = 32
-JOINS = ("", " ")
-"""What may stand between a hard prefix and a text. The better one on the texts at hand is reported."""
+JOINS = {"": "", " + space": " "}
+"""What may stand between a hard prefix and a text, by its name. The better one on the texts at hand is reported."""
 
 
 @torch.no_grad()
@@ -88,8 +88,8 @@ def held_out_table(
 
 
 def hard_prefixes(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """Hard prefixes by name: "hard <attribute>" stands directly in front of a text, "hard <attribute> " with a space between."""
-    return {f"hard {name}{join}": task.prefix(name) + join for join in JOINS for name in names}
+    """Hard prefixes by name: "hard <attribute>" stands directly in front of a text, "hard <attribute> + space" does not."""
+    return {f"hard {name}{how}": task.prefix(name) + join for how, join in JOINS.items() for name in names}
 
 
 def nll_interval(table: pd.DataFrame) -> Interval:
@@ -165,7 +165,7 @@ def evaluate_sets(
     plain: dict[str, SoftPrefix | str | None] = {"none": None, **hard_prefixes(task, names)}
     table = held_out_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
     hard = max(
-        (likeliest(table, {name: f"hard {name}{join}" for name in names}) for join in JOINS),
+        (likeliest(table, {name: f"hard {name}{how}" for name in names}) for how in JOINS),
         key=lambda found: found.mean(),
     )
     data = "; ".join(f"{corpus.source} (sha256 {corpus.sha256[:12]})" for corpus in corpora)
