@@ -101,6 +101,7 @@ def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
     found, before = (load_prefix(folder, "positive") for folder in (tmp_path / "next", trained))
     assert found.card.set == "contrastive"
     assert found.card.training.recipe["start"] == "set"
+    assert found.card.training.started_from == before.card.sha256
     assert (found.keys == before.keys).all(), "a learning rate of nothing"
 
 

@@ -72,6 +72,8 @@ class Training(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: dict[str, Any]
+    started_from: str | None = None
+    """sha256 of the soft prefix it began with, where the recipe's start is another set."""
     data: tuple[str, ...]
     """Corpora, with counts and what was left out."""
     data_sha256: tuple[str, ...]

@@ -498,6 +498,7 @@ def train_set(
                 origin="trained",
                 training=Training(
                     recipe=recipe.model_dump(mode="json"),
+                    started_from=before[name].card.sha256 if before else None,
                     data=tuple(corpus.summary for corpus in corpora),
                     data_sha256=tuple(corpus.sha256 for corpus in corpora),
                     texts=len(texts[name]),
