@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -43,6 +44,7 @@ def score(
     parts: int = 1,
     labels: str = "",
     judge_url: str | None = None,
+    judge_prices: tuple[float, float] | None = None,
     cache: Path | None = None,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: str | None = None,
@@ -69,6 +71,7 @@ def score(
         parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
         judge_url: Base URL of the judge's endpoint.
+        judge_prices: US dollars per million input and output tokens, to count the judge's cost.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
         dtype: Precision of the perplexity model.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
@@ -101,6 +104,7 @@ def score(
         task=task or (manifest.task if manifest else None),
         labels=_labels(labels),
         judge_url=judge_url,
+        judge_prices=judge_prices or (None, None),
         dtype=dtype,
         device=device,
         generator=manifest.model.weights if manifest else None,
@@ -115,11 +119,13 @@ def score(
             if name == "distinct":
                 cells.append(distinct_cells(samples, _tokenizer(model) if model else None))
                 continue
-            scorer = make_scorer(name, model, options)
-            scores.append(score_table(samples, scorer, store))
-            cells.append(cell_table(scores[-1]))
-            if usage := getattr(scorer, "usage", ""):
-                print(f"{name}: {usage}", file=sys.stderr)
+            with closing(make_scorer(name, model, options)) as scorer:
+                if notice := getattr(scorer, "notice", ""):
+                    print(notice, file=sys.stderr)
+                scores.append(score_table(samples, scorer, store))
+                cells.append(cell_table(scores[-1]))
+                if usage := getattr(scorer, "usage", ""):
+                    print(f"{name}: {usage}", file=sys.stderr)
         table = pd.concat(cells, ignore_index=True)
         differences = difference_table(pd.concat(scores, ignore_index=True)) if scores else pd.DataFrame()
         if scores:
@@ -138,6 +144,7 @@ class Options:
     task: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     judge_url: str | None = None
+    judge_prices: tuple[float | None, float | None] = (None, None)
     dtype: str = "float32"
     device: str | None = None
     generator: str | None = None
@@ -177,7 +184,8 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                 "the judge needs a model: judge=MODEL (and --judge-url for a server that is not OpenAI's)"
             )
         case "judge", _:
-            return Judge(model, base_url=options.judge_url)
+            price_in, price_out = options.judge_prices
+            return Judge(model, options.judge_url, input_price=price_in, output_price=price_out)
     raise ScoringError(one_of("scorer", name, NAMES))
 
 

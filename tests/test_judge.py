@@ -520,13 +520,13 @@ def test_after_a_failure_nothing_new_is_asked_and_nobody_waits(server, make):
             waiting.wait(5)
             return Reply("no", status=401)
         waiting.set()
-        return Reply(status=429, headers={"Retry-After": "100"})
+        return Reply(status=429, headers={"Retry-After": "20"})
 
     server.reply = reply
     start = time.monotonic()
     with pytest.raises(ScoringError, match="OPENAI_API_KEY"):
-        make(concurrency=2, sleep=None).score([item(text) for text in "abcdef"])
-    assert time.monotonic() - start < 20
+        make(concurrency=2, attempts=2, sleep=None).score([item(text) for text in "abcdef"])
+    assert time.monotonic() - start < 15
     assert sorted(server.texts) == ["a", "b"]
 
 

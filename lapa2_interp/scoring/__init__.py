@@ -84,6 +84,9 @@ class Scorer(ABC):
             ScoringError: Nothing more can be scored now: no key, no server, a quota that is used up.
         """
 
+    def close(self) -> None:  # noqa: B027 - most scorers hold nothing
+        """Give back connections, where there are any."""
+
     def key(self, item: Item) -> str:
         """What the cache knows an item's score by: a hash of scorer, version and everything that enters the score."""
         parts = [self.name, self.version, item.text, *(str(getattr(item, field)) for field in self.needs)]
@@ -176,7 +179,8 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
             try:
                 found = scorer.score([waiting[key] for key in part])
             except ScoringError as error:
-                done = len(items) - sum(key not in known for key in keys)
+                kept = {key for key, score in known.items() if not isinstance(score, Skipped) or score.final}
+                done = sum(key in kept for key in keys)
                 raise ScoringStoppedError(
                     f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept: {error}"
                 ) from error
