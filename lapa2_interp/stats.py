@@ -12,6 +12,8 @@ import pandas as pd
 from jaxtyping import Float
 
 Labels = Sequence[Any] | np.ndarray | pd.Series
+CHUNK = 2**22
+"""Draws held at once."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,14 @@ def resampled_means(
     codes, names = pd.factorize(np.asarray(clusters))
     sums = np.zeros((len(names), *values.shape[1:]))
     np.add.at(sums, codes, values)
-    sizes = np.bincount(codes)
-    picks = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), size=resamples)
-    return np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1))
+    sizes, n = np.bincount(codes), len(names)
+    rng, found = np.random.default_rng(seed), []
+    for first in range(0, resamples, size := max(1, CHUNK // n)):
+        count = min(size, resamples - first)
+        drawn = rng.integers(0, n, (count, n)) + n * np.arange(count)[:, None]
+        picks = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
+        found.append(np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1)))
+    return np.concatenate(found)
 
 
 def bounds(

@@ -77,7 +77,7 @@ class Linear:
     """A linear classifier.
 
     Attributes:
-        weights: Any float dtype. `bias`: float32. One column per label, or a single one for the first of two labels.
+        weights, bias: float32 (on disk the weights are float16). One column per label, or a single one for the first of two labels.
     """
 
     labels: tuple[str, ...]
@@ -86,7 +86,7 @@ class Linear:
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """P(label | text), rows summing to 1."""
-        logits = features(texts) @ self.weights.astype(np.float32) + self.bias
+        logits = features(texts) @ self.weights + self.bias
         if logits.shape[1] == 1:
             first = 1 / (1 + np.exp(-logits[:, 0]))
             return np.stack([first, 1 - first], axis=1)
@@ -106,7 +106,7 @@ class EmbeddedScorer(Scorer):
     """
 
     name = "accuracy"
-    batch_size = 256
+    batch_size = 2048
 
     def __init__(self, task: str, folder: Path = WEIGHTS) -> None:
         self.linear, self.card = load_linear(task, folder)
@@ -205,4 +205,4 @@ def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, ScorerCard]:
     if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
         raise ScoringError(f"{file} is not the file its card describes; train it again: `lapa2 scorers train`")
     with np.load(file, allow_pickle=False) as stored:
-        return Linear(card.labels, stored["weights"], stored["bias"]), card
+        return Linear(card.labels, stored["weights"].astype(np.float32), stored["bias"]), card
