@@ -120,7 +120,7 @@ def evaluate(
         folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes are measured once for all.
         data: As of `lapa2 prefix train`; of corpora on the hub the test split is read.
         task: The task; the one the set was trained for, by default.
-        limit: Texts per attribute.
+        limit: Texts per attribute, shared evenly among the data.
         max_tokens: Of each text, its beginning.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.

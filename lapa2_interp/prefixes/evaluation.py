@@ -126,7 +126,7 @@ def evaluate_sets(
     """Score held-out texts behind every prefix of sets of one task and model, and write the numbers into their cards.
 
     Args:
-        limit: Texts per attribute, of each the first piece of at most `max_tokens`.
+        limit: Texts per attribute, shared evenly among the corpora; of each the first piece of at most `max_tokens`.
 
     Returns:
         One row per set, label and prefix: set, label, prefix, nll, low, high, n.
@@ -156,10 +156,13 @@ def evaluate_sets(
     if weights != wanted:
         raise PrefixError(f"the set was made for {model} with weights {wanted}; found {weights}")
     network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    share = -(-limit // len(corpora))
     texts = {
-        name: tokenise(
-            tokenizer, corpora, name, max_tokens, min(limit, sum(len(c.texts.get(name, ())) for c in corpora))
-        )
+        name: [
+            text
+            for corpus in corpora
+            for text in tokenise(tokenizer, [corpus], name, max_tokens, min(share, len(corpus.texts[name])))
+        ]
         for name in names
     }
     plain: dict[str, SoftPrefix | str | None] = {"none": None, **hard_prefixes(task, names)}

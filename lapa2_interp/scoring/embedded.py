@@ -77,7 +77,7 @@ class Linear:
     """A linear classifier.
 
     Attributes:
-        weights, bias: float32 (on disk the weights are float16). One column per label, or a single one for the first of two labels.
+        weights, bias: float32 (on disk the weights are float16). One column per label, or one for the first of two labels.
     """
 
     labels: tuple[str, ...]
