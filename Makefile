@@ -44,7 +44,7 @@ prefixes: $(VENV)/.installed
 	$(TRAIN) sentiment $(SENTIMENT) --objective contrastive --from results/prefixes/sentiment-mle --set lr=0.01 \
 		--set limit=4200 --set check_every=60 --out results/prefixes/sentiment-contrastive
 	$(TRAIN) topic $(TOPIC) --objective contrastive --from results/prefixes/topic-mle --set lr=0.01 \
-		--set limit=900 --set check_every=40 --out results/prefixes/topic-contrastive
+		--set limit=500 --set check_every=40 --out results/prefixes/topic-contrastive
 	$(TRAIN) detox $(DETOX) --objective contrastive --from results/prefixes/detox-mle --set lr=0.01 \
 		--set limit=1500 --set check_every=60 --out results/prefixes/detox-contrastive
 

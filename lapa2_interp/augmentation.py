@@ -135,7 +135,7 @@ class Augmentation(BaseModel):
             case "constant":
                 assert self.l0 is not None
                 b = np.full_like(l, self.alpha * np.log(self.l0 / n))
-        return np.where(l > n, b, 0.0) if self.profile == "released" else b
+        return np.where(l > n, b, 0.0) if self.profile == "released" else np.asarray(b)
 
     def selects(self, n_layers: int, n_heads: int) -> Bool[np.ndarray, "layer head"]:
         """Which heads of which layers the bias reaches in a model of this size.

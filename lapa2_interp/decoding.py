@@ -235,7 +235,7 @@ def _decode(
                 ending.stop(torch.isin(tokens.cpu(), ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
-            logits = rows.step(tokens.repeat(len(todo.branches)))
+            logits = rows.read(tokens.repeat(len(todo.branches))[:, None])
 
 
 def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:

@@ -1,14 +1,25 @@
-"""Closed forms of the paper's propositions, and the fit of its decay curve.
+"""Closed forms of the paper's propositions, and the fits of its decay curves.
 
-l is the number of keys, l_pre those of the prefix, A the attention on the prefix under uniform logits.
+l is the number of keys, l_pre those of the prefix, r = l / l_pre, A the attention on the prefix and A' the same with the bias.
+
+Two facts carry the whole module. For any logits, A / (1 - A) = e_P / (e_R * (r - 1)), where e_P and e_R are the average
+exponentiated logits of prefix and other keys: Proposition 1 is the case e_P = e_R, its generalisation the case e_P <= C * e_R.
+And a bias b on the prefix adds b to log(A / (1 - A)), whatever the logits are: Proposition 2 is that with b = alpha * log(r).
+On log-odds both are therefore exact at every l, where A itself only approaches its power of l.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Real
+
+from lapa2_interp.augmentation import Augmentation
+
+Regime = Literal["dilution", "tempered correction", "fully compensated", "over-compensation"]
 
 
 def prefix_share(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int) -> Float[np.ndarray, "*shape"]:
@@ -26,10 +37,114 @@ def augmented_share(
 ) -> Float[np.ndarray, "*shape"]:
     """Proposition 2 (Eq. 8): A' = r^alpha / (r^alpha + r - 1) with r = l / l_pre.
 
-    Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1.
+    Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1 (`regime`).
     """
     r = np.asarray(l, dtype=np.float64) / l_pre
     return np.asarray(1 / (1 + (r - 1) * r**-alpha))
+
+
+def uniform_share(
+    l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, augmentation: Augmentation
+) -> Float[np.ndarray, "*shape"]:
+    """A' under uniform logits for any law (Table "scaling"); `augmented_share` is the log law's.
+
+    With r = l / l_pre: constant keeps O(1/l), the factor (l0/l_pre)^alpha aside; log is Proposition 2; sqrt and linear drive
+    1 - A' to 0 as r * exp(-alpha * sqrt(r)) and r * exp(-alpha * r), for every alpha > 0.
+    """
+    return shifted_share(prefix_share(l, l_pre), augmentation.bias(np.asarray(l), l_pre))
+
+
+def regime(alpha: float) -> tuple[Regime, float]:
+    """The regime of Proposition 2 and the limit of A' in it, under uniform logits.
+
+    Args:
+        alpha: >= 0; 0 is Proposition 1.
+    """
+    if alpha == 0:
+        return "dilution", 0.0
+    if alpha < 1:
+        return "tempered correction", 0.0
+    return ("fully compensated", 0.5) if alpha == 1 else ("over-compensation", 1.0)
+
+
+def exponent(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: float) -> Float[np.ndarray, "*shape"]:
+    """d log A' / d log l under uniform logits at finite l, (1 - A') * (alpha - r / (r - 1)): what a straight line through
+    log A' against log l measures, and how far that is from its limit alpha - 1 (0 from alpha = 1 on)."""
+    r = np.asarray(l, dtype=np.float64) / l_pre
+    rest = 1 - augmented_share(l, l_pre, alpha)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # At r = 1 the rest is 0 and r / (r - 1) infinite; their product tends to 1.
+        return np.asarray(np.where(r > 1, rest * (alpha - r / (r - 1)), -1.0))
+
+
+def crossover(l_pre: int, alpha: float, tolerance: float = 0.05) -> float:
+    """The length from which the exponent of A' stays within `tolerance` of its limit; infinite beyond 10^30 * l_pre.
+
+    Shorter texts cannot show the regime's exponent, whatever the logits: l_pre = 20 and alpha = 3/4 need l = 3,318.
+    """
+    from scipy.optimize import brentq
+
+    limit = alpha - 1 if alpha < 1 else 0.0
+
+    def gap(log_r: float) -> float:
+        return abs(float(exponent(math.exp(log_r) * l_pre, l_pre, alpha)) - limit) - tolerance
+
+    grid = np.concatenate([np.linspace(1e-6, 3, 4000), np.linspace(3, 69, 4000)[1:]])
+    outside = np.flatnonzero([gap(x) > 0 for x in grid])
+    if not len(outside):
+        return float(l_pre)
+    last = int(outside[-1])
+    return math.inf if last == len(grid) - 1 else float(l_pre * math.exp(brentq(gap, grid[last], grid[last + 1])))
+
+
+def turning_point(l_pre: int, alpha: float) -> float:
+    """For alpha > 1: the length at which A' is smallest, l_pre * alpha / (alpha - 1); it falls before and rises after."""
+    return l_pre * alpha / (alpha - 1)
+
+
+def logit_ratio(
+    share: Float[np.ndarray, "*shape"] | float, l: Real[np.ndarray, "*#shape"] | float | int, l_pre: int
+) -> Float[np.ndarray, "*shape"]:
+    """e_P / e_R, how much larger the average exponentiated logit of prefix keys is than that of the others.
+
+    Args:
+        share: A, in [0, 1).
+        l: Keys that softmax ran over, BOS included, > l_pre.
+    """
+    share = np.asarray(share, dtype=np.float64)
+    return np.asarray(share / (1 - share) * (np.asarray(l) / l_pre - 1))
+
+
+def ratio_bound(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, ratio: float) -> Float[np.ndarray, "*shape"]:
+    """The bound on A where e_P / e_R <= ratio (section "Formal Analysis"): C l_pre / (C l_pre + l - l_pre)."""
+    return np.asarray(ratio * l_pre / (ratio * l_pre + np.asarray(l, dtype=np.float64) - l_pre))
+
+
+def log_odds(share: Float[np.ndarray, "*shape"] | float) -> Float[np.ndarray, "*shape"]:
+    """log(A / (1 - A)); infinite at 0 and 1."""
+    from scipy.special import logit
+
+    return np.asarray(logit(np.asarray(share, dtype=np.float64)))
+
+
+def slopes(x: Real[np.ndarray, "*#curve step"], y: Float[np.ndarray, "*curve step"]) -> Float[np.ndarray, "*curve"]:
+    """Least-squares slope of every curve y against its x; NaN where a value is not finite.
+
+    Of log A against log l it is a power law's exponent; of log(A / (1 - A)) + log(r - 1) against log r it is how fast e_P / e_R
+    grows, plus alpha.
+
+    Raises:
+        ValueError: Fewer than 3 steps, or all at one x.
+    """
+    if x.shape[-1] < 3:
+        raise ValueError(f"a slope needs at least 3 steps, found {x.shape[-1]}")
+    centred = x - x.mean(-1, keepdims=True)
+    spread = (centred**2).sum(-1)
+    if (spread == 0).any():
+        raise ValueError(f"a slope needs different lengths, found {x.shape[-1]} times {x.flat[0]}")
+    with np.errstate(invalid="ignore"):
+        found = np.asarray((y * centred).sum(-1) / spread)
+    return np.where(np.isfinite(found), found, np.nan)
 
 
 def shifted_share(

@@ -1,4 +1,4 @@
-"""Recorded attention: what the last query of every step gives to each part of its context.
+"""Recorded attention: what the query of every step gives to each part of its context.
 
 Axes
     branch        the method's model calls (base, one per prefix)
@@ -46,8 +46,9 @@ SUMS = ("prefix", "bos", "prompt", "generated", "released_slice", *(f"nearest_{k
 class Recorder:
     """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
 
-    One observation per layer and forward pass, of the pass's last query. `begin` names the rows of the passes to come:
-    prompts first, their samples after the expansion; `index` maps those rows to the samples of the finished trace.
+    Every query from the last prompt token on is a step: one of the prompt pass, then one of each decoding pass, or as many as
+    a pass reads of a given text. `begin` names the rows of the passes to come: prompts first, their samples after the
+    expansion; `index` maps those rows to the samples of the finished trace.
 
     Args:
         n_layers, n_heads: The model's.
@@ -83,39 +84,53 @@ class Recorder:
         }
         self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
 
-    def _weights(self, n_keys: int, device: torch.device) -> Float[Tensor, "row key sum"]:
-        """Membership of every key in every sum, then in every single prefix token."""
-        key = torch.arange(n_keys)
-        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in self.parts.items()}
-        inside["generated"] = (key >= self.parts["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
-        near = (key >= self.parts["bos"][:, :1]) & ~inside["prefix"]
-        age = near.flip(1).cumsum(1).flip(1)
-        inside |= {f"nearest_{k}": near & (age <= k) for k in NEAREST}
-        start, stop = self.parts["prefix"].T[:, :, None]
+    def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
+        """What all layers of a pass share: its steps' slots, and which keys count in which sum."""
+        key, spans = torch.arange(n_keys), self.parts
+        self.slots = torch.arange(max(first, len(self.layouts[0]) - 1), n_keys)
+        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
+        inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
+        start, stop = spans["prefix"].T[:, :, None]
         single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
-        return torch.stack([inside[name] for name in SUMS] + single, dim=2).to(device, torch.float32)
+        named = [inside[name] for name in SUMS if name in inside]
+        self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)
+        # The live keys outside the prefix in order, and of each query the last 8 of them up to its own.
+        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]
+        order = torch.argsort(~near, dim=1, stable=True)
+        age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))
+        self.nearest = order[:, None].expand(-1, len(self.slots), -1).gather(2, age.clamp(min=0))[:, None].to(device)
+        self.is_near = (age >= 0)[:, None].to(device)
+        self.layers: list[Tensor] = []
+        self.kept: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
-        """Reduce the last query's attention of one layer."""
+        """Reduce one layer's attention, of the queries that are steps."""
         n_keys = first + pattern.shape[2]
-        last = pattern[:, :, -1, :n_keys].to(torch.float32)
         if layer == 0:
-            self.weights = self._weights(n_keys, last.device)
-            self.layers: list[Tensor] = []
-            self.kept: dict[tuple[int, int], Tensor] = {}
-        self.layers.append(last @ self.weights)
-        self.kept |= {pair: last[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
+            self._begin_pass(n_keys, first, pattern.device)
+        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(torch.float32)
+        parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
+        last = torch.where(self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0)
+        nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]
+        n_parts = len(SUMS) - len(NEAREST)
+        self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
+        self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
         if layer == self.n_layers - 1:
-            self._close_step()
+            self._close_pass()
 
-    def _close_step(self) -> None:
-        sums = torch.stack(self.layers, dim=1)  # row layer head sum
+    def _close_pass(self) -> None:
+        sums = torch.stack(self.layers, dim=1)  # row layer head query sum
         mean = sums.mean((1, 2))
-        of_head = sums[..., : len(SUMS)] if self.kind == "full" else mean[:, : len(SUMS)]
-        rows = torch.stack([self.kept[pair] for pair in self.patterns], dim=1) if self.patterns else None
-        for store, found in ((self.steps, of_head), (self.tokens, mean[:, len(SUMS) :]), (self.rows, rows)):
-            if found is not None:
-                store.append((found if self.index is None else found[self.index]).cpu())
+        of_head = sums[..., : len(SUMS)].permute(0, 3, 1, 2, 4) if self.kind == "full" else mean[..., : len(SUMS)]
+        self.steps += self._of_samples(of_head)
+        self.tokens += self._of_samples(mean[..., len(SUMS) :])
+        if self.patterns:
+            rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
+            self.rows += [row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)]
+        self.layers, self.kept = [], {}
+
+    def _of_samples(self, found: Float[Tensor, "row query *rest"]) -> list[Float[Tensor, "sample *rest"]]:
+        return list((found if self.index is None else found[self.index]).cpu().unbind(1))
 
     def dataset(self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]) -> xr.Dataset:
         """The finished trace of rows stacked as (branch, sample), NaN after a sample's last step.

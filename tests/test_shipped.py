@@ -1,5 +1,7 @@
 """The soft prefixes that come with the package: what they are, and that they do what their cards say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -32,11 +34,7 @@ def test_what_ships():
         assert prefix.keys.dtype == torch.float16
         assert (card.shape.n_slots, card.shifted, card.model) == (20, False, "smollm2-135m")
         assert card.training.data_sha256
-        assert (
-            card.held_out.n == card.held_out.accuracy.n
-            if hasattr(card.held_out, "n")
-            else card.held_out.accuracy.n >= 300
-        )
+        assert card.held_out.accuracy.n >= 300, card.name
 
 
 def test_shipped_cards_say_that_the_prefixes_work():
@@ -67,20 +65,31 @@ def test_shipped_prefixes_steer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "file"), [("sentiment", "sentiment/imdb"), ("topic", "topic/agnews"), ("detox", "toxicity/jigsaw")]
+    ("task", "files"),
+    [
+        ("sentiment", ["sentiment/sst2_valid", "sentiment/imdb_test"]),
+        ("topic", ["topic/agnews_test"]),
+        ("detox", ["toxicity/jigsaw_test"]),
+    ],
 )
-def test_held_out_numbers_of_the_cards_are_found_again(task, file, data):
+def test_held_out_numbers_of_the_cards_are_found_again(task, files, data):
     """On the first texts of the card's own data, accuracy and NLL lie near what the cards say."""
-    from lapa2_interp.corpora import read_corpus
+    from lapa2_interp.corpora import detokenise, read_corpus
     from lapa2_interp.models import load_transformers
     from lapa2_interp.prefixes.evaluation import held_out_table, likeliest, nll_interval
     from lapa2_interp.prefixes.training import tokenise
 
     chosen, folder = load_task(task), SHIPPED / "smollm2-135m" / f"{task}-mle"
     prefixes = {name: load_prefix(folder, name) for name in chosen.attributes}
-    corpus = read_corpus(str(data / f"{file}_test.jsonl.xz"), list(chosen.attributes))
+    corpora = [read_corpus(str(data / f"{file}.jsonl.xz"), list(chosen.attributes)) for file in files]
     network, tokenizer, _ = load_transformers("smollm2-135m", "bfloat16")
-    texts = {name: tokenise(tokenizer, [corpus], name, 64, 24) for name in chosen.attributes}
+    if task == "sentiment":  # SST-2 is spaced like a treebank
+        texts = {name: [detokenise(text) for text in found] for name, found in corpora[0].texts.items()}
+        corpora[0] = replace(corpora[0], texts=texts)
+    texts = {
+        name: [text for corpus in corpora for text in tokenise(tokenizer, [corpus], name, 64, 24 // len(corpora))]
+        for name in chosen.attributes
+    }
     table = held_out_table(network, tokenizer, prefixes, texts)
     for name, prefix in prefixes.items():
         held = prefix.card.held_out

@@ -3,7 +3,22 @@
 import numpy as np
 import pytest
 
-from lapa2_interp.theory import augmented_share, fit_decay, prefix_share, shifted_share
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.theory import (
+    augmented_share,
+    crossover,
+    exponent,
+    fit_decay,
+    log_odds,
+    logit_ratio,
+    prefix_share,
+    ratio_bound,
+    regime,
+    shifted_share,
+    slopes,
+    turning_point,
+    uniform_share,
+)
 
 
 def softmax(scores):
@@ -73,3 +88,98 @@ def test_a_flat_or_rising_curve_does_not_converge():
 def test_too_few_steps():
     with pytest.raises(ValueError, match="at least 3 steps, found 2"):
         fit_decay(np.arange(2), np.array([0.2, 0.1]))
+
+
+# --- finite l, limits and bounds
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("l_pre", [1, 3, 20])
+def test_the_exponent_is_the_derivative(alpha, l_pre):
+    for l in (l_pre * 1.5, 64.0, 1e4, 1e7):
+        h = 1e-5
+        both = np.log(augmented_share(np.array([l * (1 - h), l * (1 + h)]), l_pre, alpha))
+        assert exponent(l, l_pre, alpha) == pytest.approx((both[1] - both[0]) / np.log((1 + h) / (1 - h)), abs=1e-5)
+    assert exponent(float(l_pre), l_pre, alpha) == -1
+    assert exponent(1e30, l_pre, alpha) == pytest.approx(min(alpha - 1, 0), abs=1e-3)
+
+
+def test_closed_forms_are_stable_far_out():
+    """Against exact rational arithmetic at l = 10^7."""
+    from fractions import Fraction
+
+    r = Fraction(10**7, 4)
+    for alpha in (0, 1, 2):
+        exact = r**alpha / (r**alpha + r - 1)
+        assert augmented_share(10**7, 4, float(alpha)) == pytest.approx(float(exact), rel=1e-13)
+        assert 1 - exact == pytest.approx(1 - augmented_share(10**7, 4, float(alpha)), abs=1e-15)
+    odds = 1e-300 * np.exp(700)
+    assert shifted_share(1e-300, 700.0) == pytest.approx(odds / (1 + odds), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "name", "limit"),
+    [
+        (0.0, "dilution", 0), (0.3, "tempered correction", 0), (1.0, "fully compensated", 0.5), (1.5, "over-compensation", 1),
+    ],
+)  # fmt: skip
+def test_regimes_have_their_limits(alpha, name, limit):
+    assert regime(alpha) == (name, limit)
+    assert augmented_share(1e60, 3, alpha) == pytest.approx(limit, abs=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [0.25, 0.5, 0.75, 1.0, 1.5])
+def test_from_the_crossover_on_the_exponent_is_near_its_limit(alpha):
+    found, limit = crossover(3, alpha), min(alpha - 1, 0)
+    beyond = exponent(found * np.geomspace(1.0001, 1e12, 200), 3, alpha)
+    assert np.abs(beyond - limit).max() <= 0.05 + 1e-6
+    assert abs(float(exponent(found * 0.999, 3, alpha)) - limit) > 0.05
+    assert crossover(3, 0.999999, 1e-9) == np.inf
+
+
+def test_the_turning_point_is_the_minimum():
+    at = turning_point(20, 1.5)
+    assert at == 60
+    shares = augmented_share(at * np.array([0.9, 0.99, 1, 1.01, 1.1]), 20, 1.5)
+    assert shares.argmin() == 2
+
+
+def test_the_ratio_and_its_bound_on_random_logits():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        z = rng.normal(0, 2, 64)
+        weights = softmax(z)
+        share, ratio = weights[:5].sum(), np.exp(z[:5]).mean() / np.exp(z[5:]).mean()
+        assert logit_ratio(share, 64, 5) == pytest.approx(ratio)
+        assert ratio_bound(64, 5, ratio) == pytest.approx(share), "tight where the ratio is reached"
+        assert ratio_bound(64, 5, ratio * 1.1) > share
+
+
+@pytest.mark.parametrize("law", ["log", "linear", "sqrt", "constant"])
+def test_other_laws_under_uniform_logits(law):
+    augmentation = Augmentation(alpha=0.5, law=law, l0=128 if law == "constant" else None)
+    for l in (4, 30, 300):
+        scores = np.zeros(l)
+        scores[:3] += {"log": 0.5 * np.log(l / 3), "linear": 0.5 * l / 3, "sqrt": 0.5 * (l / 3) ** 0.5,
+                       "constant": 0.5 * np.log(128 / 3)}[law]  # fmt: skip
+        assert uniform_share(l, 3, augmentation) == pytest.approx(softmax(scores)[:3].sum(), abs=1e-14)
+    far = uniform_share(np.array([1e5, 1e6]), 3, augmentation)
+    if law == "constant":
+        assert far[1] / far[0] == pytest.approx(0.1, rel=1e-3)
+    if law in ("linear", "sqrt"):
+        assert far == pytest.approx([1, 1])
+
+
+def test_slopes_by_hand():
+    x = np.array([0.0, 1, 2, 3])
+    y = np.stack([2 * x + 1, -x, [0, 1, np.inf, 3]])
+    assert slopes(x, y) == pytest.approx([2, -1, np.nan], nan_ok=True)
+    assert slopes(np.stack([x, 2 * x, x]), y) == pytest.approx([2, -0.5, np.nan], nan_ok=True)
+    with pytest.raises(ValueError, match="at least 3 steps, found 2"):
+        slopes(x[:2], y[:, :2])
+    with pytest.raises(ValueError, match="different lengths, found 4 times 1"):
+        slopes(np.ones(4), y)
+
+
+def test_log_odds():
+    assert log_odds(np.array([0.5, 0.75, 0.0])) == pytest.approx([0, np.log(3), -np.inf])

@@ -1,4 +1,4 @@
-"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples, one step.
+"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples, further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call. On TransformerBridge the
 keys and values live in buffers of their final size that each step writes one slot of; HookedTransformer concatenates.
@@ -34,8 +34,8 @@ class Rows(Protocol):
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
 
-    def step(self, tokens: Int[Tensor, " row"]) -> Float[Tensor, "row vocab"]:
-        """Append one token to each row; the logits after it."""
+    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+        """Append tokens to each row; the logits after the last."""
 
 
 def open_rows(model: Model) -> Rows:
@@ -201,9 +201,10 @@ class BridgeRows:
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
 
-    def step(self, tokens: Int[Tensor, " row"]) -> Float[Tensor, "row vocab"]:
-        logits = self._forward(tokens[:, None], self.positions)
-        self.positions = self.positions + 1
+    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+        count = torch.arange(tokens.shape[1], device=tokens.device)
+        logits = self._forward(tokens, self.positions + count)
+        self.positions = self.positions + tokens.shape[1]
         return logits
 
 
@@ -240,6 +241,5 @@ class HookedRows:
             entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
 
-    def step(self, tokens: Int[Tensor, " row"]) -> Float[Tensor, "row vocab"]:
-        ids = tokens[:, None]
-        return self.model(ids, attention_mask=torch.ones_like(ids), past_kv_cache=self.cache)[:, -1]
+    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+        return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[:, -1]
