@@ -103,7 +103,9 @@ def turning_point(l_pre: int, alpha: float) -> float:
 
 
 def logit_ratio(
-    share: Float[np.ndarray, "*shape"] | float, l: Real[np.ndarray, "*#shape"] | float | int, l_pre: int
+    share: Float[np.ndarray, "*shape"] | float,
+    l: Real[np.ndarray, "*#shape"] | float | int,
+    l_pre: Real[np.ndarray, "*#shape"] | int,
 ) -> Float[np.ndarray, "*shape"]:
     """e_P / e_R, how much larger the average exponentiated logit of prefix keys is than that of the others.
 
@@ -115,7 +117,11 @@ def logit_ratio(
     return np.asarray(share / (1 - share) * (np.asarray(l) / l_pre - 1))
 
 
-def ratio_bound(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, ratio: float) -> Float[np.ndarray, "*shape"]:
+def ratio_bound(
+    l: Real[np.ndarray, "*#shape"] | float | int,
+    l_pre: Real[np.ndarray, "*#shape"] | int,
+    ratio: Float[np.ndarray, "*#shape"] | float,
+) -> Float[np.ndarray, "*shape"]:
     """The bound on A where e_P / e_R <= ratio (section "Formal Analysis"): C l_pre / (C l_pre + l - l_pre)."""
     return np.asarray(ratio * l_pre / (ratio * l_pre + np.asarray(l, dtype=np.float64) - l_pre))
 

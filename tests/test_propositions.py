@@ -1,0 +1,335 @@
+"""Verdicts on logits whose law is known, and tables of traces against the oracle's arithmetic."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from conftest import load
+
+from lapa2_interp import Augmentation
+from lapa2_interp.errors import TraceError
+from lapa2_interp.forcing import teacher_forced
+from lapa2_interp.layout import layout
+from lapa2_interp.propositions import (
+    by_alpha,
+    curves,
+    exponent_table,
+    head_table,
+    judge,
+    local_table,
+    pooled_table,
+    prediction_table,
+    synthetic_shares,
+    synthetic_slopes,
+    synthetic_verdicts,
+    thinned_steps,
+    trace_verdicts,
+)
+from lapa2_interp.stats import Interval
+from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
+from lapa2_interp.theory import augmented_share
+
+NAMES = {"rate": "A decays as O(1/l)", "share": "E[A] = l_pre / l", "limit": "A' reaches its limit"}
+
+
+def interval(low, high):
+    return Interval((low + high) / 2, low, high, 9, 9)
+
+
+def test_verdicts_are_never_forced():
+    assert judge(interval(-0.02, 0.03), 0, 0.05) == "supported"
+    assert judge(interval(-0.02, 0.06), 0, 0.05) == "inconclusive"
+    assert judge(interval(0.06, 0.09), 0, 0.05) == "not supported"
+    assert judge(interval(-9.0, -3.0), 0, 0.05, "at most") == "supported"
+    assert judge(interval(0.1, 0.2), 0, 0.05, "at most") == "not supported"
+    assert judge(interval(0.1, 0.2), 0, 0.0, "at least") == "supported"
+    assert judge(interval(-0.1, 0.2), 0, 0.0, "at least") == "inconclusive"
+    assert judge(Interval(0.0, np.nan, np.nan, 1, 1), 0, 0.05) == "inconclusive", "one text tells no spread"
+
+
+# --- synthetic
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_equal_those_of_the_whole_row_of_logits(name, monkeypatch):
+    """Every family's two sums, against the logits written out key by key."""
+    family, lengths, l_pre = FAMILIES[name], np.array([12, 20, 40]), 4
+    rows = {}
+
+    def keep(rng, n):
+        rows[n] = family.draw(rng, n)
+        return rows[n]
+
+    if name == "correlated":
+        prefix, others = log_sums(family, np.random.default_rng(5), lengths, l_pre)
+        z = family.draw(np.random.default_rng(5), 36)
+        assert others == pytest.approx([np.log(np.exp(z[: l - l_pre]).sum()) for l in lengths])
+        assert np.unique(prefix, axis=1).shape[1] == 1
+        return
+    from dataclasses import replace
+
+    prefix, others = log_sums(replace(family, draw=keep), np.random.default_rng(5), lengths, l_pre)
+    beside, before = rows[36].copy(), rows[256 * l_pre].reshape(256, l_pre)
+    if family.sink is not None:
+        beside[0] = family.sink
+    for i, l in enumerate(lengths):
+        distance = l - 1 - np.arange(l)  # of every key from the query, which is the last
+        z = np.concatenate([before[7], beside[: l - l_pre]])
+        fall = -family.recency * np.log(1 + distance)
+        z += np.where(np.arange(l) < l_pre, 0 if family.anchored else fall, fall) if family.recency else 0
+        z[:l_pre] += family.growth * np.log(l)
+        assert prefix[7, i] == pytest.approx(np.log(np.exp(z[:l_pre]).sum()))
+        assert others[i] == pytest.approx(np.log(np.exp(z[l_pre:]).sum()))
+
+
+def test_the_correlated_prefix_goes_on_where_the_text_begins():
+    family, lengths = FAMILIES["correlated"], np.array([10, 20, 40])
+    found = []
+    for seed in range(400):
+        z = family.draw(np.random.default_rng(seed), 37)[0]
+        prefix, _ = log_sums(family, np.random.default_rng(seed), lengths, 3)
+        found.append((z, np.log(np.exp(prefix[:, 0]) / 3).mean()))
+    z, mean = np.array(found).T
+    assert np.corrcoef(z, mean)[0, 1] > 0.97
+    assert z.std() == pytest.approx(1, abs=0.15)
+
+
+@pytest.fixture(scope="module")
+def synthetic():
+    lengths = lengths_up_to(100_000, 3)
+    return draw_log_odds(lengths, 3, texts=20), lengths
+
+
+def test_true_propositions_are_not_rejected(synthetic):
+    """The exact law everywhere; O(1/l) wherever the ratio is bounded, the sink included; the mean where keys are exchangeable."""
+    table = synthetic_verdicts(*synthetic, 3)
+    law = table[table["claim"] == "the bias adds alpha log(l/l_pre)"]
+    assert len(law) == 6 * len(FAMILIES)
+    assert (law["verdict"] == "supported").all()
+    for name, family in FAMILIES.items():
+        rows = table[table["where"].str.startswith(f"synthetic: {name} (")].set_index("claim")
+        if family.bounded:
+            assert rows.loc[NAMES["rate"], "verdict"] != "not supported", name
+        if family.identical:
+            assert rows.loc[NAMES["share"], "verdict"] != "not supported", name
+    equal = table[table["where"] == "synthetic: equal (identical)"]
+    assert (equal["verdict"] == "supported").all()
+
+
+def test_violations_are_reported(synthetic):
+    table = synthetic_verdicts(*synthetic, 3)
+    for name in ("growing prefix", "anchored prefix"):
+        rows = table[table["where"].str.startswith(f"synthetic: {name} (")].set_index("claim")
+        assert rows.loc[NAMES["rate"], "verdict"] == "not supported", name
+        assert rows.loc[NAMES["share"], "verdict"] == "not supported", name
+        exponents = table[table["where"].str.contains(name) & (table["claim"] == "A' follows l^(alpha-1)")]
+        assert (exponents["verdict"] == "not supported").all()
+    limit = table[(table["claim"] == NAMES["limit"]) & (table["alpha"] == 1)].set_index("where")["verdict"]
+    assert limit["synthetic: equal (identical)"] == "supported"
+    assert limit["synthetic: normal (identical)"] == "not supported", "identical is not equal: E[X/(1+X)] < 1/2"
+
+
+def test_a_sink_at_short_lengths_is_inconclusive():
+    lengths = lengths_up_to(1000, 3)
+    drawn = draw_log_odds(lengths, 3, {name: FAMILIES[name] for name in ("sink", "growing prefix")})
+    table = synthetic_verdicts(drawn, lengths, 3, (0.0,)).set_index(["claim", "where"])["verdict"]
+    assert table[NAMES["rate"], "synthetic: sink (not identical)"] == "inconclusive"
+    assert table[NAMES["rate"], "synthetic: growing prefix (not identical, ratio unbounded)"] == "not supported"
+
+
+def test_synthetic_tables(synthetic):
+    drawn, lengths = synthetic
+    few = {name: drawn[name] for name in ("equal", "normal")}
+    shares, found = synthetic_shares(few, lengths, 3, (0.0, 0.5)), synthetic_slopes(few, lengths, 3, (0.0, 0.5))
+    equal = shares[shares["family"] == "equal"]
+    assert equal["mean"].to_numpy() == pytest.approx(equal["predicted"].to_numpy())
+    assert (equal["ratio"] - 1).abs().max() < 1e-9
+    slope = found.set_index(["family", "alpha", "quantity"])
+    assert slope.loc[("equal", 0.5, "log A'"), "mean"] == pytest.approx(
+        slope.loc[("equal", 0.5, "log A'"), "predicted"]
+    )
+    assert slope.loc[("normal", 0.5, "rise"), "mean"] == pytest.approx(0.5)
+    stored = as_dataset(few, lengths)
+    assert stored["log_odds"].sel(family="normal").shape == (20, 256, len(lengths))
+
+
+def test_shards_draw_the_same():
+    lengths = lengths_up_to(200, 3)
+    both = draw_log_odds(lengths, 3, texts=3)
+    fewer = draw_log_odds(lengths, 3, texts=2)
+    assert all((both[name][:2] == fewer[name]).all() for name in FAMILIES)
+
+
+def test_bad_synthetic_input():
+    with pytest.raises(TraceError, match="lengths from 64 to 10 are too few to fit a slope"):
+        lengths_up_to(10, 3)
+    with pytest.raises(TraceError, match="the prefix must have 1 to 63 keys .* found 0"):
+        draw_log_odds(lengths_up_to(200, 3), 0)
+    with pytest.raises(TraceError, match="at least one text, found 0"):
+        draw_log_odds(lengths_up_to(200, 3), 3, texts=0)
+
+
+# --- traces with known exponents
+
+
+def made_trace(growth, *, alpha=0.0, texts=12, steps=300, noise=0.1, seed=0, n=3, l0=8):
+    """A trace whose log(e_P/e_R) grows as growth * log(l), with AR(1) noise along steps that texts do not share."""
+    rng = np.random.default_rng(seed)
+    l = l0 + np.arange(steps)
+    shocks = rng.normal(0, noise * np.sqrt(1 - 0.9**2), (texts, steps))
+    wobble = np.zeros((texts, steps))
+    for i in range(1, steps):
+        wobble[:, i] = 0.9 * wobble[:, i - 1] + shocks[:, i]
+    odds = (
+        growth * np.log(l) + wobble + rng.normal(0, 0.3, (texts, 1)) - np.log(l / n - 1) + alpha * np.log((l - 1) / n)
+    )
+    share = (1 / (1 + np.exp(-odds)))[None, :, :, None, None]
+    rest = 1 - share
+    data = {"prefix": share, "bos": rest / 4, **{f"nearest_{k}": rest * k / 16 for k in (2, 4, 6, 8)}}
+    axes = ("branch", "sample", "step", "layer", "head")
+    return xr.Dataset(
+        {name: (axes, values) for name, values in data.items()},
+        {
+            "branch": ["target"], "sample": np.arange(texts), "step": np.arange(steps),
+            "l_pre": (axes[:2], np.full((1, texts), n)), "n_bos": (axes[:2], np.ones((1, texts), int)),
+            "l_kv": (axes[:3], np.tile(l, (1, texts, 1))),
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("growth", [0.0, -0.3, 0.4])
+def test_known_exponents_are_found(growth):
+    traces = by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)})
+    table = exponent_table(traces).set_index(["alpha", "quantity"])
+    row = table.loc[(0.0, "log-odds")]
+    assert row["low"] - 0.02 < growth < row["high"] + 0.02
+    assert table.loc[(0.5, "rise"), "mean"] == pytest.approx(0.5, abs=1e-9)
+    verdicts = trace_verdicts(traces, "made").set_index("claim")["verdict"]
+    expected = {0.0: "supported", -0.3: "supported", 0.4: "not supported"}[growth]
+    assert verdicts["A decays as O(1/l)"] == expected
+    assert verdicts["A is proportional to 1/l"] == ("supported" if growth == 0 else "not supported")
+    assert verdicts["the bias adds alpha log(l/l_pre)"] == "supported"
+
+
+def test_intervals_cover_under_autocorrelated_noise():
+    """Resampling texts: the 95 % interval of the slope holds the truth in about 95 % of 200 repetitions."""
+    held = 0
+    for seed in range(200):
+        found = curves(by_alpha({0.0: made_trace(0.2, seed=seed, texts=20, steps=80)}), pooled=True)
+        values = found.growth()[0]
+        rng = np.random.default_rng(seed)
+        means = values[rng.integers(0, 20, (500, 20))].mean(1)
+        low, high = np.percentile(means, [2.5, 97.5])
+        held += low < 0.2 < high
+    assert 0.88 <= held / 200 <= 0.98
+
+
+def test_head_table_by_hand():
+    """Uniform attention: the ratio is 1, the bound is reached, and nothing is left to explain."""
+    trace = made_trace(0.0, noise=0.0)
+    trace["prefix"] = (3 / trace["l_kv"]).expand_dims({"layer": 1, "head": 1}, axis=(3, 4))
+    row = head_table(by_alpha({0.0: trace})).iloc[0]
+    assert row["growth"] == pytest.approx(0, abs=1e-9)
+    assert row["verdict"] == "supported"
+    assert row["sup_ratio"] == pytest.approx(1)
+    assert row["tightness"] == pytest.approx(1)
+    assert (row["C"], row["D"]) == (pytest.approx(3, rel=1e-3), pytest.approx(8, rel=1e-3))
+    assert row["R2"] == pytest.approx(1)
+    assert row["exponent"] == pytest.approx(-1)
+    assert row["kind"] == "mixed"
+
+
+def test_bad_traces():
+    trace = made_trace(0.0, steps=10)
+    with pytest.raises(TraceError, match="the baseline is alpha 0, found only 0.5"):
+        by_alpha({0.5: trace})
+    with pytest.raises(TraceError, match="no prefix"):
+        by_alpha({0.0: trace.assign_coords(l_pre=trace["l_pre"] * 0)})
+    with pytest.raises(TraceError, match="at least 3 steps, found 2"):
+        by_alpha({0.0: trace.isel(step=slice(0, 2))})
+    with pytest.raises(TraceError, match="different samples and steps"):
+        by_alpha({0.0: trace, 0.5: trace.isel(step=slice(0, 5))})
+    with pytest.raises(TraceError, match="pooled over heads"):
+        by_alpha({0.0: trace.isel(head=0, layer=0)})
+
+
+def test_thinned_steps():
+    assert thinned_steps(3).tolist() == [0, 1, 2]
+    found = thinned_steps(8192)
+    assert (found[0], found[-1]) == (0, 8191)
+    assert len(found) <= 48
+    assert len(np.unique(found)) == len(found)
+
+
+# --- a real network
+
+
+@pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-llama"])
+def forced(request):
+    model = load(request.param, "float64")
+    layouts = [layout(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake", "Once upon", "A man", "It")]
+    rng = np.random.default_rng(0)
+    texts = rng.integers(40, 200, (4, 60)).tolist()
+    rules = {0.0: None} | {alpha: Augmentation(alpha=alpha, layers=(1, 2, 3)) for alpha in (0.5, 1.0)}
+    return by_alpha({alpha: teacher_forced(model, layouts, texts, rule) for alpha, rule in rules.items()}), rules
+
+
+def test_the_exact_law_in_the_first_augmented_layer(forced):
+    traces, rules = forced
+    table = prediction_table(traces, {alpha: rule for alpha, rule in rules.items() if rule})
+    first = table[table["layer"] == 1]
+    assert first["error"].max() < 1e-4, "traces are float32"
+    assert (first["direct"] - 1).abs().max() < 1e-4
+    assert table[table["layer"] == 3]["error"].min() > 1e-4, "queries and keys below have changed"
+    before = table[table["layer"] == 0]
+    assert (before["measured"] - before["baseline"]).abs().max() < 1e-7, "layer 0 is not augmented"
+    verdicts = trace_verdicts(traces, "tiny", first_layer=1)
+    assert (verdicts[verdicts["claim"] == "the bias adds alpha log(l/l_pre)"]["verdict"] == "supported").all()
+
+
+def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
+    """The slope behind one verdict, from the netCDF file with nothing of ours."""
+    from scipy.stats import linregress
+
+    traces, _ = forced
+    traces.to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
+    with xr.open_dataset(tmp_path / "trace.nc", engine="h5netcdf") as stored:
+        share = stored["prefix"].mean(("layer", "head")).astype("float64")
+        l, n = stored["l_kv"].to_numpy(), stored["l_pre"].to_numpy()
+        slopes = [
+            linregress(np.log(l[i]), np.log(share[0, i] / (1 - share[0, i])) + np.log(l[i] / n[i] - 1)).slope
+            for i in range(4)
+        ]
+    row = trace_verdicts(traces, "tiny", 1).set_index("claim").loc["A is proportional to 1/l"]
+    assert row["mean"] == pytest.approx(np.mean(slopes), abs=1e-5)
+
+
+def test_the_local_ratio_within_a_layer_is_an_identity(forced):
+    table = local_table(forced[0])
+    first = table[(table["layer"] == 1) & (table["pooling"] == "per head")]
+    assert len(first) == 2 * 2 * 4
+    assert first["difference"].abs().max() < 1e-5
+    pooled = table[(table["layer"] == 1) & (table["pooling"] == "pooled") & (table["outside"] == "prefix")]
+    assert pooled["difference"].abs().max() > 1e-5, "heads lose different shares, so the pooled ratio moves"
+
+
+def test_local_ratio_by_hand(forced):
+    traces, _ = forced
+    table = local_table(traces)
+    row = table[(table["alpha"] == 1) & (table["layer"] == "all") & (table["k"] == 4)
+                & (table["outside"] == "prefix") & (table["pooling"] == "pooled")].iloc[0]  # fmt: skip
+    means = traces[["nearest_4", "prefix"]].sel(alpha=1.0).mean(("layer", "head"))
+    assert row["augmented"] == pytest.approx(float((means["nearest_4"] / (1 - means["prefix"])).mean()), rel=1e-5)
+
+
+def test_tables_are_tidy(forced):
+    traces, rules = forced
+    pooled = pooled_table(traces)
+    assert set(pooled["alpha"]) == {0.0, 0.5, 1.0}
+    assert pooled.groupby("alpha").size().eq(60).all()
+    heads = head_table(traces)
+    assert len(heads) == 3 * 16
+    assert heads[heads["alpha"] == 0]["R2"].notna().any()
+    assert heads["tightness"].between(0, 1 + 1e-6).all()
+    assert isinstance(prediction_table(traces, {a: r for a, r in rules.items() if r}), pd.DataFrame)
+    assert augmented_share(8, 3, 0.0) == pytest.approx(3 / 8)
