@@ -510,6 +510,62 @@ def demo(
     print(run_demo(out, model_name=model, dtype=dtype, length=length, samples=samples, seed=seed, force=force))
 
 
+@app.command
+def propositions(
+    *,
+    out: Path,
+    model: str = "smollm2-135m",
+    alphas: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
+    free: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = (0.5, 1.0),
+    length: int = 256,
+    samples: int = 1,
+    synthetic_length: int = 1_000_000,
+    text: Path | None = None,
+    long_length: int = 0,
+    long_texts: int = 1,
+    long_alphas: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = (0.5, 1.0),
+    dtype: Dtype = "float32",
+    long_dtype: Dtype = "bfloat16",
+    device: str | None = None,
+    seed: int = 1,
+    force: bool = False,
+) -> None:
+    """Put the paper's propositions to the test, on logits made to fit or break them and on a model: a verdict per claim.
+
+    Does prefix attention decay as O(1/l)? Does the bias turn that into l^(alpha-1)? Where do the assumptions break? Verdicts are
+    95 % intervals against a margin around the claim: supported, not supported, or inconclusive. For example
+
+        lapa2 propositions --out results/propositions
+        lapa2 propositions --text book.txt --out results/long      # and one text up to the model's context
+
+    Args:
+        out: A new folder: tables/, figures/, traces and report.html.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        alphas: The baseline's texts are read again under each of these.
+        free: Alphas that also generate texts of their own, as in the paper's figures.
+        length: Tokens of a generated text, its prompt included.
+        samples: Texts per prompt and attribute.
+        synthetic_length: Longest l of the synthetic logits; 0 leaves them out.
+        text: A UTF-8 text file to read as one long text, behind "Very positive:".
+        long_length: Its tokens; 0 fills the model's context.
+        long_texts: Cut the file into as many texts; intervals need several.
+        long_alphas: Alphas of the long texts.
+        dtype: Precision of weights and computation. In bfloat16 attention is rounded to 3 digits, and so is the exact law.
+        long_dtype: The same for the long texts.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        seed: Of texts and synthetic logits.
+        force: Replace a finished folder.
+    """
+    from lapa2_interp.experiments.verify import Study, verify
+
+    study = Study(
+        model=model, dtype=dtype, device=device, alphas=alphas, free=free, length=length, samples=samples, seed=seed,
+        synthetic_length=synthetic_length, text=text, long_length=long_length, long_texts=long_texts,
+        long_alphas=long_alphas, long_dtype=long_dtype,
+    )  # fmt: skip
+    print(verify(out, study, force))
+
+
 @app.command(name="methods")
 def list_methods() -> None:
     """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented."""

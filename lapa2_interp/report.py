@@ -23,13 +23,15 @@ class Section:
     table: pd.DataFrame | None = None
 
 
-def page(title: str, lead: str, sections: Sequence[Section], texts: pd.DataFrame, facts: Mapping[str, str]) -> str:
+def page(
+    title: str, lead: str, sections: Sequence[Section], texts: pd.DataFrame | None, facts: Mapping[str, str]
+) -> str:
     """The page as one string; it loads nothing from anywhere.
 
     Args:
         title, lead: What the run was and its main finding.
         sections: In order.
-        texts: Sample texts side by side: one row per prompt, one column per arm; the index labels the rows.
+        texts: Sample texts side by side: one row per prompt, one column per arm; the index labels the rows. None: no texts.
         facts: Settings, by name.
     """
     from jinja2 import Environment, PackageLoader
@@ -42,7 +44,7 @@ def page(title: str, lead: str, sections: Sequence[Section], texts: pd.DataFrame
             {"title": s.title, "text": s.text, "image": s.figure and _png(s.figure), "table": _cells(s.table)}
             for s in sections
         ],
-        texts=_cells(texts.reset_index()),
+        texts=None if texts is None else _cells(texts.reset_index()),
         facts=facts,
     )
 

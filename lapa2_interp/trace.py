@@ -262,7 +262,12 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
             curve = pooled(trace, name)[at, members.index]
             curve = curve[:, ~np.isnan(curve).any(axis=0)]
             low, high = bounds(curve, members["prompt"])
-            columns = {"step": np.arange(curve.shape[1]), "mean": curve.mean(axis=0), "low": low, "high": high}
+            columns = {
+                "step": trace["step"].to_numpy()[: curve.shape[1]],
+                "mean": curve.mean(axis=0),
+                "low": low,
+                "high": high,
+            }
             counts = {"n": len(curve), "prompts": members["prompt"].nunique()}
             rows.append(pd.DataFrame({"arm": arm, "name": name, **columns, **counts}))
     return pd.concat(rows, ignore_index=True)

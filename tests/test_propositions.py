@@ -29,7 +29,7 @@ from lapa2_interp.stats import Interval
 from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
 from lapa2_interp.theory import augmented_share
 
-NAMES = {"rate": "A decays as O(1/l)", "share": "E[A] = l_pre / l", "limit": "A' reaches its limit"}
+NAMES = {"rate": "A decays as O(1/l)", "share": "E[A] = l_pre / l", "limit": "A' is what Eq. 8 says"}
 
 
 def interval(low, high):

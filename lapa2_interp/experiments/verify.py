@@ -1,0 +1,387 @@
+"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with what they were read from.
+
+Four sources, each stored: synthetic logits; texts that every alpha generates for itself (as the paper's figures); the baseline's
+texts read again under every alpha, so that alpha alone differs; and, if a file is given, a long text read up to the context.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp import plots
+from lapa2_interp.attention.hooked import Model
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.decoding import progress_bar
+from lapa2_interp.errors import DataError, TraceError
+from lapa2_interp.experiments.runner import estimate, run_arms
+from lapa2_interp.experiments.store import MANIFEST, Run, library_versions, new_folder, source_commit, write_run
+from lapa2_interp.forcing import teacher_forced
+from lapa2_interp.layout import Layout, layout
+from lapa2_interp.methods import get
+from lapa2_interp.models import load_model, model_card
+from lapa2_interp.propositions import (
+    by_alpha,
+    exponent_table,
+    head_table,
+    local_table,
+    pooled_table,
+    prediction_table,
+    synthetic_shares,
+    synthetic_slopes,
+    synthetic_verdicts,
+    thinned_steps,
+    trace_verdicts,
+)
+from lapa2_interp.report import Section, page
+from lapa2_interp.synthetic import as_dataset, draw_log_odds, lengths_up_to
+from lapa2_interp.tasks import load_task
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+KIND = "propositions"
+SHOWN = (0.5, 1.0)
+"""Alphas whose verdicts a terminal shows; tables/verdicts.csv has all."""
+L_PRE = 3
+"""Keys of the synthetic prefix; "Very positive:" has as many."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is verified, and on what.
+
+    Attributes:
+        alphas: Read again under each; 0 is always there. `free`: those that generate texts of their own, among them.
+        length: Tokens of a generated text, its prompt included. `samples`: texts per prompt and attribute.
+        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out. `synthetic_texts`: draws per family.
+        text: A file whose beginning is read as one long text, or as several.
+        long_length, long_texts: Its tokens per text (0: to the context's end), and how many texts.
+        long_alphas: Read under each, and 0.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "float32"
+    device: str | None = None
+    alphas: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+    free: tuple[float, ...] = (0.5, 1.0)
+    length: int = 256
+    samples: int = 1
+    prompts: int = 15
+    seed: int = 1
+    synthetic_length: int = 1_000_000
+    synthetic_texts: int = 20
+    text: Path | None = None
+    long_length: int = 0
+    long_texts: int = 1
+    long_alphas: tuple[float, ...] = (0.5, 1.0)
+    long_dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Tables by name, and the traces they were read from."""
+
+    tables: dict[str, pd.DataFrame]
+    traces: dict[str, xr.Dataset]
+    free: Run | None = None
+
+
+def verify(out: Path, study: Study, force: bool = False) -> str:
+    """Run a study and write its folder; returns what to print.
+
+    The folder: manifest.json, synthetic.nc, forced.nc, long.nc, free/ (a run), tables/*.csv, figures/*.png, report.html.
+
+    Raises:
+        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too short.
+    """
+    if bad := [a for a in (*study.alphas, *study.free, *study.long_alphas) if not a >= 0]:
+        raise TraceError(f"alpha must be at least 0, found {bad[0]:g}")
+    with new_folder(out, force, finished=_finished) as folder:
+        found = run_study(study)
+        for name, trace in found.traces.items():
+            trace.to_netcdf(folder / f"{name}.nc", engine="h5netcdf")
+        if found.free is not None:
+            (folder / "free").mkdir()
+            write_run(folder / "free", found.free)
+        figures = draw(found.tables)
+        for kind in ("tables", "figures"):
+            (folder / kind).mkdir()
+        for name, table in found.tables.items():
+            table.to_csv(folder / "tables" / f"{name}.csv", index=False)
+        for name, (_, drawing) in figures.items():
+            drawing.savefig(folder / "figures" / f"{name}.png")
+        facts = _facts(study, found)
+        (folder / MANIFEST).write_text(json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8")
+        (folder / "report.html").write_text(_report(found.tables, figures, facts), encoding="utf-8")
+    return f"{as_text(found.tables['verdicts'])}\n\nLook at {out}/report.html (tables/verdicts.csv has every number)."
+
+
+def _finished(folder: Path) -> bool:
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND
+    except (OSError, ValueError):
+        return False
+
+
+def run_study(study: Study) -> Verified:
+    """All parts of a study, without writing anything."""
+    tables: dict[str, pd.DataFrame] = {}
+    traces: dict[str, xr.Dataset] = {}
+    verdicts: list[pd.DataFrame] = []
+    model = load_model(study.model, dtype=study.dtype, device=study.device)
+    name = model_card(model).name
+    # Files are read and lengths checked before anything long begins.
+    long_ids = _long_texts(study, model) if study.text is not None else None
+    if study.synthetic_length:
+        lengths = lengths_up_to(study.synthetic_length, L_PRE)
+        drawn = draw_log_odds(lengths, L_PRE, texts=study.synthetic_texts, seed=study.seed)
+        alphas = (0.0, *study.alphas)
+        tables["synthetic_shares"] = synthetic_shares(drawn, lengths, L_PRE, alphas)
+        tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, alphas)
+        verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
+        traces["synthetic"] = as_dataset(drawn, lengths)
+    free = _generate(model, study)
+    if study.free:
+        own = by_alpha(_arms(free))
+        verdicts.append(trace_verdicts(own, f"{name}, each alpha its own texts", same_texts=False))
+        tables["free_curves"] = pooled_table(own)
+        tables["free_exponents"] = exponent_table(own)
+    if study.alphas:
+        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
+        base = free.samples[free.samples["arm"] == "alpha 0"]
+        prefixes = {a: load_task("sentiment").attributes[a].prefix for a in base["attribute"].unique()}
+        pairs = zip(base["attribute"], base["prompt"], strict=True)
+        layouts = [layout(model.tokenizer, prefixes[attribute], prompt) for attribute, prompt in pairs]
+        forced = _forced(model, layouts, base["tokens"].tolist(), rules, "reading the same texts")
+        forced = forced.assign_coords(prompt_text=("sample", base["prompt"].to_numpy()))
+        traces["forced"] = forced
+        verdicts.append(trace_verdicts(forced, f"{name}, the same texts"))
+        tables |= _trace_tables(forced, rules)
+    if long_ids is not None:
+        del model
+        model = load_model(study.model, dtype=study.long_dtype, device=study.device)
+        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
+        branch, texts = long_ids
+        found = _forced(model, [branch] * len(texts), texts, rules, "reading a long text", one_by_one=True)
+        traces["long"] = found
+        verdicts.append(trace_verdicts(found, f"{name}, {len(texts)} texts of {len(texts[0])} tokens"))
+        tables |= {f"long_{kind}": table for kind, table in _trace_tables(found, rules).items()}
+    tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
+    if study.free:
+        # Texts of its own are the paper's curves; what is stored keeps the steps the slopes are read from.
+        free = Run(free.manifest, free.samples, _thin(free.trace))
+    return Verified(tables, traces, free)
+
+
+def _trace_tables(traces: xr.Dataset, rules: Mapping[float, Augmentation]) -> dict[str, pd.DataFrame]:
+    return {
+        "curves": pooled_table(traces),
+        "exponents": exponent_table(traces),
+        "heads": head_table(traces),
+        "predictions": prediction_table(traces, rules),
+        "local": local_table(traces),
+    }
+
+
+def _generate(model: Model, study: Study) -> Run:
+    task = load_task("sentiment")
+    arms = {"alpha 0": None} | {f"alpha {alpha:g}": Augmentation(alpha=alpha) for alpha in study.free if alpha > 0}
+    return run_arms(
+        model,
+        get("prefix"),
+        task,
+        tuple(task.attributes),
+        task.prompts.texts[: study.prompts],
+        arms,
+        length=study.length,
+        samples=study.samples,
+        seed=study.seed,
+        announce=lambda plans: print(estimate(model, plans, "full"), file=sys.stderr),
+    )
+
+
+def _thin(trace: xr.Dataset | None) -> xr.Dataset:
+    assert trace is not None
+    return trace.isel(step=thinned_steps(trace.sizes["step"]))
+
+
+def _arms(run: Run) -> dict[float, xr.Dataset]:
+    """A free-running run's trace by alpha, its samples in one order."""
+    trace = _thin(run.trace)
+    rows = run.samples.reset_index(drop=True)
+    return {
+        float(str(arm).removeprefix("alpha ")): trace.isel(sample=members.index.to_numpy()).drop_vars(["arm", "sample"])
+        for arm, members in rows.groupby("arm", sort=False)
+    }
+
+
+def _forced(
+    model: Model,
+    layouts: Sequence[Layout],
+    texts: Sequence[Sequence[int]],
+    rules: Mapping[float, Augmentation],
+    label: str,
+    *,
+    one_by_one: bool = False,
+) -> xr.Dataset:
+    """The same texts under every alpha; `one_by_one` where a text alone fills the memory meant for a batch."""
+    import xarray as xr
+
+    groups = [[i] for i in range(len(texts))] if one_by_one else [list(range(len(texts)))]
+    found = {}
+    with progress_bar((1 + len(rules)) * sum(len(text) - 1 for text in texts), label) as bar:
+        for alpha, rule in ({0.0: None} | dict(rules)).items():
+            parts = [
+                teacher_forced(model, [layouts[i] for i in group], [texts[i] for i in group], rule, progress=bar)
+                for group in groups
+            ]
+            found[alpha] = xr.concat([_thin(part).drop_vars("sample") for part in parts], dim="sample")
+    return by_alpha(found)
+
+
+def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
+    """The branch and the texts cut from a file, each of the length asked for or as long as the context allows."""
+    assert study.text is not None
+    try:
+        whole = study.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {study.text} as text: {error}") from error
+    branch = layout(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
+    room = model.cfg.n_ctx - len(branch) + 1
+    length = study.long_length or room
+    if length > room:
+        raise DataError(f"texts of {length} tokens exceed the context behind prefix and prompt; give at most {room}")
+    ids = model.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
+    if len(ids) < length * study.long_texts:
+        raise DataError(
+            f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a longer text, or fewer or "
+            "shorter ones (--long-texts, --long-length)"
+        )
+    return branch, [ids[i * length : (i + 1) * length] for i in range(study.long_texts)]
+
+
+# --- what is shown
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
+    """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV alone."""
+    found: dict[str, tuple[str, plots.Drawing]] = {}
+    if "synthetic_shares" in tables:
+        shares = tables["synthetic_shares"]
+        found["regimes"] = (
+            "Three regimes under equal logits, and what other logits make of them. Lines: means over texts; dotted: Eq. 8.",
+            plots.regimes(shares),
+        )
+        found["synthetic_slopes"] = (
+            "Slope on log-odds against alpha: Proposition 2 is the diagonal.",
+            plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
+        )
+    for prefix, what in (("free_", "each alpha its own texts"), ("", "the same texts"), ("long_", "one long text")):
+        if f"{prefix}curves" in tables:
+            found[f"{prefix}curves"] = (
+                f"Attention on the prefix, mean over layers and heads, {what}. Dotted: C/(t+D).",
+                plots.alpha_curves(tables[f"{prefix}curves"]),
+            )
+        if f"{prefix}exponents" in tables:
+            found[f"{prefix}exponents"] = (
+                f"Exponents against alpha, {what}. Dotted: prediction; for log A' that of the closed form at these lengths.",
+                plots.slopes_against_alpha(tables[f"{prefix}exponents"], None),
+            )
+        if f"{prefix}heads" in tables:
+            found[f"{prefix}heads"] = (
+                f"Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {what}.",
+                plots.growth_map(tables[f"{prefix}heads"]),
+            )
+        if f"{prefix}predictions" in tables:
+            found[f"{prefix}predictions"] = (
+                f"A' predicted from the baseline by the exact law, and as measured, layer by layer, {what}.",
+                plots.predictions(tables[f"{prefix}predictions"]),
+            )
+        if f"{prefix}local" in tables:
+            found[f"{prefix}local"] = (
+                f"Share of the nearest k keys in the attention outside the prefix, baseline and augmented, {what}.",
+                plots.local_ratios(tables[f"{prefix}local"]),
+            )
+    return found
+
+
+def as_text(verdicts: pd.DataFrame) -> str:
+    """The verdicts for a terminal: synthetic ones as a family x claim table, the others claim by claim."""
+    made = verdicts["where"].str.startswith("synthetic: ")
+    parts = []
+    if made.any():
+        short = verdicts[made].assign(
+            family=verdicts["where"].str.removeprefix("synthetic: "),
+            claim=[_with_alpha(r) for r in _records(verdicts[made])],
+        )
+        chosen = short[short["alpha"].isna() | short["alpha"].isin(SHOWN)]
+        marks = chosen["verdict"].map({"supported": "yes", "not supported": "NO", "inconclusive": "?"})
+        table = chosen.assign(mark=marks).pivot(index="family", columns="claim", values="mark")
+        table = table.loc[list(dict.fromkeys(chosen["family"])), list(dict.fromkeys(chosen["claim"]))].fillna("")
+        names = {name: f"({chr(97 + i)})" for i, name in enumerate(table.columns)}
+        legend = "; ".join(f"{mark} {name}" for name, mark in names.items())
+        shown = table.rename(columns=names).rename_axis(index=None, columns=None)
+        parts.append(
+            f"synthetic logits (yes supported, NO not supported, ? inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
+        )
+    real = verdicts[~made]
+    if real["alpha"].isin(SHOWN).any():
+        real = real[real["alpha"].isna() | real["alpha"].isin(SHOWN)]
+    for where, rows in real.groupby("where", sort=False):
+        lines = [
+            f"  {r['verdict']:<14} {_with_alpha(r):<48}{r['mean']:>8.3f} [{r['low']:.3f}, {r['high']:.3f}]  claimed "
+            f"{r['expected']}"
+            for r in _records(rows)
+        ]
+        parts.append(f"{where} ({rows['texts'].iloc[0]} independent texts)\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _records(table: pd.DataFrame) -> list[dict]:
+    return table.to_dict("records")
+
+
+def _with_alpha(row: Mapping) -> str:
+    return row["claim"] if np.isnan(row["alpha"]) else f"{row['claim']}, alpha {row['alpha']:g}"
+
+
+def _report(
+    tables: Mapping[str, pd.DataFrame], figures: Mapping[str, tuple[str, plots.Drawing]], facts: Mapping[str, str]
+) -> str:
+    verdicts = tables["verdicts"]
+    counts = verdicts["verdict"].value_counts()
+    lead = ", ".join(f"{count} {name}" for name, count in counts.items()) + " of the claims put to the test."
+    shown = verdicts.assign(
+        claim=[_with_alpha(row) for row in _records(verdicts)],
+        measured=[f"{r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in _records(verdicts)],
+    )[["claim", "where", "quantity", "expected", "margin", "measured", "texts", "verdict"]]
+    sections = [Section(name.replace("_", " "), caption, drawing) for name, (caption, drawing) in figures.items()]
+    sections.append(
+        Section("Verdicts", "A verdict is the 95 % interval against the margin around the claim.", None, shown)
+    )
+    return page("Do the propositions hold?", lead, sections, None, facts)
+
+
+def _facts(study: Study, found: Verified) -> dict[str, str]:
+    card = found.free.manifest.model if found.free is not None else None
+    facts = {name: str(value) for name, value in vars(study).items() if value is not None}
+    if study.text is not None:
+        facts["text"] = study.text.name
+    return {
+        **facts,
+        "weights": card.weights if card else "",
+        "profile": "paper (Algorithm 1): exact prefix span, l without BOS",
+        "prefixes": "Very positive: / Very negative: on the paper's sentiment prompts",
+        "intervals": "95 %, percentile bootstrap over prompts (synthetic: over texts)",
+        "versions": ", ".join(f"{name} {v}" for name, v in library_versions().items()),
+        "commit": source_commit() or "not a checkout",
+    }

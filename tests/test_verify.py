@@ -1,0 +1,86 @@
+"""`lapa2 propositions` end to end on a small model, and what its folder holds."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+from lapa2_interp.cli import main
+from lapa2_interp.experiments.store import read_run
+from lapa2_interp.experiments.verify import draw
+
+SMALL = ["--model", "tiny-llama", "--length", "48", "--synthetic-length", "2000"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("study")
+    (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
+    options = ["--alphas", "0.5", "1", "--text", str(where / "book.txt"), "--long-texts", "3", "--long-length", "100"]
+    assert main(["propositions", "--out", str(where / "out"), *SMALL, *options, "--long-dtype", "float32"]) == 0
+    return where / "out"
+
+
+def test_the_folder(folder):
+    assert {path.name for path in folder.iterdir()} == {
+        "manifest.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free",
+    }  # fmt: skip
+    facts = json.loads((folder / "manifest.json").read_text())
+    assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
+    assert read_run(folder / "free").trace.sizes["step"] <= 48
+
+
+def test_verdicts_say_all_three_sources(folder):
+    verdicts = pd.read_csv(folder / "tables" / "verdicts.csv")
+    assert set(verdicts["verdict"]) <= {"supported", "not supported", "inconclusive"}
+    places = set(verdicts["where"])
+    assert {
+        "tiny-llama, each alpha its own texts",
+        "tiny-llama, the same texts",
+        "tiny-llama, 3 texts of 100 tokens",
+    } < places
+    law = verdicts[(verdicts["claim"] == "the bias adds alpha log(l/l_pre)") & ~verdicts["where"].str.contains("synth")]
+    assert set(law["where"]) == {"tiny-llama, the same texts", "tiny-llama, 3 texts of 100 tokens"}
+    assert (law["verdict"] == "supported").all()
+
+
+def test_the_law_recomputed_from_the_stored_trace(folder):
+    """log-odds of the first layer rise by alpha * log(l/l_pre): nothing of ours between the file and the number."""
+    with xr.open_dataset(folder / "forced.nc", engine="h5netcdf") as trace:
+        share = trace["prefix"].isel(layer=0).astype("float64")
+        odds = np.log(share / (1 - share))
+        rise = (odds.sel(alpha=1.0) - odds.sel(alpha=0.0)).to_numpy()
+        l = (trace["l_kv"] - trace["n_bos"]).to_numpy()
+        expected = np.log(l / trace["l_pre"].to_numpy()[:, None])
+    assert np.nanmax(np.abs(rise - expected[..., None])) < 1e-3
+
+
+def test_figures_are_drawn_from_their_tables(folder):
+    tables = {path.stem: pd.read_csv(path) for path in (folder / "tables").glob("*.csv")}
+    assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw(tables))
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(draw(tables))
+    assert "Texts side by side" not in page
+
+
+def test_bad_input(tmp_path, capsys, folder):
+    def fails(*options):
+        assert main(["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *options]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    assert "has 9 tokens, fewer than 2 x 50; give a longer text" in fails(
+        "--text", str(short), "--long-length", "50", "--long-texts", "2"
+    )
+    assert "exceed the context behind prefix and prompt; give at most" in fails(
+        "--text", str(short), "--long-length", "9999"
+    )
+    assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))
+    assert "alpha must be at least 0, found -1" in fails("--alphas", "-1")
+    assert "lengths from 64 to 50 are too few" in fails("--synthetic-length", "50")
+    assert main(["propositions", "--out", str(folder), *SMALL]) == 2
+    assert "is finished; --force replaces it" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
