@@ -14,13 +14,18 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import methods, plots
+from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.experiments.runner import estimate, run_arms
 from lapa2_interp.experiments.store import Manifest, Run, new_folder, write_run
+from lapa2_interp.experiments.verify import L_PRE, read_again, shown_verdicts
+from lapa2_interp.experiments.verify import as_text as verdicts_as_text
 from lapa2_interp.layout import layout
 from lapa2_interp.models import load_model, load_tokenizer
+from lapa2_interp.propositions import synthetic_verdicts, trace_verdicts
 from lapa2_interp.report import Section, page
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.synthetic import draw_log_odds, lengths_up_to
 from lapa2_interp.tasks import load_task
 from lapa2_interp.trace import fit_table, head_table, pooled, prefix_token_table, step_table
 
@@ -54,9 +59,10 @@ def run_demo(
         Lapa2Error: As `load_model`, `generate` and `new_folder`.
     """
     with new_folder(out, force) as folder:
-        run = _generate(model_name, dtype, length, samples, seed)
+        model = load_model(model_name, dtype=dtype)
+        run = _generate(model, length, samples, seed)
         write_run(folder, run)
-        tables = make_tables(run)
+        tables = make_tables(run) | {"verdicts": _verdicts(model, run)}
         figures = {
             "prefix_attention": plots.attention_curves(tables["steps"], tables["fits"]),
             "head_maps": plots.head_maps(tables["heads"]),
@@ -89,16 +95,24 @@ def run_demo(
                 "Algorithm 1 boosts the prefix itself.",
                 figures["prefix_tokens"],
             ),
+            Section(
+                "Do the paper's propositions hold?",
+                "95 % intervals against a margin around each claim: on logits made to keep or break the assumptions, and on the "
+                "baseline's texts read again under each alpha. `lapa2 propositions` is the long form.",
+                None,
+                shown_verdicts(tables["verdicts"]),
+            ),
         ]
         (folder / "report.html").write_text(
             page("Does the prefix fade?", lead, sections, side_by_side(run), facts(run.manifest)), encoding="utf-8"
         )
     where = f"Look at {out}/report.html (figures/ and tables/ hold its parts; trace.nc every head)."
-    return f"{shown.set_index('attention on').rename_axis(None).to_string()}\n\n{fill(lead, 110)}\n\n{where}"
+    main = shown.set_index("attention on").rename_axis(None).to_string()
+    return "\n\n".join((main, fill(lead, 110), verdicts_as_text(tables["verdicts"]), where))
 
 
-def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int) -> Run:
-    model, task = load_model(model_name, dtype=dtype), load_task("sentiment")
+def _generate(model: Model, length: int, samples: int, seed: int) -> Run:
+    task = load_task("sentiment")
     return run_arms(
         model,
         methods.get("prefix"),
@@ -111,6 +125,15 @@ def _generate(model_name: str, dtype: str, length: int, samples: int, seed: int)
         seed=seed,
         announce=lambda plans: print(estimate(model, plans, "full"), file=sys.stderr),
     )
+
+
+def _verdicts(model: Model, run: Run) -> pd.DataFrame:
+    """The short form of `lapa2 propositions`: synthetic logits, and the baseline's texts read again under both alphas."""
+    lengths = lengths_up_to(100_000, L_PRE)
+    made = synthetic_verdicts(draw_log_odds(lengths, L_PRE, texts=10), lengths, L_PRE, (0.5, 1.0))
+    rules = {alpha: Augmentation(alpha=alpha) for alpha in (0.5, 1.0)}
+    traces = read_again(model, run, "baseline", rules)
+    return pd.concat([made, trace_verdicts(traces, f"{run.manifest.model.name}, the same texts")], ignore_index=True)
 
 
 def make_tables(run: Run) -> dict[str, pd.DataFrame]:

@@ -297,3 +297,36 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
     return figure
+
+
+def mass_against_control(table: pd.DataFrame) -> Drawing:
+    """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of one span are joined.
+
+    Args:
+        table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy", "perplexity"), mean, low, high.
+    """
+    wide = {name: part.set_index("arm") for name, part in table.groupby("metric")}
+    figure = _figure(8.4, 4.0)
+    panels = figure.subplots(1, 2)
+    mass = wide["mass: prefix"]
+    spans = {arm: arm.rsplit(" ", 1)[0] for arm in mass.index}
+    names = [span for span in dict.fromkeys(spans.values()) if span != "baseline"]
+    styles = dict(zip(names, [(c, m) for m in "os" for c in COLOURS[1:]], strict=False))
+    for panel, metric in zip(panels, ("accuracy", "perplexity"), strict=True):
+        found = wide[metric]
+        for span in names:
+            arms = ["baseline"] if span == "prefix" else []
+            arms += [arm for arm, own in spans.items() if own == span]
+            colour, marker = styles[span]
+            x, y = mass.loc[arms], found.loc[arms]
+            panel.errorbar(
+                x["mean"], y["mean"],
+                xerr=np.abs(x[["low", "high"]].to_numpy().T - x["mean"].to_numpy()),
+                yerr=np.abs(y[["low", "high"]].to_numpy().T - y["mean"].to_numpy()),
+                color=colour, marker=marker, ms=4, lw=1.0, elinewidth=0.6, label=span,
+            )  # fmt: skip
+        panel.plot(mass.loc["baseline", "mean"], found.loc["baseline", "mean"], "k*", ms=10, label="baseline")
+        _plain(panel, "attention on the prefix (mean over steps and heads)", metric)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=5)
+    return figure

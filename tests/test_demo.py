@@ -21,7 +21,7 @@ def test_every_file_is_there(folder):
     assert names == [
         "figures/head_maps.png", "figures/prefix_attention.png", "figures/prefix_tokens.png", "manifest.json", "printed.txt",
         "report.html", "samples.parquet", "tables/fits.csv", "tables/heads.csv", "tables/prefix_tokens.csv",
-        "tables/steps.csv", "tables/summary.csv", "trace.nc",
+        "tables/steps.csv", "tables/summary.csv", "tables/verdicts.csv", "trace.nc",
     ]  # fmt: skip
 
 
@@ -38,6 +38,12 @@ def test_the_printed_table_is_the_stored_one(folder):
     assert summary["quantity"].unique().tolist()[:2] == ["prefix at step 0", "prefix at step 16"]
     for row in summary.itertuples():
         assert f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]" in printed
+    verdicts = pd.read_csv(folder / "tables" / "verdicts.csv")
+    assert "tiny-llama, the same texts" in printed
+    law = verdicts[
+        (verdicts["claim"] == "the bias adds alpha log(l/l_pre)") & verdicts["where"].str.startswith("tiny-llama")
+    ]
+    assert law["verdict"].tolist() == ["supported"] * 2
     assert "report.html" in printed
 
 

