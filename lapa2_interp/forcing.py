@@ -8,8 +8,9 @@ every query with its own l; the trace equals that of cached decoding, token by t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 SCORES_AT_ONCE = 2**24
 """Attention scores of one layer that a chunk may hold; 64 MiB each time they are copied in float32."""
+KEYS_AT_ONCE = 2**14
+"""Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
 
 @torch.no_grad()
@@ -57,8 +60,8 @@ def teacher_forced(
         progress: A bar to advance by the steps read.
 
     Raises:
-        TraceError: No text, an empty one, or trace "none".
-        LayoutError: A text exceeds the context, or layouts, texts and augmentations are not as many.
+        TraceError: No text, an empty one, trace "none", or a chunk of nothing.
+        LayoutError: A text exceeds the context, or layouts, texts, prefixes and augmentations are not as many.
     """
     rows = [[int(token) for token in text] for text in texts]
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
@@ -69,22 +72,73 @@ def teacher_forced(
         )
     if len(given) != len(rows):
         raise LayoutError(f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all")
-    padded, steps = left_pad(given), [len(row) for row in rows]
-    width = len(padded[0]) + max(steps) - 1
-    if width > model.cfg.n_ctx:
-        raise LayoutError(
-            f"prefix, prompt and text have {width} tokens, more than the model's context of {model.cfg.n_ctx}; give at most "
-            f"{model.cfg.n_ctx - len(padded[0]) + 1} tokens of text"
+    rules = list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(rows)
+    soft = [None] * len(rows) if prefixes is None else list(prefixes)
+    if not len(rules) == len(soft) == len(rows):
+        raise LayoutError(f"{len(rules)} augmentations and {len(soft)} prefixes for {len(rows)} texts; give one a text")
+    if chunk is not None and chunk < 1:
+        raise TraceError(f"chunk must be at least 1, found {chunk}")
+    for each, row in zip(given, rows, strict=True):
+        if each.n_live + len(row) - 1 > model.cfg.n_ctx:
+            raise LayoutError(
+                f"prefix, prompt and text have {each.n_live + len(row) - 1} tokens, more than the model's context of "
+                f"{model.cfg.n_ctx}; give at most {model.cfg.n_ctx - each.n_live + 1} tokens of text"
+            )
+    parts = []
+    for group in _groups(given, rows, model.cfg.n_ctx):
+        batch = _Batch(
+            [given[i] for i in group], [rows[i] for i in group], [rules[i] for i in group], [soft[i] for i in group]
         )
-    chunk = chunk or max(1, SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * width))
+        parts.append(_read(model, batch, trace, branch, chunk, progress))
+    if len(parts) == 1:
+        return parts[0]
+    import xarray as xr
+
+    whole = xr.concat(parts, dim="sample", join="outer", data_vars="all", coords="different", compat="equals")
+    return whole.assign_coords(sample=np.arange(len(rows)))
+
+
+def _groups(layouts: Sequence[Layout], rows: Sequence[Sequence[int]], n_ctx: int) -> list[list[int]]:
+    """Rows that are read together, in order: as many as fit the context side by side and the memory meant for a batch."""
+    groups: list[list[int]] = []
+    for i in range(len(rows)):
+        group = [*groups[-1], i] if groups else [i]
+        width = _width([layouts[j] for j in group], [rows[j] for j in group])
+        if groups and width <= n_ctx and len(group) * width <= KEYS_AT_ONCE:
+            groups[-1] = group
+        else:
+            groups.append([i])
+    return groups
+
+
+def _width(layouts: Sequence[Layout], rows: Sequence[Sequence[int]]) -> int:
+    return max(each.soft for each in layouts) + max(len(each.ids) for each in layouts) + max(map(len, rows)) - 1
+
+
+class _Batch(NamedTuple):
+    """What belongs to the rows of one batch."""
+
+    layouts: list[Layout]
+    rows: list[list[int]]
+    rules: list[Augmentation | None]
+    prefixes: list[SoftPrefix | None]
+
+
+def _read(
+    model: Model, batch: _Batch, trace: TraceKind, branch: str, chunk: int | None, progress: tqdm | None
+) -> xr.Dataset:
+    padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
+    width = _width(batch.layouts, batch.rows)
+    chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
     # Rows that end earlier go on with their last token, which nothing before it can see.
-    tokens = torch.tensor([row[:-1] + row[-1:] * (max(steps) - len(row)) for row in rows], device=model.cfg.device)
+    even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
+    tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)
     recorder.begin(padded)
     state = open_rows(model)
-    with augmented(model, augmentation, padded, recorder):
-        state.prompt_pass(padded, prefixes)
-        state.expand(torch.arange(len(rows), device=tokens.device), capacity=width)
+    with augmented(model, batch.rules, padded, recorder):
+        state.prompt_pass(padded, batch.prefixes)
+        state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
         for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():
             state.read(part)
             if progress is not None:

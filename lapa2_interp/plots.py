@@ -6,6 +6,7 @@ Colours are Okabe and Ito's, told apart by the colour-blind; arms keep their col
 from __future__ import annotations
 
 from io import BytesIO
+from itertools import cycle
 
 import numpy as np
 import pandas as pd
@@ -204,7 +205,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     """
     figure = _figure(6.8, 4.0)
     axes = figure.subplots()
-    for (alpha, curve), colour in zip(curves.groupby("alpha"), SHADES, strict=False):
+    for (alpha, curve), colour in zip(curves.groupby("alpha"), cycle(SHADES), strict=False):
         c, d, r2 = curve[["C", "D", "R2"]].iloc[0]
         fit = "no C/(t+D) fits" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}"
         axes.plot(curve["l"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}")

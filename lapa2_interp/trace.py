@@ -223,10 +223,21 @@ def local_ratio(
     Raises:
         TraceError: Another k.
     """
+    near, rest = local_parts(trace, k, without_bos=without_bos)
+    return (near / rest).to_numpy()
+
+
+def local_parts(trace: xr.Dataset, k: int, *, without_bos: bool = False) -> tuple[xr.DataArray, xr.DataArray]:
+    """Numerator and denominator of `local_ratio`, for averages over heads before the division."""
     if k not in NEAREST:
         raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
-    outside = 1 - trace["prefix"] - (trace["bos"] if without_bos else 0.0)
-    return (trace[f"nearest_{k}"] / outside).to_numpy()
+    near = trace[f"nearest_{k}"]
+    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is rounding.
+    rest = trace["prompt"] + trace["generated"]
+    if not without_bos:
+        return near, rest + trace["bos"]
+    # In a short context all keys outside the prefix are near, BOS among them.
+    return near.where(trace["l_kv"] - trace["l_pre"] > k, rest), rest
 
 
 def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:

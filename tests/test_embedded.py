@@ -14,8 +14,10 @@ from lapa2_interp.scoring.embedded import (
     EmbeddedScorer,
     EmbeddedToxicity,
     Linear,
+    damped_counts,
     features,
     load_linear,
+    rarity_of,
     save_linear,
     train_linear,
 )
@@ -32,11 +34,22 @@ def toy(labels=("positive", "negative")):
 
 
 def test_features_weigh_short_and_long_texts_alike():
-    found = features(["warm", "warm and kind " * 100, ""])
+    found = features(damped_counts(["warm", "warm and kind " * 100, ""]), np.ones(2 * COLUMNS, np.float32))
     assert found.shape == (3, 2 * COLUMNS)
     for columns in (slice(0, COLUMNS), slice(COLUMNS, None)):
         norms = np.sqrt(found[:, columns].multiply(found[:, columns]).sum(axis=1)).A1
         assert norms == pytest.approx([1, 1, 0], abs=1e-6)
+
+
+def test_rare_words_weigh_more():
+    """Against the smoothed inverse document frequency, counted by hand: 3 texts, "the" in all, "warm" in one."""
+    parts = damped_counts(["the warm", "the cold", "the end"])
+    rarity = rarity_of(parts)
+    columns = {word: damped_counts([word])[0].indices[0] for word in ("the", "warm")}
+    assert rarity[columns["the"]] == pytest.approx(1.0, abs=1e-3)
+    assert rarity[columns["warm"]] == pytest.approx(np.log(4 / 2) + 1, abs=1e-3)
+    row = features(parts, rarity)[0, :COLUMNS].toarray()[0]
+    assert row[columns["warm"]] / row[columns["the"]] == pytest.approx(np.log(2) + 1, abs=1e-3)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -47,9 +60,15 @@ def test_probabilities_are_the_logistic_regressions_own(n):
     texts, truth = [*GOOD, *BAD, "x y z", "z y"][: 8 if n == 2 else 10], [0] * 4 + [1] * 4 + ([] if n == 2 else [2, 2])
     labels = ["a", "b", "c"][:n]
     linear = train_linear(texts, np.eye(n)[truth], labels, c=10.0)
-    reference = LogisticRegression(C=10.0, max_iter=400, tol=1e-6).fit(features(texts), truth)
+    counts = damped_counts(texts)
+    reference = LogisticRegression(C=10.0, max_iter=400, tol=1e-6).fit(features(counts, rarity_of(counts)), truth)
     new = ["a warm day", "grim", "z z"]
-    assert np.abs(linear.probabilities(new) - reference.predict_proba(features(new))).max() < 2e-3
+    assert (
+        np.abs(
+            linear.probabilities(new) - reference.predict_proba(features(damped_counts(new), rarity_of(counts)))
+        ).max()
+        < 2e-3
+    )
     assert linear.probabilities(["warm and fine"]).argmax() == 0
 
 
@@ -124,7 +143,12 @@ def test_training_from_files(tmp_path):
 
 def test_linear_probabilities_sum_to_one():
     rng = np.random.default_rng(0)
-    linear = Linear(("a", "b", "c"), rng.normal(size=(2 * COLUMNS, 3)).astype(np.float32), np.zeros(3, np.float32))
+    linear = Linear(
+        ("a", "b", "c"),
+        rng.normal(size=(2 * COLUMNS, 3)).astype(np.float32),
+        np.zeros(3, np.float32),
+        np.ones(2 * COLUMNS, np.float32),
+    )
     found = linear.probabilities(["some words here", "others"])
     assert found.sum(axis=1) == pytest.approx([1, 1])
     assert (found > 0).all()

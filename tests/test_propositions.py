@@ -22,14 +22,16 @@ from lapa2_interp.propositions import (
     synthetic_shares,
     synthetic_slopes,
     synthetic_verdicts,
+    thin,
     thinned_steps,
     trace_verdicts,
 )
 from lapa2_interp.stats import Interval
 from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
-from lapa2_interp.theory import augmented_share
+from lapa2_interp.theory import augmented_share, shifted_share
 
-NAMES = {"rate": "A decays as O(1/l)", "share": "E[A] = l_pre / l", "limit": "A' is what Eq. 8 says"}
+RATE, SHARE, MEAN, TYPICAL = "A is O(1/l)", "E[A] = l_pre / l", "E[A] falls as 1/l", "a typical A keeps e_P/e_R"
+REACHED, LAW, ODDS = "A' is what Eq. 8 says", "the bias adds alpha log(l/l_pre)", "odds go as r^alpha / (r-1)"
 
 
 def interval(low, high):
@@ -100,41 +102,68 @@ def synthetic():
     return draw_log_odds(lengths, 3, texts=20), lengths
 
 
+def of(table, family):
+    return table[table["where"] == f"synthetic: {family} ({FAMILIES[family].keeps})"].set_index("claim")
+
+
 def test_true_propositions_are_not_rejected(synthetic):
-    """The exact law everywhere; O(1/l) wherever the ratio is bounded, the sink included; the mean where keys are exchangeable."""
+    """O(1/l) wherever the ratio is bounded, the sink included; the mean wherever keys are exchangeable; all if all are equal."""
     table = synthetic_verdicts(*synthetic, 3)
-    law = table[table["claim"] == "the bias adds alpha log(l/l_pre)"]
-    assert len(law) == 6 * len(FAMILIES)
-    assert (law["verdict"] == "supported").all()
     for name, family in FAMILIES.items():
-        rows = table[table["where"].str.startswith(f"synthetic: {name} (")].set_index("claim")
+        rows = of(table, name)["verdict"]
         if family.bounded:
-            assert rows.loc[NAMES["rate"], "verdict"] != "not supported", name
-        if family.identical:
-            assert rows.loc[NAMES["share"], "verdict"] != "not supported", name
-    equal = table[table["where"] == "synthetic: equal (identical)"]
-    assert (equal["verdict"] == "supported").all()
+            assert rows[RATE] != "not supported", name
+        if family.exchangeable:
+            assert rows[SHARE] != "not supported", name
+            assert rows[MEAN] != "not supported", name
+    assert (of(table, "equal")["verdict"] == "supported").all()
+    assert of(table, "normal").loc[[RATE, MEAN, TYPICAL], "verdict"].tolist() == ["supported"] * 3
+
+
+def test_the_mean_may_fall_as_1_over_l_while_a_typical_text_does_not(synthetic):
+    """e^z of infinite mean: keys are exchangeable, so E[A] = l_pre/l; but a text's A falls faster, and few carry the mean."""
+    rows = of(synthetic_verdicts(*synthetic, 3, ()), "infinite mean")["verdict"]
+    assert rows[TYPICAL] == "not supported"
+    assert rows[MEAN] != "not supported"
 
 
 def test_violations_are_reported(synthetic):
     table = synthetic_verdicts(*synthetic, 3)
     for name in ("growing prefix", "anchored prefix"):
-        rows = table[table["where"].str.startswith(f"synthetic: {name} (")].set_index("claim")
-        assert rows.loc[NAMES["rate"], "verdict"] == "not supported", name
-        assert rows.loc[NAMES["share"], "verdict"] == "not supported", name
-        exponents = table[table["where"].str.contains(name) & (table["claim"] == "A' follows l^(alpha-1)")]
-        assert (exponents["verdict"] == "not supported").all()
-    limit = table[(table["claim"] == NAMES["limit"]) & (table["alpha"] == 1)].set_index("where")["verdict"]
-    assert limit["synthetic: equal (identical)"] == "supported"
-    assert limit["synthetic: normal (identical)"] == "not supported", "identical is not equal: E[X/(1+X)] < 1/2"
+        rows = of(table, name)
+        assert (rows.loc[[RATE, SHARE, MEAN, TYPICAL], "verdict"] == "not supported").all(), name
+    reached = table[(table["claim"] == REACHED) & (table["alpha"] == 1)].set_index("where")["verdict"]
+    assert reached["synthetic: equal (exchangeable)"] == "supported"
+    assert reached["synthetic: normal (exchangeable)"] == "not supported", "exchangeable is not equal: E[X/(1+X)] < 1/2"
 
 
 def test_a_sink_at_short_lengths_is_inconclusive():
     lengths = lengths_up_to(1000, 3)
     drawn = draw_log_odds(lengths, 3, {name: FAMILIES[name] for name in ("sink", "growing prefix")})
-    table = synthetic_verdicts(drawn, lengths, 3, (0.0,)).set_index(["claim", "where"])["verdict"]
-    assert table[NAMES["rate"], "synthetic: sink (not identical)"] == "inconclusive"
-    assert table[NAMES["rate"], "synthetic: growing prefix (not identical, ratio unbounded)"] == "not supported"
+    table = synthetic_verdicts(drawn, lengths, 3, (0.0,))
+    assert of(table, "sink").loc[RATE, "verdict"] == "inconclusive"
+    assert of(table, "growing prefix").loc[RATE, "verdict"] == "not supported"
+
+
+@pytest.mark.parametrize("alpha", [0.25, 1.0, 2.0])
+def test_the_law_on_whole_rows_of_logits(alpha):
+    """Families draw sums and apply the law; here the bias goes on the logits themselves and softmax runs over all of them."""
+    rng, l_pre = np.random.default_rng(1), 3
+    for l in (10, 100, 1000):
+        for family in ("normal", "infinite mean", "wide normal"):
+            z = FAMILIES[family].draw(rng, l)
+            odds = np.log(np.exp(z[:l_pre]).sum() / np.exp(z[l_pre:]).sum())
+            z[:l_pre] += alpha * np.log(l / l_pre)
+            weights = np.exp(z - z.max())
+            share = weights[:l_pre].sum() / weights.sum()
+            assert shifted_share(1 / (1 + np.exp(-odds)), alpha * np.log(l / l_pre)) == pytest.approx(share, rel=1e-9)
+
+
+def test_identical_is_not_exchangeable():
+    """AR(1) logits have one distribution at every position, yet the mean attention on the first three of 64 is not 3/64."""
+    drawn = draw_log_odds(np.array([64, 65, 66]), 3, {"correlated": FAMILIES["correlated"]}, texts=1500)["correlated"]
+    ratio = (1 / (1 + np.exp(-drawn[..., 0]))).mean(1) * 64 / 3
+    assert ratio.mean() - 3 * ratio.std() / np.sqrt(len(ratio)) > 1
 
 
 def test_synthetic_tables(synthetic):
@@ -148,7 +177,8 @@ def test_synthetic_tables(synthetic):
     assert slope.loc[("equal", 0.5, "log A'"), "mean"] == pytest.approx(
         slope.loc[("equal", 0.5, "log A'"), "predicted"]
     )
-    assert slope.loc[("normal", 0.5, "rise"), "mean"] == pytest.approx(0.5)
+    steep = slope.loc[("normal", 0.5, "log-odds"), "mean"] - slope.loc[("normal", 0.0, "log-odds"), "mean"]
+    assert steep == pytest.approx(0.5)
     stored = as_dataset(few, lengths)
     assert stored["log_odds"].sel(family="normal").shape == (20, 256, len(lengths))
 
@@ -185,7 +215,9 @@ def made_trace(growth, *, alpha=0.0, texts=12, steps=300, noise=0.1, seed=0, n=3
     )
     share = (1 / (1 + np.exp(-odds)))[None, :, :, None, None]
     rest = 1 - share
-    data = {"prefix": share, "bos": rest / 4, **{f"nearest_{k}": rest * k / 16 for k in (2, 4, 6, 8)}}
+    data = {"prefix": share, "bos": rest / (l - n)[None, None, :, None, None]}
+    data |= {"prompt": (rest - data["bos"]) / 4, "generated": (rest - data["bos"]) * 3 / 4}
+    data |= {f"nearest_{k}": rest * k / 16 for k in (2, 4, 6, 8)}
     axes = ("branch", "sample", "step", "layer", "head")
     return xr.Dataset(
         {name: (axes, values) for name, values in data.items()},
@@ -206,9 +238,40 @@ def test_known_exponents_are_found(growth):
     assert table.loc[(0.5, "rise"), "mean"] == pytest.approx(0.5, abs=1e-9)
     verdicts = trace_verdicts(traces, "made").set_index("claim")["verdict"]
     expected = {0.0: "supported", -0.3: "supported", 0.4: "not supported"}[growth]
-    assert verdicts["A decays as O(1/l)"] == expected
-    assert verdicts["A is proportional to 1/l"] == ("supported" if growth == 0 else "not supported")
-    assert verdicts["the bias adds alpha log(l/l_pre)"] == "supported"
+    assert verdicts[RATE] == expected
+    assert verdicts[TYPICAL] == ("supported" if growth == 0 else "not supported")
+    assert verdicts[LAW] == "supported"
+    assert verdicts[ODDS] == ("supported" if growth == 0 else "not supported")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sink_of_any_size_refutes_nothing(seed):
+    """BOS holds e^z = 10^5: over these lengths e_P/e_R rises like l and does not bend, but it is bounded all the same."""
+    trace = made_trace(0.0, seed=seed, steps=250)
+    l, n, sink = trace["l_kv"].to_numpy()[0, :, :, None, None], 3, 1e5
+    odds = (trace["prefix"] / (1 - trace["prefix"])).to_numpy()[0]
+    weights = odds * (l - n)  # e^z of the prefix, where all other keys have 1
+    total = weights + sink + (l - n - 1)
+    for name, mass in {"prefix": weights, "bos": sink, "prompt": 1.0, "generated": l - n - 2}.items():
+        trace[name] = (trace["prefix"].dims, np.broadcast_to(mass / total, total.shape)[None])
+    verdicts = trace_verdicts(by_alpha({0.0: trace}), "made").set_index("claim")["verdict"]
+    assert verdicts[RATE] != "not supported"
+    assert verdicts[TYPICAL] == "not supported"
+
+
+def test_a_strong_prefix_is_not_rounded_away():
+    """A' = 1 - 1e-9 in float32 is 1; what is left is in the other sums."""
+    trace = made_trace(0.0)
+    strong = made_trace(0.0, alpha=1.0)
+    left = np.float64(1e-9)
+    for each, share in ((trace, 0.5), (strong, 1 - left)):
+        parts = {"prefix": share, "bos": (1 - share) / 2, "prompt": (1 - share) / 4, "generated": (1 - share) / 4}
+        if each is strong:
+            parts = {"prefix": 1.0, "bos": left / 2, "prompt": left / 4, "generated": left / 4}
+        for name, value in parts.items():
+            each[name] = (each["prefix"].dims, np.full(each["prefix"].shape, value, np.float32))
+    found = curves(by_alpha({0.0: trace, 1.0: strong}), pooled=True)
+    assert found.odds[1, 0, 0] == pytest.approx(np.log(1e9), rel=1e-6)
 
 
 def test_intervals_cover_under_autocorrelated_noise():
@@ -227,7 +290,8 @@ def test_intervals_cover_under_autocorrelated_noise():
 def test_head_table_by_hand():
     """Uniform attention: the ratio is 1, the bound is reached, and nothing is left to explain."""
     trace = made_trace(0.0, noise=0.0)
-    trace["prefix"] = (3 / trace["l_kv"]).expand_dims({"layer": 1, "head": 1}, axis=(3, 4))
+    for name, keys in {"prefix": 3, "bos": 1, "prompt": 2, "generated": trace["l_kv"] - 6}.items():
+        trace[name] = (keys / trace["l_kv"]).expand_dims({"layer": 1, "head": 1}, axis=(3, 4))
     row = head_table(by_alpha({0.0: trace})).iloc[0]
     assert row["growth"] == pytest.approx(0, abs=1e-9)
     assert row["verdict"] == "supported"
@@ -245,12 +309,39 @@ def test_bad_traces():
         by_alpha({0.5: trace})
     with pytest.raises(TraceError, match="no prefix"):
         by_alpha({0.0: trace.assign_coords(l_pre=trace["l_pre"] * 0)})
-    with pytest.raises(TraceError, match="at least 3 steps, found 2"):
+    with pytest.raises(TraceError, match="at least 3 steps, found 2 that all texts have"):
         by_alpha({0.0: trace.isel(step=slice(0, 2))})
-    with pytest.raises(TraceError, match="different samples and steps"):
+    with pytest.raises(TraceError, match="different samples, steps or prefixes"):
         by_alpha({0.0: trace, 0.5: trace.isel(step=slice(0, 5))})
+    with pytest.raises(TraceError, match="different samples, steps or prefixes"):
+        by_alpha({0.0: trace, 0.5: trace.assign_coords(l_pre=trace["l_pre"] + 1)})
+    some = trace["l_pre"].copy()
+    some[0, 0] = 0
+    with pytest.raises(TraceError, match="some texts have no prefix"):
+        by_alpha({0.0: trace.assign_coords(l_pre=some)})
+    early = trace.copy(deep=True)
+    early["prefix"][0, 0, 2:] = np.nan
+    with pytest.raises(TraceError, match="at least 3 steps, found 2 that all texts have"):
+        by_alpha({0.0: early})
     with pytest.raises(TraceError, match="pooled over heads"):
         by_alpha({0.0: trace.isel(head=0, layer=0)})
+
+
+def test_prediction_follows_the_augmentations_fields():
+    """Layers, heads, phase and the length rule: what is not augmented is predicted to stay."""
+    model = load("tiny-llama", "float64")
+    branch = layout(model.tokenizer, "Very positive:", "The lake")
+    text = np.random.default_rng(0).integers(40, 200, (2, 30)).tolist()
+    rules = {
+        0.5: Augmentation(alpha=0.5, layers=(0,), heads=((0, 1),), phase="decode"),
+        1.0: Augmentation(alpha=1.0, layers=(0,), length="kv"),
+    }
+    forced = {alpha: teacher_forced(model, branch, text, rule) for alpha, rule in ({0.0: None} | rules).items()}
+    traces = by_alpha(forced)
+    table = prediction_table(traces, rules)
+    assert table[table["layer"] == 0]["error"].max() < 1e-4
+    with pytest.raises(TraceError, match="not of span 'bos'"):
+        prediction_table(traces, rules | {1.0: Augmentation(alpha=1.0, span="bos")})
 
 
 def test_thinned_steps():
@@ -284,7 +375,7 @@ def test_the_exact_law_in_the_first_augmented_layer(forced):
     before = table[table["layer"] == 0]
     assert (before["measured"] - before["baseline"]).abs().max() < 1e-7, "layer 0 is not augmented"
     verdicts = trace_verdicts(traces, "tiny", first_layer=1)
-    assert (verdicts[verdicts["claim"] == "the bias adds alpha log(l/l_pre)"]["verdict"] == "supported").all()
+    assert (verdicts[verdicts["claim"] == LAW]["verdict"] == "supported").all()
 
 
 def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
@@ -292,7 +383,7 @@ def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
     from scipy.stats import linregress
 
     traces, _ = forced
-    traces.to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
+    thin(traces).to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
     with xr.open_dataset(tmp_path / "trace.nc", engine="h5netcdf") as stored:
         share = stored["prefix"].mean(("layer", "head")).astype("float64")
         l, n = stored["l_kv"].to_numpy(), stored["l_pre"].to_numpy()
@@ -300,7 +391,7 @@ def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
             linregress(np.log(l[i]), np.log(share[0, i] / (1 - share[0, i])) + np.log(l[i] / n[i] - 1)).slope
             for i in range(4)
         ]
-    row = trace_verdicts(traces, "tiny", 1).set_index("claim").loc["A is proportional to 1/l"]
+    row = trace_verdicts(traces, "tiny", 1).set_index("claim").loc[TYPICAL]
     assert row["mean"] == pytest.approx(np.mean(slopes), abs=1e-5)
 
 

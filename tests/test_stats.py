@@ -9,7 +9,19 @@ from lapa2_interp.stats import mean_interval, paired_difference
 def test_mean_and_counts():
     found = mean_interval([1.0, 2.0, 3.0, 4.0], ["a", "a", "b", "b"])
     assert (found.mean, found.n, found.clusters) == (2.5, 4, 2)
-    assert (found.low, found.high) == (1.5, 3.5)
+    # Two clusters a distance 1 from the mean: error sqrt(2 * (2^2 + 2^2)) / 4 = 1, times t(1 degree, 97.5 %) = 12.706.
+    assert (found.low, found.high) == pytest.approx((2.5 - 12.706, 2.5 + 12.706), abs=1e-3)
+
+
+@pytest.mark.parametrize("n", [3, 5, 7])
+def test_few_clusters_cover_too(n):
+    rng = np.random.default_rng(n)
+    hits = 0
+    for _ in range(400):
+        values = (rng.normal(size=n)[:, None] + rng.normal(0, 0.5, (n, 4))).ravel()
+        found = mean_interval(values, np.repeat(np.arange(n), 4))
+        hits += found.low <= 0 <= found.high
+    assert 0.92 <= hits / 400 <= 0.98
 
 
 def test_copies_of_a_text_add_no_certainty():

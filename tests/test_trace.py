@@ -120,10 +120,26 @@ def nearest_last_prompt_token(run, model):
 def test_local_ratios(kind):
     trace = made(load("tiny-gpt2"), trace=kind).trace
     nearest, prefix, bos = (trace[name].to_numpy() for name in ("nearest_4", "prefix", "bos"))
-    assert np.array_equal(local_ratio(trace, 4), nearest / (1 - prefix), equal_nan=True)
-    assert np.array_equal(local_ratio(trace, 4, without_bos=True), nearest / (1 - prefix - bos), equal_nan=True)
+    np.testing.assert_allclose(local_ratio(trace, 4), nearest / (1 - prefix), rtol=1e-4)
+    np.testing.assert_allclose(local_ratio(trace, 4, without_bos=True), nearest / (1 - prefix - bos), rtol=1e-4)
     with pytest.raises(TraceError, match="nearest 2, 4, 6, 8 keys, not 3"):
         local_ratio(trace, 3)
+
+
+def test_local_ratio_in_a_head_that_is_all_sink():
+    """BOS gets all but 1e-6 of the attention: what is left is measured, not rounded away; and BOS is no near key of its own."""
+    import xarray as xr
+
+    rest = np.float32(1e-6)
+    parts = {"prefix": 0.0, "bos": 1 - rest, "prompt": 0.25 * rest, "generated": 0.75 * rest, "nearest_2": 0.5 * rest}
+    data = {
+        name: (("branch", "sample", "step"), np.full((1, 1, 1), value, np.float32)) for name, value in parts.items()
+    }
+    coords = {"l_pre": (("branch", "sample"), [[3]]), "l_kv": (("branch", "sample", "step"), [[[20]]])}
+    assert local_ratio(xr.Dataset(data, coords), 2, without_bos=True).item() == pytest.approx(0.5)
+    data["nearest_8"] = (("branch", "sample", "step"), np.ones((1, 1, 1), np.float32))
+    coords["l_kv"] = (("branch", "sample", "step"), [[[8]]])  # BOS, three of the prefix, four more
+    assert local_ratio(xr.Dataset(data, coords), 8, without_bos=True).item() == 1.0
 
 
 def test_tables_of_one_prompt_and_of_short_texts_claim_nothing():

@@ -6,11 +6,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from conftest import load
 
+from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cli import main
 from lapa2_interp.experiments.store import read_run
-from lapa2_interp.experiments.verify import draw
+from lapa2_interp.experiments.verify import Study, as_text, draw, run_study
+from lapa2_interp.forcing import teacher_forced
+from lapa2_interp.layout import layout
 
+FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
 SMALL = ["--model", "tiny-llama", "--length", "48", "--synthetic-length", "2000"]
 
 
@@ -36,13 +41,9 @@ def test_verdicts_say_all_three_sources(folder):
     verdicts = pd.read_csv(folder / "tables" / "verdicts.csv")
     assert set(verdicts["verdict"]) <= {"supported", "not supported", "inconclusive"}
     places = set(verdicts["where"])
-    assert {
-        "tiny-llama, each alpha its own texts",
-        "tiny-llama, the same texts",
-        "tiny-llama, 3 texts of 100 tokens",
-    } < places
+    assert {"tiny-llama, each alpha its own texts", *FORCED} < places
     law = verdicts[(verdicts["claim"] == "the bias adds alpha log(l/l_pre)") & ~verdicts["where"].str.contains("synth")]
-    assert set(law["where"]) == {"tiny-llama, the same texts", "tiny-llama, 3 texts of 100 tokens"}
+    assert set(law["where"]) == FORCED
     assert (law["verdict"] == "supported").all()
 
 
@@ -65,6 +66,27 @@ def test_figures_are_drawn_from_their_tables(folder):
     assert "Texts side by side" not in page
 
 
+def test_baseline_alone_and_alphas_given_twice(tmp_path):
+    study = Study(model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9)
+    assert study.alphas == ()
+    found = run_study(study)
+    assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
+    assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
+    assert "prefix attention falls" in as_text(found.tables["verdicts"])
+    assert Study(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
+
+
+def test_texts_that_do_not_fit_side_by_side():
+    """A prompt's length decides what fits: rows that exceed the context together are read apart, and equal those read alone."""
+    model = load("tiny-llama")
+    long, short = (layout(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It"))
+    texts = [list(range(40, 50)), [50 + i % 90 for i in range(model.cfg.n_ctx - len(short) - 5)]]
+    both = teacher_forced(model, [long, short], texts, Augmentation(alpha=0.5))
+    for i, branch in enumerate((long, short)):
+        alone = teacher_forced(model, branch, [texts[i]], Augmentation(alpha=0.5))["prefix"].to_numpy()
+        assert np.abs(both["prefix"].to_numpy()[:, i : i + 1, : alone.shape[2]] - alone).max() < 1e-6
+
+
 def test_bad_input(tmp_path, capsys, folder):
     def fails(*options):
         assert main(["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *options]) == 2
@@ -79,7 +101,10 @@ def test_bad_input(tmp_path, capsys, folder):
         "--text", str(short), "--long-length", "9999"
     )
     assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))
-    assert "alpha must be at least 0, found -1" in fails("--alphas", "-1")
+    assert "alpha must be a number of at least 0, found -1" in fails("--alphas", "-1")
+    assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
+    assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")
+    assert "a slope needs at least 3 steps" in fails("--length", "29", "--synthetic-length", "0")
     assert "lengths from 64 to 50 are too few" in fails("--synthetic-length", "50")
     assert main(["propositions", "--out", str(folder), *SMALL]) == 2
     assert "is finished; --force replaces it" in capsys.readouterr().err

@@ -7,6 +7,7 @@ texts read again under every alpha, so that alpha alone differs; and, if a file 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from lapa2_interp.propositions import (
     synthetic_shares,
     synthetic_slopes,
     synthetic_verdicts,
-    thinned_steps,
+    thin,
     trace_verdicts,
 )
 from lapa2_interp.report import Section, page
@@ -85,14 +86,32 @@ class Study:
     long_alphas: tuple[float, ...] = (0.5, 1.0)
     long_dtype: str = "bfloat16"
 
+    def __post_init__(self) -> None:
+        """Alphas in rising order, each once, without the 0 that every part has anyway.
+
+        Raises:
+            TraceError: A negative alpha, or a count too small.
+        """
+        for name in ("alphas", "free", "long_alphas"):
+            given = getattr(self, name)
+            if bad := [a for a in given if not (a >= 0 and math.isfinite(a))]:
+                raise TraceError(f"alpha must be a number of at least 0, found {bad[0]:g}")
+            object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
+        least = {"samples": 1, "prompts": 1, "length": 1, "synthetic_length": 0, "synthetic_texts": 1, "long_length": 0,
+                 "long_texts": 1}  # fmt: skip
+        for name, least_value in least.items():
+            if getattr(self, name) < least_value:
+                option = "--" + name.replace("_", "-")
+                raise TraceError(f"{option} must be at least {least_value}, found {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Verified:
-    """Tables by name, and the traces they were read from."""
+    """Tables by name, the traces they were read from (steps in equal ratios), and the run of generated texts."""
 
     tables: dict[str, pd.DataFrame]
     traces: dict[str, xr.Dataset]
-    free: Run | None = None
+    free: Run
 
 
 def verify(out: Path, study: Study, force: bool = False) -> str:
@@ -101,17 +120,15 @@ def verify(out: Path, study: Study, force: bool = False) -> str:
     The folder: manifest.json, synthetic.nc, forced.nc, long.nc, free/ (a run), tables/*.csv, figures/*.png, report.html.
 
     Raises:
-        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too short.
+        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too short; TraceError for texts
+            too short to fit a slope.
     """
-    if bad := [a for a in (*study.alphas, *study.free, *study.long_alphas) if not a >= 0]:
-        raise TraceError(f"alpha must be at least 0, found {bad[0]:g}")
     with new_folder(out, force, finished=_finished) as folder:
         found = run_study(study)
         for name, trace in found.traces.items():
             trace.to_netcdf(folder / f"{name}.nc", engine="h5netcdf")
-        if found.free is not None:
-            (folder / "free").mkdir()
-            write_run(folder / "free", found.free)
+        (folder / "free").mkdir()
+        write_run(folder / "free", found.free)
         figures = draw(found.tables)
         for kind in ("tables", "figures"):
             (folder / kind).mkdir()
@@ -150,30 +167,28 @@ def run_study(study: Study) -> Verified:
         verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
         traces["synthetic"] = as_dataset(drawn, lengths)
     free = _generate(model, study)
-    if study.free:
-        own = by_alpha(_arms(free))
-        verdicts.append(trace_verdicts(own, f"{name}, each alpha its own texts", same_texts=False))
-        tables["free_curves"] = pooled_table(own)
-        tables["free_exponents"] = exponent_table(own)
+    own = by_alpha(_arms(free))
+    verdicts.append(trace_verdicts(own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype))
+    tables |= {"free_curves": pooled_table(own), "free_exponents": exponent_table(own)}
     if study.alphas:
-        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas if alpha > 0}
+        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
         forced = read_again(model, free, "alpha 0", rules)
-        traces["forced"] = forced
-        verdicts.append(trace_verdicts(forced, f"{name}, the same texts"))
+        verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=study.dtype))
         tables |= _trace_tables(forced, rules)
+        traces["forced"] = thin(forced)
     if long_ids is not None:
         del model
         model = load_model(study.model, dtype=study.long_dtype, device=study.device)
-        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas if alpha > 0}
+        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
         found = _read_long(model, branch, texts, rules)
-        traces["long"] = found
-        verdicts.append(trace_verdicts(found, f"{name}, {len(texts)} texts of {len(texts[0])} tokens"))
+        where = f"{name}, {len(texts)} x {len(texts[0])} tokens of {study.text.name if study.text else ''}"
+        verdicts.append(trace_verdicts(found, where, dtype=study.long_dtype))
         tables |= {f"long_{kind}": table for kind, table in _trace_tables(found, rules).items()}
+        traces["long"] = thin(found)
     tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
-    if study.free:
-        # Texts of its own are the paper's curves; what is stored keeps the steps the slopes are read from.
-        free = Run(free.manifest, free.samples, _thin(free.trace))
+    assert free.trace is not None
+    free = Run(free.manifest, free.samples, thin(free.trace))
     return Verified(tables, traces, free)
 
 
@@ -189,7 +204,7 @@ def _trace_tables(traces: xr.Dataset, rules: Mapping[float, Augmentation]) -> di
 
 def _generate(model: Model, study: Study) -> Run:
     task = load_task("sentiment")
-    arms = {"alpha 0": None} | {f"alpha {alpha:g}": Augmentation(alpha=alpha) for alpha in study.free if alpha > 0}
+    arms = {"alpha 0": None} | {f"alpha {alpha:g}": Augmentation(alpha=alpha) for alpha in study.free}
     return run_arms(
         model,
         get("prefix"),
@@ -204,14 +219,10 @@ def _generate(model: Model, study: Study) -> Run:
     )
 
 
-def _thin(trace: xr.Dataset | None) -> xr.Dataset:
-    assert trace is not None
-    return trace.isel(step=thinned_steps(trace.sizes["step"]))
-
-
 def _arms(run: Run) -> dict[float, xr.Dataset]:
     """A free-running run's trace by alpha, its samples in one order."""
-    trace = _thin(run.trace)
+    trace = run.trace
+    assert trace is not None
     rows = run.samples.reset_index(drop=True)
     return {
         float(str(arm).removeprefix("alpha ")): trace.isel(sample=members.index.to_numpy()).drop_vars(["arm", "sample"])
@@ -231,25 +242,22 @@ def read_again(model: Model, run: Run, arm: str, rules: Mapping[float, Augmentat
     pairs = zip(rows["attribute"], rows["prompt"], strict=True)
     layouts = [layout(model.tokenizer, str(run.manifest.branches[a]["prefix"]), prompt) for a, prompt in pairs]
     texts = rows["tokens"].tolist()
-    base = _thin(run.trace).isel(sample=rows.index.to_numpy()).drop_vars(["arm", "sample"])
+    assert run.trace is not None
+    base = run.trace.isel(sample=rows.index.to_numpy()).drop_vars(["arm", "sample"])
     found = {0.0: base}
     with progress_bar(len(rules) * sum(len(text) - 1 for text in texts), "reading the same texts") as bar:
         for alpha, rule in rules.items():
-            found[alpha] = _thin(teacher_forced(model, layouts, texts, rule, branch="prefix", progress=bar))
+            found[alpha] = teacher_forced(model, layouts, texts, rule, branch="prefix", progress=bar)
     return by_alpha(found)
 
 
 def _read_long(
     model: Model, branch: Layout, texts: Sequence[Sequence[int]], rules: Mapping[float, Augmentation]
 ) -> xr.Dataset:
-    """Long texts under every alpha, one by one: a single one fills the memory meant for a batch."""
-    import xarray as xr
-
     found = {}
     with progress_bar((1 + len(rules)) * sum(len(text) - 1 for text in texts), "reading long texts") as bar:
         for alpha, rule in ({0.0: None} | dict(rules)).items():
-            parts = [_thin(teacher_forced(model, branch, [text], rule, progress=bar)) for text in texts]
-            found[alpha] = xr.concat([part.drop_vars("sample") for part in parts], dim="sample")
+            found[alpha] = teacher_forced(model, branch, texts, rule, progress=bar)
     return by_alpha(found)
 
 
@@ -290,7 +298,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
             "Slope on log-odds against alpha: Proposition 2 is the diagonal.",
             plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
         )
-    for prefix, what in (("free_", "each alpha its own texts"), ("", "the same texts"), ("long_", "one long text")):
+    for prefix, what in (("free_", "each alpha its own texts"), ("", "the same texts"), ("long_", "long texts")):
         if f"{prefix}curves" in tables:
             found[f"{prefix}curves"] = (
                 f"Attention on the prefix, mean over layers and heads, {what}. Dotted: C/(t+D).",
@@ -382,16 +390,15 @@ def _report(
 
 
 def _facts(study: Study, found: Verified) -> dict[str, str]:
-    card = found.free.manifest.model if found.free is not None else None
     facts = {name: str(value) for name, value in vars(study).items() if value is not None}
     if study.text is not None:
         facts["text"] = study.text.name
     return {
         **facts,
-        "weights": card.weights if card else "",
+        "weights": found.free.manifest.model.weights,
         "profile": "paper (Algorithm 1): exact prefix span, l without BOS",
         "prefixes": "Very positive: / Very negative: on the paper's sentiment prompts",
-        "intervals": "95 %, percentile bootstrap over prompts (synthetic: over texts)",
+        "intervals": "95 %, over prompts (synthetic and long: over texts, and pieces of one file are taken as such)",
         "versions": ", ".join(f"{name} {v}" for name, v in library_versions().items()),
         "commit": source_commit() or "not a checkout",
     }

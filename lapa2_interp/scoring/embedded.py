@@ -1,7 +1,8 @@
 """The scorers that ship with the package: linear classifiers on hashed n-grams, for sentiment, topic and toxicity.
 
 1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within words, each set hashed to 2^18
-   columns, damped (log(1 + count)) and scaled to length 1, so that 20 words and 500 words weigh alike.
+   columns, damped (log(1 + count)), weighted by how rare a column is among the training texts (inverse document frequency) and
+   scaled to length 1, so that 20 words and 500 words weigh alike.
 2. Logistic regression (scikit-learn) gives a probability per label.
 
 Small, fast and without a download; no match for the paper's RoBERTa classifiers and Perspective. Their cards
@@ -54,22 +55,41 @@ class ScorerCard(BaseModel):
     versions: dict[str, str]
 
 
-def features(texts: Sequence[str]) -> csr_matrix:
-    """Hashed n-grams of texts, [text, 2 * COLUMNS]: words and pairs, then characters."""
-    from scipy.sparse import hstack
+def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
+    """log(1 + count) of hashed words and word pairs, and of hashed characters, each [text, COLUMNS]."""
     from sklearn.feature_extraction.text import HashingVectorizer
-    from sklearn.preprocessing import normalize
 
     shared: dict[str, Any] = {"n_features": COLUMNS, "norm": None, "alternate_sign": False}
-    parts = []
-    for vectorizer in (
-        HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", **shared),
-        HashingVectorizer(analyzer="char_wb", ngram_range=(2, 5), **shared),
-    ):
-        counts = vectorizer.transform(texts)
-        counts.data = np.log1p(counts.data)
-        parts.append(normalize(counts))
-    return hstack(parts, format="csr")
+    words, characters = (
+        vectorizer.transform(texts)
+        for vectorizer in (
+            HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", **shared),
+            HashingVectorizer(analyzer="char_wb", ngram_range=(2, 5), **shared),
+        )
+    )
+    words.data, characters.data = np.log1p(words.data), np.log1p(characters.data)
+    return words, characters
+
+
+def rarity_of(parts: Sequence[csr_matrix]) -> Float[np.ndarray, " feature"]:
+    """Inverse document frequency of every column, log((1 + n) / (1 + texts that have it)) + 1."""
+    n = parts[0].shape[0]
+    found = [np.log((1 + n) / (1 + np.bincount(part.indices, minlength=COLUMNS))) + 1 for part in parts]
+    # As it is stored, so that a classifier read back is the one that was fitted.
+    return np.concatenate(found).astype(np.float16).astype(np.float32)
+
+
+def features(parts: Sequence[csr_matrix], rarity: Float[np.ndarray, " feature"]) -> csr_matrix:
+    """Counts weighted by rarity, each part scaled to length 1: [text, 2 * COLUMNS]."""
+    from scipy.sparse import hstack
+    from sklearn.preprocessing import normalize
+
+    weighted = []
+    for number, part in enumerate(parts):
+        part = part.copy()
+        part.data = part.data * rarity[part.indices + number * COLUMNS]
+        weighted.append(normalize(part, copy=False))
+    return hstack(weighted, format="csr")
 
 
 @dataclass(frozen=True)
@@ -78,15 +98,17 @@ class Linear:
 
     Attributes:
         weights, bias: float32 (on disk the weights are float16). One column per label, or one for the first of two labels.
+        rarity: Of every feature among the training texts.
     """
 
     labels: tuple[str, ...]
     weights: Float[np.ndarray, "feature column"]
     bias: Float[np.ndarray, " column"]
+    rarity: Float[np.ndarray, " feature"]
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """P(label | text), rows summing to 1."""
-        logits = features(texts) @ self.weights + self.bias
+        logits = features(damped_counts(texts), self.rarity) @ self.weights + self.bias
         if logits.shape[1] == 1:
             first = 1 / (1 + np.exp(-logits[:, 0]))
             return np.stack([first, 1 - first], axis=1)
@@ -153,7 +175,9 @@ def train_linear(
     from scipy.sparse import vstack
     from sklearn.linear_model import LogisticRegression
 
-    found = features(texts)
+    parts = damped_counts(texts)
+    rarity = rarity_of(parts)
+    found = features(parts, rarity)
     sample_weight = np.ones(len(texts)) if weight is None else np.asarray(weight, dtype=float)
     rows, label, weights = [], [], []
     for number in range(len(labels)):
@@ -164,7 +188,8 @@ def train_linear(
     model = LogisticRegression(C=c, max_iter=400, tol=1e-5)
     model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
     sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's single column speaks for the second label
-    return Linear(tuple(labels), sign * model.coef_.T.astype(np.float32), sign * model.intercept_.astype(np.float32))
+    weights, bias = sign * model.coef_.T.astype(np.float32), sign * model.intercept_.astype(np.float32)
+    return Linear(tuple(labels), weights, bias, rarity)
 
 
 def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> ScorerCard:
@@ -175,7 +200,8 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Scorer
 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{task}.npz"
-    np.savez_compressed(file, weights=linear.weights.astype(np.float16), bias=linear.bias.astype(np.float32))
+    weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
+    np.savez_compressed(file, weights=weights, rarity=rarity, bias=linear.bias)
     card = ScorerCard(
         task=task,
         labels=linear.labels,
@@ -205,4 +231,5 @@ def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, ScorerCard]:
     if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
         raise ScoringError(f"{file} is not the file its card describes; train it again: `lapa2 scorers train`")
     with np.load(file, allow_pickle=False) as stored:
-        return Linear(card.labels, stored["weights"].astype(np.float32), stored["bias"]), card
+        wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
+        return Linear(card.labels, **wide), card
