@@ -461,7 +461,7 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: Annotated[bool, Par
         print()
     print("soft prefixes (their model only; --set prefixes=SET)" if soft else "no soft prefixes")
     head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
-    print(f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)")
+    print(f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)   texts right, with LaPA2")
     for card in soft:
         line = f"  {card.model:<14} {card.task:<10} {card.set:<12} {card.attribute:<10} {card.shape.n_slots:>5}"
         if card.held_out is not None:
@@ -476,6 +476,8 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: Annotated[bool, Par
             shares = (card.held_out.accuracy_of_set, card.held_out.hard_accuracy_of_set)
             line += f"  {nll[card.attribute]:.3f}, {best}, {own_hard:.3f}"
             line += f"           {card.held_out.accuracy.mean:.3f} ({shares[0].mean:.3f}; {shares[1].mean:.3f})"
+        if card.generated is not None:
+            line += f"       {card.generated.baseline.mean:.3f}, {card.generated.lapa2.mean:.3f}"
         print(line)
     print("\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was trained and on what.")
 

@@ -97,7 +97,7 @@ def train(
         trust_remote_code=trust_remote_code,
     )
     table = evaluate_sets(
-        [out], chosen_task, checks, limit=200, max_tokens=chosen.max_tokens, dtype=chosen.dtype, device=device,
+        [out], chosen_task, checks, limit=100, max_tokens=chosen.max_tokens, dtype=chosen.dtype, device=device,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     _show(out, table)
@@ -148,6 +148,40 @@ def evaluate(
     )
     for folder in folders:
         _show(folder, table[table["set"] == str(folder)])
+
+
+@app.command(name="score")
+def score_generated(
+    *folders: Path,
+    samples: int = 4,
+    length: int = 64,
+    alpha: float = 0.5,
+    classifier: str = "embedded",
+    dtype: Dtype = "bfloat16",
+    device: str | None = None,
+    seed: int = 1,
+    trust_remote_code: bool = False,
+) -> None:
+    """Write texts behind sets of soft prefixes, without and with LaPA2, and put their attribute accuracy into the cards.
+
+    Args:
+        folders: Sets: folders of `lapa2 prefix train --out`.
+        samples: Texts per prompt of the task.
+        length: Tokens of a text, the prompt's included where the task counts them.
+        alpha: Of LaPA2.
+        classifier: embedded, or a sequence classifier: hub id or folder.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        seed: Of the random streams.
+        trust_remote_code: Run code that comes with a model.
+    """
+    from lapa2_interp.experiments.generated import score_sets
+
+    table = score_sets(
+        folders, samples=samples, length=length, alpha=alpha, classifier=classifier, dtype=dtype, device=device, seed=seed,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    print(table.to_string(index=False, float_format="%.3f"))
 
 
 @app.command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -209,7 +210,7 @@ def train(
     task: str,
     data: Annotated[tuple[str, ...], Parameter(show_default=False)],
     test: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    graded: Annotated[tuple[Path, ...], Parameter(show_default=False)] = (),
+    graded: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     c: float = 3.0,
     out: Path,
 ) -> None:
@@ -217,15 +218,15 @@ def train(
 
     For example
 
-        lapa2 scorers train --task sentiment --data imdb --data sst2 --test imdb --test sst2 --out results/scorers
+        lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
 
     Args:
         task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
         data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed) with fields text and label;
-            repeat the option for more.
+            repeat the option for more. =WEIGHT after it says how much its texts count, such as sst2=3.
         test: The same, for the card's results; of corpora on the hub the test split is read.
         graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for toxicity: four fifths of its rows
-            are learned, the rest tests the correlation.
+            are learned, the rest tests the correlation. =WEIGHT as above.
         c: Inverse strength of the L2 penalty.
         out: Folder of the weights and the card.
     """
@@ -238,11 +239,11 @@ def train(
     card = train_scorer(
         chosen.name,
         labels,
-        [read_corpus(source, labels) for source in data],
+        [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)],
         [read_corpus(source, labels, "test") for source in test],
         out,
-        graded=[read_graded(path, test=False) for path in graded],
-        graded_tests=[read_graded(path, test=True) for path in graded],
+        graded=[(read_graded(Path(path), test=False), weight) for path, weight in map(_weighted, graded)],
+        graded_tests=[read_graded(Path(path), test=True) for path, _ in map(_weighted, graded)],
         c=c,
     )
     for line in card.data:
@@ -250,6 +251,20 @@ def train(
     for name, value in card.held_out.items():
         print(f"{name}: {value:.4f}")
     print(f"{out / chosen.name}.npz, {(out / f'{chosen.name}.npz').stat().st_size / 1e6:.2f} MB")
+
+
+def _weighted(source: str) -> tuple[str, float]:
+    """ "sst2=3" as its name and 3; without a number, 1."""
+    name, mark, weight = source.rpartition("=")
+    try:
+        found = float(weight)
+    except ValueError:
+        return source, 1.0
+    if not mark or Path(source).exists():
+        return source, 1.0
+    if not (0 < found < math.inf):
+        raise ScoringError(f"the weight in {source!r} must be a positive number")
+    return name, found
 
 
 @app.command

@@ -53,6 +53,19 @@ def test_train_writes_a_set_and_shows_what_it_learned(trained, capsys):
     assert json.loads(capsys.readouterr().out)["soft"][0]["attribute"] == "negative"
 
 
+def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
+    before = (trained / "positive.safetensors").read_bytes()
+    assert lapa2("prefix score --samples 2 --length 20 --dtype float32", trained) == 0
+    printed = capsys.readouterr().out
+    card = load_prefix(trained, "positive").card
+    assert (card.generated.baseline.n, card.generated.baseline.clusters) == (30, 15)
+    assert card.generated.scorer.startswith("accuracy (embedded sentiment ")
+    assert f"{card.generated.lapa2.mean:.3f}" in printed
+    assert (trained / "positive.safetensors").read_bytes() == before, "the weights are as they were"
+    assert lapa2("prefix score", trained.parent / "none") == 2
+    assert "holds no soft prefixes" in capsys.readouterr().err
+
+
 def test_a_trained_set_generates(trained, tmp_path):
     line = "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake' --length 20"
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0

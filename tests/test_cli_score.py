@@ -125,7 +125,6 @@ def test_the_lists(capsys):
     [
         ("--scorers acuracy", "unknown scorer 'acuracy'; allowed: accuracy, .*did you mean 'accuracy'"),
         ("--scorers judge", "the judge needs a model: judge=MODEL"),
-        ("--scorers judge=gpt-4o", "OPENAI_API_KEY"),
         ("--scorers toxicity=perspective", "PERSPECTIVE_API_KEY"),
         ("--scorers toxicity=somewhere", "name the label of toxic text too, as toxicity=MODEL:LABEL"),
         ("--scorers accuracy", "the embedded classifiers belong to tasks: give --task"),
@@ -146,3 +145,34 @@ def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     assert lapa2(f"score {line} --out", tmp_path / "out", file) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_judge_without_a_key(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "The lake is fine.", "prompt": "The lake", "attribute": "positive"}\n')
+    assert lapa2("score --scorers judge=gpt-4o --out", tmp_path / "out", file) == 2
+    assert "OPENAI_API_KEY" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_a_scorer_with_weighted_data(tmp_path, capsys):
+    rows = [
+        ("warm and fine", "positive"),
+        ("kind and warm", "positive"),
+        ("cold and grim", "negative"),
+        ("dull", "negative"),
+    ]
+    table = pd.DataFrame(rows, columns=["text", "label"])
+    for name in ("one.csv", "two=3.csv"):
+        table.to_csv(tmp_path / name, index=False)
+    line = "scorers train --task sentiment"
+    assert (
+        lapa2(line, "--data", f"{tmp_path / 'one.csv'}=3", "--data", tmp_path / "two=3.csv", "--out", tmp_path / "w")
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "one.csv: 2 positive, 2 negative; weight 3" in printed
+    assert "two=3.csv: 2 positive, 2 negative; weight 1" in printed, "a file of that name is that file"
+    assert lapa2(line, "--data", f"{tmp_path / 'one.csv'}=-1", "--out", tmp_path / "x") == 2
+    assert "must be a positive number" in capsys.readouterr().err

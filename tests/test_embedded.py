@@ -127,8 +127,17 @@ def test_training_from_files(tmp_path):
     assert not set(train.texts) & set(test.texts)
     corpus = read_corpus(str(file), ["nontoxic", "toxic"])
     card = train_scorer(
-        "detox", ("nontoxic", "toxic"), [corpus], [corpus], tmp_path / "out", graded=[train], graded_tests=[test]
+        "detox",
+        ("nontoxic", "toxic"),
+        [(corpus, 2.0)],
+        [corpus],
+        tmp_path / "out",
+        graded=[(train, 0.5)],
+        graded_tests=[test],
     )
+    assert card.data == (
+        f"{corpus.summary}; weight 2", f"rtp.jsonl train rows: {len(train.texts)} graded; weight 0.5"
+    )  # fmt: skip
     assert card.held_out["comments.csv accuracy"] == 1.0
     assert card.held_out["comments.csv AUC"] == 1.0
     assert card.held_out["rtp.jsonl test rows Spearman"] > 0.7

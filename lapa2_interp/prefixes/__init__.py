@@ -66,6 +66,22 @@ class HeldOut(BaseModel):
     """The same for the task's hard prefixes."""
 
 
+class Generated(BaseModel):
+    """Attribute accuracy of texts written behind a prefix (method `prefix`), without and with LaPA2."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scorer: str
+    """Name and version of the classifier."""
+    length: int
+    """Tokens of a text, the prompt's included where the task counts them."""
+    alpha: float
+    """Of LaPA2, profile paper."""
+    baseline: Interval
+    lapa2: Interval
+    """Intervals are over prompts."""
+
+
 class Training(BaseModel):
     """How a prefix came to be."""
 
@@ -129,6 +145,7 @@ class PrefixCard(BaseModel):
     """trained, or where it was imported from."""
     training: Training | None = None
     held_out: HeldOut | None = None
+    generated: Generated | None = None
 
     @property
     def name(self) -> SoftName:

@@ -73,11 +73,11 @@ def pieces_of(text: str) -> list[str]:
 def train_scorer(
     task: str,
     labels: Sequence[str],
-    corpora: Sequence[Corpus],
+    corpora: Sequence[tuple[Corpus, float]],
     tests: Sequence[Corpus],
     folder: Path,
     *,
-    graded: Sequence[Graded] = (),
+    graded: Sequence[tuple[Graded, float]] = (),
     graded_tests: Sequence[Graded] = (),
     c: float = 3.0,
 ) -> ScorerCard:
@@ -85,6 +85,7 @@ def train_scorer(
 
     Args:
         labels: In the order of its probabilities; with two, the first is the one graded scores speak against.
+        corpora: With the weight of each one's texts.
         tests: Never trained on; the card states accuracy on each, and AUC where there are two labels.
         graded, graded_tests: Toxicity scores; of these the card states Spearman's correlation.
     """
@@ -92,19 +93,17 @@ def train_scorer(
     shares: list[Float[np.ndarray, " label"]] = []
     weights: list[float] = []
     one_hot = np.eye(len(labels))
-    for corpus in corpora:
-        # Sentences speak more clearly than reviews, and there are fewer of them.
-        short = np.median([len(text.split()) for found in corpus.texts.values() for text in found]) < WINDOW
+    for corpus, of_corpus in corpora:
         for number, label in enumerate(labels):
             for text in corpus.texts[label]:
-                for part, weight in zip(pieces_of(text), (1.0, 0.3, 0.5), strict=False):
+                for part, of_part in zip(pieces_of(text), (1.0, 0.3, 0.5), strict=False):
                     texts.append(part)
                     shares.append(one_hot[number])
-                    weights.append(2.0 if short and len(corpora) > 1 else weight)
-    for each in graded:
+                    weights.append(of_corpus * of_part)
+    for each, of_graded in graded:
         texts += each.texts
         shares += [np.array([1 - score, score]) for score in each.scores]
-        weights += [1.0] * len(each.texts)
+        weights += [of_graded] * len(each.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
     held_out: dict[str, float] = {}
     for corpus in tests:
@@ -118,7 +117,10 @@ def train_scorer(
         linear,
         folder,
         task,
-        data=tuple([corpus.summary for corpus in corpora] + [f"{g.source}: {len(g.texts)} graded" for g in graded]),
+        data=tuple(
+            [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
+            + [f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded]
+        ),
         examples=len(texts),
         c=c,
         held_out=held_out,
