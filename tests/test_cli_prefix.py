@@ -55,7 +55,7 @@ def test_train_writes_a_set_and_shows_what_it_learned(trained, capsys):
 
 def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     before = (trained / "positive.safetensors").read_bytes()
-    assert lapa2("prefix score --samples 2 --length 20 --dtype float32", trained) == 0
+    assert lapa2("prefix score --samples 2 --length 40 --dtype float32", trained) == 0
     printed = capsys.readouterr().out
     card = load_prefix(trained, "positive").card
     assert (card.generated.baseline.n, card.generated.baseline.clusters) == (30, 15)

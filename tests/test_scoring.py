@@ -245,7 +245,8 @@ def samples(values, arm="baseline", prompts=4):
 def test_cells_by_hand():
     (row,) = cell_table(score_table(samples([1, 2, 3]), Lengths())).to_dict("records")
     assert (row["mean"], row["n"], row["prompts"], row["skipped"], row["why"]) == (2.0, 3, 3, 0, "")
-    assert 1 <= row["low"] < 2 < row["high"] <= 3
+    # Student's t with 2 degrees: 4.303 * 1 / sqrt(3) = 2.484
+    assert (row["low"], row["high"]) == pytest.approx((2 - 2.484, 2 + 2.484), abs=1e-3)
     assert row["scorer"] == "length (1)"
 
 
