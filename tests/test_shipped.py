@@ -84,7 +84,7 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, data):
     corpora = [read_corpus(str(data / f"{file}.jsonl.xz"), list(chosen.attributes)) for file in files]
     network, tokenizer, _ = load_transformers("smollm2-135m", "bfloat16")
     if task == "sentiment":  # SST-2 is spaced like a treebank
-        texts = {name: [detokenise(text) for text in found] for name, found in corpora[0].texts.items()}
+        texts = {name: tuple(map(detokenise, found)) for name, found in corpora[0].texts.items()}
         corpora[0] = replace(corpora[0], texts=texts)
     texts = {
         name: [text for corpus in corpora for text in tokenise(tokenizer, [corpus], name, 64, 24 // len(corpora))]
