@@ -156,7 +156,8 @@ def by_prompt(metric: str) -> pd.DataFrame:
 
 def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     """Every arm's distance from the curve through baseline and prefix arms at the arm's own prefix mass."""
-    mass, value = by_prompt("mass"), by_prompt(metric)
+    mass = by_prompt("mass")
+    value = by_prompt(metric).reindex(index=mass.index, columns=mass.columns)  # a prompt may have no scored text
     curve = ["baseline", "prefix 0.25", "prefix 0.5", "prefix 0.75"]
     others = [arm for arm in ARMS if arm not in curve]
     rng = np.random.default_rng(0)
@@ -164,9 +165,11 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     gaps = []
     for pick in picks:
         x, y = mass.iloc[pick].mean(), value.iloc[pick].mean()
-        gaps.append([y[arm] - np.interp(x[arm], x[curve], y[curve]) for arm in others])
+        order = x[curve].sort_values().index
+        at = np.interp(x[others], x[order], y[order], left=np.nan, right=np.nan)  # beyond the curve nothing is compared
+        gaps.append(y[others] - at)
     first, rest = gaps[0], np.array(gaps[1:])
-    low, high = np.percentile(rest, [2.5, 97.5], axis=0)
+    low, high = np.nanpercentile(rest, [2.5, 97.5], axis=0) if np.isfinite(rest).any() else rest[:2]
     return pd.DataFrame({"arm": others, "metric": metric, "above the curve": first, "low": low, "high": high})
 
 

@@ -1,6 +1,7 @@
 """What a user installs: the wheel alone, the lock, the notebook."""
 
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -85,3 +86,17 @@ def test_the_notebook_runs_on_a_small_model(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "log-odds moved by" in done.stdout
     assert "blocked: KL divergence" in done.stdout
+
+
+def test_the_span_question_runs_and_resumes(tmp_path):
+    script = ROOT / "analyses" / "span_question.py"
+    options = "--model tiny-llama --samples 1 --prompts 2 --perplexity 1 --length 45 --dtype float32 --out out"
+    for again in (False, True):
+        done = subprocess.run(
+            [sys.executable, script, *shlex.split(options)], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("arm 1 of 13" in done.stdout) is not again, "a finished arm is not made again"
+    table = (tmp_path / "out" / "span_question.csv").read_text()
+    assert "mass: prefix token 1" in table
+    assert (tmp_path / "out" / "span_question.png").is_file()
