@@ -117,7 +117,7 @@ def verdict_row(claim: Claim, where: str, found: Interval, expected: float | int
 def rate_row(
     where: str,
     x: Float[np.ndarray, "*#text step"],
-    ratios: Sequence[Float[np.ndarray, "text step"]],
+    ratios: Mapping[str, Float[np.ndarray, "text step"]],
     texts: np.ndarray,
 ) -> dict[str, object]:
     """The verdict on O(1/l), which says that log(e_P/e_R) stays bounded: about lengths beyond any that were measured.
@@ -126,8 +126,8 @@ def rate_row(
     bounded all the same: the claim is refuted only if the slope does not get smaller with length, whatever keys are counted.
 
     Args:
-        ratios: log(e_P/e_R), and where one is known the same without the sink: leaving keys out of e_R only makes the ratio
-            larger, so that a bound on the second holds for the first.
+        ratios: log(e_P/e_R) by which keys are counted: all, and where a sink is known all but the sink. Leaving keys out of e_R
+            only makes the ratio larger, so that a bound on the second holds for the first; the row is that of the better verdict.
     """
     middle = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     near = middle <= (middle[0] + middle[-1]) / 2
@@ -135,16 +135,15 @@ def rate_row(
         unknown = Interval(np.nan, np.nan, np.nan, len(texts), len(pd.unique(texts)))
         return verdict_row(RATE, where, unknown, 0)
     rows = []
-    for ratio in ratios:
+    for keys, ratio in ratios.items():
         halves = [slopes(x[..., part], ratio[..., part]) for part in (near, ~near)]
         change = mean_interval(halves[1] - halves[0], texts)
         row = verdict_row(RATE, where, mean_interval(halves[1], texts), 0)
         if row["verdict"] == "not supported" and (change.high < 0 or change.mean < -RATE.margin):
             row["verdict"] = "inconclusive"
-        rows.append(row)
+        rows.append(row | {"quantity": f"{RATE.quantity}{keys}"})
     order = ("supported", "inconclusive", "not supported")
-    best = min((str(row["verdict"]) for row in rows), key=order.index)
-    return rows[0] | {"verdict": best}
+    return min(rows, key=lambda row: order.index(str(row["verdict"])))
 
 
 def mean_rate(
@@ -247,7 +246,7 @@ def synthetic_verdicts(
         start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
         rows.append(verdict_row(EXPECTED, where, mean_interval(start, texts), 1))
         rows.append(verdict_row(MEAN_RATE, where, mean_rate(x[None], share.mean(1), texts), -1))
-        rows.append(rate_row(where, x[None], [ratio.mean(1)], texts))
+        rows.append(rate_row(where, x[None], {"": ratio.mean(1)}, texts))
         rows.append(verdict_row(TYPICAL, where, mean_interval(slopes(x, ratio).mean(1), texts), 0))
         for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
             said = augmented_share(lengths[-1:], l_pre, alpha)
@@ -618,7 +617,8 @@ def trace_verdicts(
 
     add(FALLS, found.exponents()[base], 0)
     rows.append(verdict_row(MEAN_RATE, where, mean_rate(found.log_l, found.share[base], found.texts), -1))
-    ratios = [each.odds[base] + each.log_rest for each in (found, no_sink)]
+    kinds = {"": found, ", BOS left out": no_sink}
+    ratios = {keys: each.odds[base] + each.log_rest for keys, each in kinds.items()}
     rows.append(rate_row(where, found.log_l, ratios, found.texts))
     add(TYPICAL, found.growth()[base], 0)
     local = local_table(traces)

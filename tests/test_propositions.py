@@ -259,6 +259,17 @@ def test_a_sink_of_any_size_refutes_nothing(seed):
     assert verdicts[TYPICAL] == "not supported"
 
 
+def test_a_verdict_follows_from_its_own_row():
+    """Interval, margin and claim of every row give its verdict, or it says inconclusive."""
+    for growth in (0.0, 0.3):
+        table = trace_verdicts(by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)}), "made")
+        for row in table.to_dict("records"):
+            expected = float(row["expected"].lstrip("<>= "))
+            kind = {"<": "at most", ">": "at least"}.get(row["expected"][0], "equal")
+            found = judge(Interval(row["mean"], row["low"], row["high"], 12, 12), expected, row["margin"], kind)
+            assert row["verdict"] in (found, "inconclusive"), row
+
+
 def test_a_strong_prefix_is_not_rounded_away():
     """A' = 1 - 1e-9 in float32 is 1; what is left is in the other sums."""
     trace = made_trace(0.0)
