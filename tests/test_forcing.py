@@ -6,6 +6,7 @@ import torch
 from conftest import load, soft_prefix
 
 from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp.attention.hooked import is_bridge
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.forcing import teacher_forced
 from lapa2_interp.layout import layout
@@ -20,28 +21,28 @@ AUGMENTATIONS = [
 ]
 
 
-def same(found, expected):
+def same(found, expected, atol=1e-6):
     for name in (*SUMS, "prefix_tokens"):
-        np.testing.assert_allclose(found[name].to_numpy(), expected[name].to_numpy(), atol=1e-6, equal_nan=True)
+        np.testing.assert_allclose(found[name].to_numpy(), expected[name].to_numpy(), atol=atol, equal_nan=True)
     assert found["l_kv"].to_numpy().tolist() == expected["l_kv"].to_numpy().tolist()
 
 
 @pytest.mark.parametrize("augmentation", AUGMENTATIONS, ids=str)
 def test_equals_cached_decoding(tiny, model_class, augmentation):
     """The texts a model made, read again under the same augmentation: prompts of several lengths, left-padded."""
-    model, task = load(tiny, model_class=model_class), load_task("sentiment")
+    model, task = load(tiny, "float64", model_class), load_task("sentiment")
     prompts = ["The lake", "Once upon a time", "A"]
     made = generate(
         model, methods.get("prefix"), task, "positive", prompts, length=30, samples=2, augmentation=augmentation
     )
     layouts = [layout(model.tokenizer, "Very positive:", prompt) for prompt in made.samples["prompt"]]
     again = teacher_forced(model, layouts, made.samples["tokens"].tolist(), augmentation, chunk=7)
-    same(again, made.trace)
+    same(again, made.trace, 1e-6 if is_bridge(model) else 1e-5)  # HookedTransformer rotates in float32
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100])
 def test_chunks_change_nothing(tiny, chunk):
-    model = load(tiny)
+    model = load(tiny, "float64")
     branch = layout(model.tokenizer, "Very positive:", "The lake")
     texts = [list(range(40, 70)), list(range(90, 101))]
     whole = teacher_forced(model, branch, texts, Augmentation(alpha=0.5), chunk=1000)
@@ -51,7 +52,7 @@ def test_chunks_change_nothing(tiny, chunk):
 
 
 def test_beside_a_soft_prefix(tiny):
-    model = load(tiny)
+    model = load(tiny, "float64")
     prefix = soft_prefix(model)
     rows = [
         layout(model.tokenizer, None, "The lake", soft=len(prefix)),

@@ -78,7 +78,7 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
 
 def test_texts_that_do_not_fit_side_by_side():
     """A prompt's length decides what fits: rows that exceed the context together are read apart, and equal those read alone."""
-    model = load("tiny-llama")
+    model = load("tiny-llama", "float64")
     long, short = (layout(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It"))
     texts = [list(range(40, 50)), [50 + i % 90 for i in range(model.cfg.n_ctx - len(short) - 5)]]
     both = teacher_forced(model, [long, short], texts, Augmentation(alpha=0.5))
