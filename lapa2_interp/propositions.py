@@ -244,8 +244,9 @@ def synthetic_verdicts(
         where = f"synthetic: {name}" + (f" ({family.keeps})" if family else "")
         share = 1 / (1 + np.exp(-odds))
         start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
-        rows.append(verdict_row(EXPECTED, where, mean_interval(start, texts), 1))
-        rows.append(verdict_row(MEAN_RATE, where, mean_rate(x[None], share.mean(1), texts), -1))
+        seen = [_effective(share[..., i]) >= ENOUGH for i in range(len(lengths))]
+        rows.append(_unless(seen[0], verdict_row(EXPECTED, where, mean_interval(start, texts), 1)))
+        rows.append(_unless(all(seen), verdict_row(MEAN_RATE, where, mean_rate(x[None], share.mean(1), texts), -1)))
         rows.append(rate_row(where, x[None], {"": ratio.mean(1)}, texts))
         rows.append(verdict_row(TYPICAL, where, mean_interval(slopes(x, ratio).mean(1), texts), 0))
         for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
@@ -253,6 +254,20 @@ def synthetic_verdicts(
             found = (shifted_share(share[..., -1], alpha * np.log(lengths[-1] / l_pre)) / said).mean(1)
             rows.append(verdict_row(REACHED, where, mean_interval(found, texts), 1, alpha=alpha))
     return _verdict_table(rows)
+
+
+ENOUGH = 100
+"""Draws that a mean must rest on for a verdict."""
+
+
+def _effective(shares: Float[np.ndarray, "*draw"]) -> float:
+    """How many draws a mean rests on, (sum a)^2 / sum a^2: few, however many were drawn, where rare ones carry it."""
+    return float(shares.sum() ** 2 / (shares**2).sum())
+
+
+def _unless(seen: bool, row: dict[str, object]) -> dict[str, object]:
+    """The row, inconclusive where the mean was not seen: an interval from draws cannot know of draws that are rarer still."""
+    return row if seen else row | {"verdict": "inconclusive"}
 
 
 def _verdict_table(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:

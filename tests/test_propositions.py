@@ -120,6 +120,16 @@ def test_true_propositions_are_not_rejected(synthetic):
     assert of(table, "normal").loc[[RATE, MEAN, TYPICAL], "verdict"].tolist() == ["supported"] * 3
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rare_draws_refute_nothing(seed):
+    """Means carried by draws too rare to be seen at l = 10^6 are inconclusive, not refuted."""
+    lengths = lengths_up_to(10**6, 3)
+    drawn = draw_log_odds(lengths, 3, {n: FAMILIES[n] for n in ("infinite mean", "wide normal")}, texts=10, seed=seed)
+    table = synthetic_verdicts(drawn, lengths, 3, ())
+    for name in drawn:
+        assert of(table, name).loc[[SHARE, MEAN], "verdict"].isin(["inconclusive", "supported"]).all()
+
+
 def test_the_mean_may_fall_as_1_over_l_while_a_typical_text_does_not(synthetic):
     """e^z of infinite mean: keys are exchangeable, so E[A] = l_pre/l; but a text's A falls faster, and few carry the mean."""
     rows = of(synthetic_verdicts(*synthetic, 3, ()), "infinite mean")["verdict"]
