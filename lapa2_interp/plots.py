@@ -163,7 +163,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
     return figure
 
 
-def slopes_against_alpha(found: pd.DataFrame, by: str | None) -> Drawing:
+def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
     """Slopes against alpha with 95 % intervals; dotted what is predicted.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -285,6 +285,25 @@ def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
 # --- what is shown
 
 
+SOURCES = {"free_": "each alpha its own texts", "": "the same texts", "long_": "long texts"}
+"""What the prefix of a table's name says about the traces it was read from."""
+OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
+    "curves": ("Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).", plots.alpha_curves),
+    "exponents": (
+        "Exponents against alpha, {}. Dotted: prediction; for log A' that of the closed form at these lengths.",
+        plots.slopes_against_alpha,
+    ),
+    "heads": ("Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {}.", plots.growth_map),
+    "predictions": (
+        "A' predicted from the baseline by the exact law, and as measured, layer by layer, {}.", plots.predictions
+    ),
+    "local": (
+        "Share of the nearest k keys in the attention outside the prefix, what LaPA2 changes of it, {}.", plots.local_ratios
+    ),
+}  # fmt: skip
+"""Captions and drawings of the tables of a trace."""
+
+
 def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
     """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV alone."""
     found: dict[str, tuple[str, plots.Drawing]] = {}
@@ -298,32 +317,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
             "Slope on log-odds against alpha: Proposition 2 is the diagonal.",
             plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
         )
-    for prefix, what in (("free_", "each alpha its own texts"), ("", "the same texts"), ("long_", "long texts")):
-        if f"{prefix}curves" in tables:
-            found[f"{prefix}curves"] = (
-                f"Attention on the prefix, mean over layers and heads, {what}. Dotted: C/(t+D).",
-                plots.alpha_curves(tables[f"{prefix}curves"]),
-            )
-        if f"{prefix}exponents" in tables:
-            found[f"{prefix}exponents"] = (
-                f"Exponents against alpha, {what}. Dotted: prediction; for log A' that of the closed form at these lengths.",
-                plots.slopes_against_alpha(tables[f"{prefix}exponents"], None),
-            )
-        if f"{prefix}heads" in tables:
-            found[f"{prefix}heads"] = (
-                f"Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {what}.",
-                plots.growth_map(tables[f"{prefix}heads"]),
-            )
-        if f"{prefix}predictions" in tables:
-            found[f"{prefix}predictions"] = (
-                f"A' predicted from the baseline by the exact law, and as measured, layer by layer, {what}.",
-                plots.predictions(tables[f"{prefix}predictions"]),
-            )
-        if f"{prefix}local" in tables:
-            found[f"{prefix}local"] = (
-                f"Share of the nearest k keys in the attention outside the prefix, baseline and augmented, {what}.",
-                plots.local_ratios(tables[f"{prefix}local"]),
-            )
+    for source, what in SOURCES.items():
+        for name, (caption, plot) in OF_TRACES.items():
+            if f"{source}{name}" in tables:
+                found[f"{source}{name}"] = (caption.format(what), plot(tables[f"{source}{name}"]))
     return found
 
 
