@@ -37,7 +37,7 @@ app = App(
     help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language model with a prefix, keep
 the prefix from fading as the text grows, and record where the attention goes.
 
-Start with `lapa2 demo` (two minutes), then `lapa2 layout` to see which keys a prefix covers and what is added to them, and
+Start with `lapa2 demo` (three minutes), then `lapa2 layout` to see which keys a prefix covers and what is added to them, and
 `lapa2 generate` to make runs of your own.""",
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
@@ -493,7 +493,7 @@ def demo(
     seed: int = 1,
     force: bool = False,
 ) -> None:
-    """Show the fading prefix and what LaPA2 does to it, on a real model, in about two minutes on two cores.
+    """Show the fading prefix and what LaPA2 does to it, on a real model, in about three minutes on two cores.
 
     Continues the paper's 15 sentiment prompts behind "Very positive:" and "Very negative:" with and without LaPA2, and
     writes a run folder with tables/, figures/ and report.html.
