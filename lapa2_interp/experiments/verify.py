@@ -361,7 +361,7 @@ def shown_verdicts(verdicts: pd.DataFrame) -> pd.DataFrame:
     return verdicts.assign(
         claim=[_with_alpha(row) for row in _records(verdicts)],
         measured=[f"{r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in _records(verdicts)],
-    )[["claim", "where", "quantity", "expected", "margin", "measured", "texts", "verdict"]]
+    )[["verdict", "claim", "measured", "expected", "margin", "where", "quantity", "texts"]]
 
 
 def _records(table: pd.DataFrame) -> list[dict]:
