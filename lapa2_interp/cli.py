@@ -583,7 +583,8 @@ def list_methods() -> None:
     for name, method in registry().items():
         print(f"{name}: {method.paper_name}")
         print(f"  next token  {method.equation}")
-        print(f"  alpha       {method.alpha:g} (the paper's; --alpha overrides)")
+        whose = "the paper's" if method.of_paper else "ours"
+        print(f"  alpha       {method.alpha:g} ({whose}; --alpha overrides)")
         for parameter in parse(method.__doc__ or "").params:
             print(f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}")
         for task in map(load_task, built_in()):
@@ -604,6 +605,62 @@ def list_methods() -> None:
                 )
                 print(f"    {branch.name:<9} {span:<17}" + (f" {shown}" if shown else ""))
         print()
+
+
+@app.command
+def words(
+    *,
+    task: str,
+    data: Annotated[tuple[str, ...], Parameter(name="--data")],
+    out: Path,
+    n: int = 400,
+    least: int = 20,
+    force: bool = False,
+) -> None:
+    """Derive a task's word lists from labelled texts, for FreeCtrl: the words that tell an attribute from the others.
+
+    By the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and Quinn 2008); function words are left out. For
+    example
+
+        lapa2 words --task sentiment --data sst2 --data imdb --out words.json
+        lapa2 generate --method freectrl --set words=words.json --attribute positive --out results/run
+
+    Args:
+        task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the labels.
+        data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and label; repeat the option for more.
+        out: The list, a JSON file.
+        n: Words per attribute.
+        least: Occurrences a word must have.
+        force: Replace the file.
+    """
+    from lapa2_interp.corpora import read_corpus
+    from lapa2_interp.errors import DataError
+    from lapa2_interp.tasks import load_task
+    from lapa2_interp.words import STATISTIC, WordList, derive_words
+
+    if out.exists() and not force:
+        raise DataError(f"{out} is there already; give another --out, or --force to replace it")
+    if n < 1 or least < 1:
+        raise DataError(f"--n and --least must be at least 1, found {n} and {least}")
+    labels = tuple(load_task(task).attributes)
+    corpora = [read_corpus(source, labels) for source in data]
+    texts = {label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels}
+    found = derive_words(texts, n, least)
+    empty = [label for label, best in found.items() if not best]
+    if empty:
+        raise DataError(f"no word of {empty[0]!r} occurs {least} times; give more --data or a lower --least")
+    kept = WordList(
+        corpora=tuple(corpus.summary for corpus in corpora),
+        statistic=STATISTIC,
+        smallest_z={label: round(best[-1][1], 3) for label, best in found.items()},
+        words={label: tuple(word for word, _ in best) for label, best in found.items()},
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(kept.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    for label, best in found.items():
+        shown = ", ".join(f"{word} {z:.1f}" for word, z in best[:8])
+        print(f"{label:<10} {len(best)} words, z {best[0][1]:.1f} to {best[-1][1]:.1f}: {shown}, ...")
+    print(f"in {out}")
 
 
 @app.command(name="tasks")

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.scoring.named import NAMES, Options, make_scorer
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lapa2_interp.scoring import Scorer
 
 app = App(
     name="scorers", help="List and train scorers; make and read sheets for human raters.", help_format="plaintext"
 )
-
-NAMES = {
-    "accuracy": "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or folder)",
-    "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
-    "distinct": "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)",
-    "toxicity": "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label of toxic text",
-    "judge": "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint (OPENAI_API_KEY, --judge-url)",
-}
 
 
 def score(
@@ -136,58 +126,6 @@ def score(
         differences.to_csv(folder / "differences.csv", index=False)
     _show(table, differences)
     print(f"\ntables in {out}")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What scorers may need besides their name; fields as the options of `score`."""
-
-    task: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    judge_url: str | None = None
-    judge_prices: tuple[float | None, float | None] = (None, None)
-    dtype: str = "float32"
-    device: str | None = None
-    generator: str | None = None
-    trust_remote_code: bool = False
-
-
-def make_scorer(name: str, model: str, options: Options) -> Scorer:
-    """The scorer of a NAME or NAME=MODEL option."""
-    from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
-    from lapa2_interp.scoring.judge import Judge
-    from lapa2_interp.scoring.perspective import Perspective
-    from lapa2_interp.scoring.transformer import Classifier, Perplexity
-
-    match name, model:
-        case "accuracy", "" | "embedded":
-            if options.task is None:
-                raise ScoringError("the embedded classifiers belong to tasks: give --task sentiment, topic or detox")
-            return EmbeddedScorer(options.task)
-        case "accuracy", _:
-            return Classifier(model, options.labels, device=options.device, trust_remote_code=options.trust_remote_code)
-        case "perplexity", _:
-            chosen = model or "smollm2-135m"
-            return Perplexity(
-                chosen, options.dtype, options.device, options.generator, trust_remote_code=options.trust_remote_code
-            )
-        case "toxicity", "" | "embedded":
-            return EmbeddedToxicity()
-        case "toxicity", "perspective":
-            return Perspective()
-        case "toxicity", _:
-            place, _, label = model.rpartition(":")
-            if not place:
-                raise ScoringError(f"toxicity={model}: name the label of toxic text too, as toxicity=MODEL:LABEL")
-            return Classifier(place, options.labels, label, "toxicity", options.device, options.trust_remote_code)
-        case "judge", "":
-            raise ScoringError(
-                "the judge needs a model: judge=MODEL (and --judge-url for a server that is not OpenAI's)"
-            )
-        case "judge", _:
-            price_in, price_out = options.judge_prices
-            return Judge(model, options.judge_url, input_price=price_in, output_price=price_out)
-    raise ScoringError(one_of("scorer", name, NAMES))
 
 
 @app.command(name="list")

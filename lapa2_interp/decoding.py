@@ -7,7 +7,8 @@ For a group of samples:
 3. per step: the method combines the branches' log-probabilities, the sampler draws one token per sample, the token is
    appended to all branches of that sample.
 
-Every pass runs under the branch's augmentation (Algorithm 1) and is observed by the trace recorder.
+Every pass runs under the branch's augmentation (Algorithm 1) and under the method's interventions, if it makes any, and is
+observed by the trace recorder.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import Model, augmented
+from lapa2_interp.attention.neurons import setting
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, TraceError, one_of
-from lapa2_interp.methods import Method
+from lapa2_interp.methods import Method, Start
 from lapa2_interp.models import model_card
 from lapa2_interp.plan import Batch, Plan, plan
 from lapa2_interp.sampling import draw
@@ -155,7 +157,7 @@ def run_plan(
             raise Lapa2Error(one_of(kind, found, allowed))
     if patterns and trace == "none":
         raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
-    bar = progress or progress_bar(todo.new_tokens, f"{todo.method.name} {todo.attribute}")
+    bar = progress if progress is not None else progress_bar(todo.new_tokens, f"{todo.method.name} {todo.attribute}")
     tables, traces, problems = [], [], []
     try:
         for group in todo.groups:
@@ -207,35 +209,57 @@ def _decode(
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     of_prompts = [augmentation for augmentation in todo.augmentations for _ in range(batch.n_prompts)]
     expansion = torch.tensor(batch.expansion)
-    rows = open_rows(model)
+    method, branches = todo.method, todo.branches
+    n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
+    rows = open_rows(model, anew=method.reads_anew)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
-    with augmented(model, of_prompts, batch.layouts, recorder):
-        logits = rows.prompt_pass(batch.layouts, batch.prefixes)[expansion]
-    rows.expand(expansion.to(logits.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
+    state: Any = method.begin(Start(batch.prepared, None, n_prompt))
+    keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
+    with augmented(model, of_prompts, batch.layouts, recorder), setting(model, method.intervene(state), len(branches)):
+        read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
+    rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
+    state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
+    logits = read[expansion, -1]
 
     uniform = torch.from_numpy(batch.uniform).to(logits.device)
-    state: Any = None
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
     with augmented(model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder):
         for step in range(max(batch.steps)):
-            log_probs = _of_branches(logits, todo.branches)
-            log_weights = todo.method.combine(log_probs, state)
+            log_probs = _of_branches(logits, branches)
+            log_weights = method.combine(log_probs, state)
             if eos == "block":
                 log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
             empty = ~log_weights.max(dim=1).values.isfinite()
             ending.stop(empty, step, "empty")
             # An ended sample's row runs on with the others; what it draws is not read.
             tokens = draw(log_weights.masked_fill(empty[:, None], 0.0), uniform[:, step], top_k=top_k)
-            state = todo.method.advance(state, log_probs, tokens)
+            state = method.advance(state, log_probs, tokens)
             yield tokens.cpu()
             bar.update(ending.running(step))
             if eos == "stop":
                 ending.stop(torch.isin(tokens.cpu(), ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
-            logits = rows.read(tokens.repeat(len(todo.branches))[:, None])
+            with setting(model, method.intervene(state), len(branches)):
+                logits = rows.read(tokens.repeat(len(branches))[:, None])
+
+
+def _start(
+    batch: Batch,
+    branches: Sequence[str],
+    n_prompt: Int[Tensor, " prompt"],
+    read: Float[Tensor, "row query vocab"] | None,
+) -> Start:
+    """What the batch's samples set out from, their prompts having been read."""
+    owner = torch.tensor(batch.owner)
+    found = None
+    if read is not None:
+        of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
+        found = {name: each[owner.to(each.device)] for name, each in zip(branches, of_prompts, strict=True)}
+    device = "cpu" if read is None else read.device
+    return Start([batch.prepared[i] for i in batch.owner], found, n_prompt[owner].to(device))
 
 
 def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:

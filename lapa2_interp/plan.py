@@ -5,18 +5,21 @@ Axes: branch = one model call of the method; a batch's rows are branch x sample,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
+from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import AugmentationError, LayoutError, MethodError
+from lapa2_interp.kit import ModelKit
 from lapa2_interp.layout import Layout, layout, left_pad
-from lapa2_interp.methods import Branch, Method, Soft
+from lapa2_interp.methods import Branch, Kit, Method, Prepared, Soft
 from lapa2_interp.prefixes import SoftName, SoftPrefix, find_prefix
 from lapa2_interp.sampling import uniforms
 from lapa2_interp.tasks import Task
@@ -39,6 +42,7 @@ class Batch:
         owner: Which of the batch's prompts each sample continues.
         steps: New tokens of each sample.
         uniform: Its random numbers, [sample, step].
+        prepared: What the method worked out about each of the batch's prompts.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -47,6 +51,7 @@ class Batch:
     owner: tuple[int, ...]
     steps: tuple[int, ...]
     uniform: Float[np.ndarray, "sample step"]
+    prepared: tuple[Prepared, ...]
 
     @property
     def n_prompts(self) -> int:
@@ -72,6 +77,7 @@ class Plan:
         prefixes: By branch, its soft prefix or None.
         augmentations: By branch.
         steps: New tokens per prompt.
+        prepared: What the method worked out about each prompt.
         groups: Batches of (prompt number, sample number).
     """
 
@@ -84,6 +90,7 @@ class Plan:
     prefixes: tuple[SoftPrefix | None, ...]
     augmentations: tuple[Augmentation | None, ...]
     steps: tuple[int, ...]
+    prepared: tuple[Prepared, ...] = field(repr=False)
     groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
     def batch(self, group: Sequence[tuple[int, int]], seed: int) -> Batch:
@@ -100,6 +107,7 @@ class Plan:
             owner=tuple(used.index(prompt) for prompt, _ in group),
             steps=steps,
             uniform=uniform,
+            prepared=tuple(self.prepared[prompt] for prompt in used),
         )
 
     @property
@@ -113,6 +121,24 @@ class Plan:
     @property
     def new_tokens(self) -> int:
         return sum(self.steps[prompt] for group in self.groups for prompt, _ in group)
+
+    @property
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """What the method worked out, by prompt, or under "all prompts" where it is the same; empty if nothing."""
+        found = [dict(each.summary) for each in self.prepared]
+        if all(each == found[0] for each in found):
+            return {"all prompts": found[0]} if found[0] else {}
+        return dict(zip(self.prompts, found, strict=True))
+
+    def tokens_read(self, anew: bool) -> int:
+        """Tokens that go through the model, read once each or with the whole text at every step."""
+        total = 0
+        for row in self.layouts:
+            for group in self.groups:
+                for prompt, _ in group:
+                    first, new = row[prompt].n_live, self.steps[prompt]
+                    total += new * first + new * (new - 1) // 2 if anew else first + new - 1
+        return total
 
     @property
     def rows(self) -> int:
@@ -141,19 +167,22 @@ def plan(
     samples: int,
     max_rows: int | None = None,
     doubled_bos: bool = False,
+    kit: Kit | None = None,
 ) -> Plan:
-    """Resolve a generation before anything runs.
+    """Resolve a generation before its first token: checks first, then what the method has to prepare.
 
     Args:
         length: Tokens of the text; with the prompt's where the task says so.
         samples: Continuations per prompt.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        kit: What `Method.prepare` is given; plans that share one share what it has made.
 
     Raises:
         TaskError: The task lacks the attribute.
+        MethodError: The method cannot prepare for a prompt.
         LayoutError: A prefix or prompt tokenises to nothing, a prompt is given twice, or a text exceeds the context.
-        AugmentationError: Layers or heads the model does not have.
+        AugmentationError: Layers or heads the model does not have, or nothing for it to act on.
         PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
     if isinstance(prompts, str) or not prompts:
@@ -176,22 +205,28 @@ def plan(
         else None
         for branch in branches
     )
-    layouts = tuple(
-        tuple(_layout(tokenizer, branch, prefix, prompt, doubled_bos) for prompt in prompts)
-        for branch, prefix in zip(branches, prefixes, strict=True)
-    )
+    augmentations = assign(method, branches, augmentation)
+    if augmentation is not None and not any(augmentations):
+        raise AugmentationError(
+            f"{method.name} has no prefix for an augmentation to act on; generate without one (alpha 0)"
+        )
     counted = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
     steps = tuple(length - n if task.length_counts_prompt else length for n in counted)
+    for prompt, n, new in zip(prompts, counted, steps, strict=True):
+        if new < 1:
+            raise LayoutError(f"length {length} leaves nothing to generate after the {n} tokens of {prompt!r}")
+        _check_context(model, prompt, n, new)
+    prepared = _prepare(method, kit or ModelKit(model), task, attribute, prompts)
+    layouts = tuple(
+        tuple(
+            _layout(tokenizer, _for_prompt(branch, known), prefix, prompt, doubled_bos)
+            for prompt, known in zip(prompts, prepared, strict=True)
+        )
+        for branch, prefix in zip(branches, prefixes, strict=True)
+    )
     longest = [max(len(row[i]) for row in layouts) for i in range(len(prompts))]
-    for i, prompt in enumerate(prompts):
-        if steps[i] < 1:
-            raise LayoutError(f"length {length} leaves nothing to generate after the {counted[i]} tokens of {prompt!r}")
-        if longest[i] + steps[i] > model.cfg.n_ctx:
-            raise LayoutError(
-                f"{longest[i]} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {steps[i]} new ones exceed the model's "
-                f"context of {model.cfg.n_ctx}; shorten the prompt or the length"
-            )
-    augmentations = assign(method, branches, augmentation)
+    for prompt, n, new in zip(prompts, longest, steps, strict=True):
+        _check_context(model, prompt, n, new)
     for chosen, row in zip(augmentations, layouts, strict=True):
         if chosen is not None:
             chosen.selects(model.cfg.n_layers, model.cfg.n_heads)
@@ -214,8 +249,30 @@ def plan(
         prefixes=prefixes,
         augmentations=augmentations,
         steps=steps,
+        prepared=prepared,
         groups=groups,
     )
+
+
+def _prepare(method: Method, kit: Kit, task: Task, attribute: str, prompts: Sequence[str]) -> tuple[Prepared, ...]:
+    every = 0.2 if sys.stderr.isatty() else 10.0
+    bar = tqdm(
+        prompts, f"preparing {method.name} {attribute}", unit="prompt", delay=2, mininterval=every, dynamic_ncols=True
+    )
+    return tuple(method.prepare(kit, task, attribute, prompt) for prompt in bar)
+
+
+def _for_prompt(branch: Branch, known: Prepared) -> Branch:
+    """A branch with the text that stands in front of this prompt."""
+    return replace(branch, prefix=known.prefixes[branch.name]) if branch.name in known.prefixes else branch
+
+
+def _check_context(model: Model, prompt: str, before: int, new: int) -> None:
+    if before + new > model.cfg.n_ctx:
+        raise LayoutError(
+            f"{before} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new ones exceed the model's context of "
+            f"{model.cfg.n_ctx}; shorten the prompt or the length"
+        )
 
 
 def _layout(

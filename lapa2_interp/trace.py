@@ -46,9 +46,10 @@ SUMS = ("prefix", "bos", "prompt", "generated", "released_slice", *(f"nearest_{k
 class Recorder:
     """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
 
-    Every query from the last prompt token on is a step: one of the prompt pass, then one of each decoding pass, or as many as
-    a pass reads of a given text. `begin` names the rows of the passes to come: prompts first, their samples after the
-    expansion; `index` maps those rows to the samples of the finished trace.
+    Every query from the last prompt token on is a step, recorded when it is first seen: one of the prompt pass, then one of each
+    decoding pass (also of one that reads the whole text anew), or as many as a pass reads of a given text. `begin` names the
+    rows of the passes to come: prompts first, their samples after the expansion; `index` maps those rows to the samples of the
+    finished trace.
 
     Args:
         n_layers, n_heads: The model's.
@@ -87,7 +88,7 @@ class Recorder:
     def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
         """What all layers of a pass share: its steps' slots, and which keys count in which sum."""
         key, spans = torch.arange(n_keys), self.parts
-        self.slots = torch.arange(max(first, len(self.layouts[0]) - 1), n_keys)
+        self.slots = torch.arange(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
         inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
         inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
         start, stop = spans["prefix"].T[:, :, None]

@@ -46,7 +46,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, pro
     state = open_rows(model)
     with torch.no_grad():
         with augmented(model, augmentations, rows):
-            logits = [state.prompt_pass(rows)]
+            logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(4), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
             logits += [state.read(torch.full((4, 1), token)) for token in GENERATED]
@@ -64,7 +64,7 @@ def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
     augmentation = Augmentation(alpha=0.7, phase="all_queries")
     state = open_rows(model)
     with torch.no_grad(), augmented(model, augmentation, rows):
-        logits = [state.prompt_pass(rows)]
+        logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(2), capacity=len(rows[0]) + len(GENERATED))
         logits += [state.read(torch.full((2, 1), token)) for token in GENERATED]
     for row, each in enumerate(rows):

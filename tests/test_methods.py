@@ -244,15 +244,20 @@ def distributions_with(base):
 )
 def test_extreme_log_probabilities_give_numbers_and_a_draw(name, parameters, dtype):
     """Certain, impossible and tied tokens in every combination of branches."""
-    certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    other = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf])
-    tied = torch.full((4,), math.log(0.25))
     task = load_task("topic" if name == "con-prefix" else "detox")
     method = methods.get(name, **parameters)
     if name == "preadd":
         names = ["base", "prefix"]
     else:
         names = [branch.name for branch in method.branches(task, next(iter(task.attributes)))]
+    every_extreme(method, names, dtype)
+
+
+def every_extreme(method, names, dtype):
+    """A step per combination of certain, impossible and tied tokens, the state carried on."""
+    certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
+    other = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf])
+    tied = torch.full((4,), math.log(0.25))
     state = None
     for number in range(3 ** len(names)):
         rows = [(certain, other, tied)[number // 3**i % 3] for i in range(len(names))]
@@ -261,8 +266,16 @@ def test_extreme_log_probabilities_give_numbers_and_a_draw(name, parameters, dty
         assert not log_weights.isnan().any()
         token = draw(log_weights, torch.tensor([0.3], dtype=torch.float64), top_k=200)
         state = method.advance(state, log_probs, token)
-        for each in (state or {}).values():
+        for each in numbers_in(state):
             assert torch.isfinite(each).all()
+
+
+def numbers_in(state):
+    """The tensors of a state, however it is kept."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else getattr(state, "__dict__", {}).values()
+    return [each for value in values for each in numbers_in(value)]
 
 
 def test_stacked_samples_equal_single_ones():
@@ -279,9 +292,10 @@ def test_stacked_samples_equal_single_ones():
 
 
 def test_the_papers_parameters():
-    alphas = {name: method.alpha for name, method in methods.registry().items()}
+    alphas = {name: method.alpha for name, method in methods.registry().items() if method.of_paper}
     assert alphas == {
         "none": 0.0, "prefix": 0.5, "con-prefix": 0.5, "air-decoding": 0.5, "negprompt": 1.0, "preadd": 2.0, "palette": 2.0,
+        "freectrl": 0.0, "datg": 0.0,
     }  # fmt: skip
     omegas = {name: methods.for_task("air-decoding", load_task(name)).omega for name in ("sentiment", "topic", "detox")}
     assert omegas == {"sentiment": 140, "topic": 60, "detox": 120}

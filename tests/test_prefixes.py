@@ -56,7 +56,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
         return
     with torch.no_grad():
         with augmented(model, augmentations, rows):
-            logits = [state.prompt_pass(rows, prefixes)]
+            logits = [state.prompt_pass(rows, prefixes)[:, -1]]
         state.expand(torch.arange(5), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
             logits += [state.read(torch.full((5, 1), token)) for token in GENERATED]

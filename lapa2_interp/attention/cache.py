@@ -4,11 +4,13 @@ Rows are left-padded; the attention mask and (on the bridge) explicit positions 
 keys and values live in buffers of their final size that each step writes one slot of; HookedTransformer concatenates.
 
 A soft prefix stands in the first slots of its rows' cache before anything is read; rows without one have those slots masked.
+`AnewRows` has the same interface and keeps nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,9 +29,9 @@ class Rows(Protocol):
     """The decode state of stacked rows: what the network remembers of each."""
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None
-    ) -> Float[Tensor, "row vocab"]:
-        """Read left-padded layouts behind their rows' soft prefixes, if any; the logits of each row's last prompt token."""
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
+        """Read left-padded layouts behind their rows' soft prefixes, if any; the logits of each row's last `keep` tokens."""
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
@@ -38,9 +40,22 @@ class Rows(Protocol):
         """Append tokens to each row; the logits after the last."""
 
 
-def open_rows(model: Model) -> Rows:
-    """Fresh decode state for a model of either class."""
+def open_rows(model: Model, anew: bool = False) -> Rows:
+    """Fresh decode state for a model of either class; `anew` reads the whole text at every step."""
+    if anew:
+        return AnewRows(model)
     return BridgeRows(model) if is_bridge(model) else HookedRows(model)
+
+
+def prompt_log_likelihood(logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]) -> Float[Tensor, " row"]:
+    """log P of each row's prompt, from the logits of (at least) the token before it on."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    found = []
+    for row, each in zip(wide, layouts, strict=True):
+        tokens = torch.tensor(each.ids[-each.l_pro :], device=row.device)
+        log_probs = row[-each.l_pro - 1 : -1].log_softmax(dim=1)
+        found.append(log_probs.gather(1, tokens[:, None]).sum())
+    return torch.stack(found)
 
 
 def padded_ids(layouts: Sequence[Layout], device: Any) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
@@ -171,19 +186,19 @@ class BridgeRows:
     def __init__(self, model: Model) -> None:
         self.model = model
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Float[Tensor, "row vocab"]:
+    def _forward(self, ids: Tensor, positions: Tensor, keep: int = 1) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         return self.model(
             ids,
             attention_mask=self.mask[:, :used],
             position_ids=positions,
             past_key_values=self.cache,
-            logits_to_keep=1,
-        )[:, -1]
+            logits_to_keep=keep,
+        )[:, -keep:]
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None
-    ) -> Float[Tensor, "row vocab"]:
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
         ids, self.mask = padded_ids(layouts, self.model.cfg.device)
         layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
         soft = soft_slots(self.model, layouts, prefixes)
@@ -193,7 +208,7 @@ class BridgeRows:
         self.cache = Cache(layers=layers)
         positions = _positions(layouts, prefixes, ids)
         self.positions = positions[:, -1:] + 1
-        return self._forward(ids, positions)
+        return self._forward(ids, positions, keep)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         self.cache = Cache(layers=[layer.expand(index, capacity) for layer in self.cache.layers])
@@ -203,7 +218,7 @@ class BridgeRows:
 
     def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
         count = torch.arange(tokens.shape[1], device=tokens.device)
-        logits = self._forward(tokens, self.positions + count)
+        logits = self._forward(tokens, self.positions + count)[:, -1]
         self.positions = self.positions + tokens.shape[1]
         return logits
 
@@ -215,8 +230,8 @@ class HookedRows:
         self.model = model
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None
-    ) -> Float[Tensor, "row vocab"]:
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         ids, mask = padded_ids(layouts, self.model.cfg.device)
@@ -234,7 +249,7 @@ class HookedRows:
                 entry.past_keys, entry.past_values = keys, values
             self.cache.previous_attention_mask = mask[:, :n_slots]
             mask = mask[:, n_slots:]
-        return self.model(ids, attention_mask=mask, past_kv_cache=self.cache)[:, -1]
+        return self.model(ids, attention_mask=mask, past_kv_cache=self.cache)[:, -keep:]
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         for entry in self.cache.entries:
@@ -243,3 +258,27 @@ class HookedRows:
 
     def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
         return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[:, -1]
+
+
+class AnewRows:
+    """Rows that keep no keys and values: every step reads the whole text, for interventions that change what was read before."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def prompt_pass(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
+        self.layouts = list(layouts)
+        self.prefixes = list(prefixes or [None] * len(layouts))
+        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        rows = index.tolist()
+        self.layouts, self.prefixes = [self.layouts[row] for row in rows], [self.prefixes[row] for row in rows]
+
+    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+        self.layouts = [
+            replace(each, ids=each.ids + tuple(more)) for each, more in zip(self.layouts, tokens.tolist(), strict=True)
+        ]
+        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes)[:, -1]

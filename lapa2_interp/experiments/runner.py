@@ -20,6 +20,7 @@ from lapa2_interp.decoding import (
     run_plan,
 )
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
+from lapa2_interp.kit import ModelKit
 from lapa2_interp.methods import Method
 from lapa2_interp.models import model_card
 from lapa2_interp.plan import Plan, plan
@@ -56,9 +57,10 @@ def run_arms(
     Raises:
         Lapa2Error: As `decoding.generate`.
     """
+    kit = ModelKit(model)
     plans = {
         (arm, attribute): plan(
-            model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos
+            model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos, kit
         )
         for arm, augmentation in arms.items()
         for attribute in attributes
@@ -91,6 +93,7 @@ def run_arms(
         task=task.name,
         attributes=tuple(attributes),
         branches={each.attribute: each.prefix_names for each in plans.values()},
+        prepared={each.attribute: each.summaries for each in plans.values() if each.summaries},
         prompts=tuple(prompts),
         arms=dict(arms),
         length=length,
@@ -117,6 +120,9 @@ def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: in
     line = (
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches {', '.join(plans[0].branches)}"
     )
+    if plans[0].method.reads_anew:
+        cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
+        line += f"; every step reads its text anew: {read} tokens through the model, where a cache would need {cached}"
     if trace == "none":
         return line
     size = sum(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -57,6 +57,8 @@ class Manifest(BaseModel):
     """Attributes steered towards."""
     branches: dict[str, dict[str, str | SoftName | None]]
     """By attribute, then branch: the text in front of the prompt, or the soft prefix; None on the raw model."""
+    prepared: dict[str, dict[str, dict[str, Any]]] = {}
+    """By attribute, then prompt ("all prompts" where it is the same): what the method worked out, such as DATG's words."""
     prompts: tuple[str, ...]
     arms: dict[str, Augmentation | None]
     """The augmentations compared; None is the base method. Column `arm` of the samples names one."""

@@ -9,14 +9,21 @@ pushed through it:
     state = method.advance(None, log_probs, tokens)           # tokens [sample]; what the next step's combine is given
 
 The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature 1.
+
+Two methods need more than log-probabilities, and two small protocols give it to them:
+
+    prepare(kit, ...)    once per prompt, before the first token: whatever the method works out about it with a `Kit`
+    intervene(state)     before every pass of the model: neurons to set, from the text so far
+
+`begin` turns what was prepared into the first step's state.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +33,9 @@ from lapa2_interp.errors import MethodError, one_of
 from lapa2_interp.tasks import Task
 
 State = Any
+T = TypeVar("T")
 LogProbs = Mapping[str, Float[Tensor, "sample vocab"]]
+LogLikelihoods = Mapping[str, Float[Tensor, " sample"]]
 FLOOR = -1e4
 """Log-probability given to impossible tokens where a method subtracts branches, so that no infinities meet."""
 
@@ -57,6 +66,86 @@ class Branch:
     join: str = ""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a method worked out about one prompt.
+
+    Attributes:
+        known: For the method's own `begin`.
+        prefixes: Texts in front of this prompt, by branch, where they are not the branch's own.
+        summary: What a reader of the run should see of it, as JSON.
+    """
+
+    known: Any = None
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a batch of samples sets out from.
+
+    Attributes:
+        prepared: Of every sample's prompt.
+        log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are read, and for methods that do
+            not ask for it (`reads_prompt`).
+        n_prompt: Prompt tokens, [sample].
+    """
+
+    prepared: Sequence[Prepared]
+    log_likelihood: LogLikelihoods | None
+    n_prompt: Int[Tensor, " sample"]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """MLP neurons to set to one value, at every position.
+
+    Attributes:
+        neurons: Their numbers, by layer.
+        value: The value, one per sample.
+        at: Before the activation function, or after it (always after it in gated MLPs).
+    """
+
+    neurons: Mapping[int, Int[Tensor, " neuron"]]
+    value: Float[Tensor, " sample"]
+    at: Literal["pre", "post"] = "pre"
+
+
+@runtime_checkable
+class Kit(Protocol):
+    """What `prepare` may ask of a model (`lapa2_interp.kit.ModelKit`).
+
+    Attributes:
+        end_ids: Tokens that end a text.
+        gated: Whether its MLPs are gated.
+    """
+
+    end_ids: tuple[int, ...]
+    gated: bool
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made when it is first asked for: for what the prompts share."""
+
+    def ids(self, text: str) -> list[int]:
+        """A text's token ids, nothing in front."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+    def embedding(self) -> Float[Tensor, "vocab d_model"]:
+        """The rows of the token embedding."""
+
+    def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
+        """Continuations of the bare prompt by a method without prefixes."""
+
+    def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
+        """P(attribute | text) by a scorer; None for a text it cannot score."""
+
+    def promoters(self, tokens: Sequence[int], k: int, upper: bool = False) -> Int[Tensor, "token k two"]:
+        """The (layer, neuron) pairs that raise each token's probability most, of all layers or of the upper half."""
+
+
 def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = "") -> str | Soft:
     """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a soft set.
 
@@ -76,6 +165,9 @@ class Method(ABC):
         pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor Reinforcement, Eq. 9).
         text_names: The texts it reads from a task file; None where it takes any.
         when_empty: Why no token may have positive weight, and what to change.
+        of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
+        reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
+        reads_anew: Whether the whole text is read again at every step, because `intervene` changes what it was.
     """
 
     name: ClassVar[str]
@@ -85,6 +177,9 @@ class Method(ABC):
     pro_aug: bool = False
     text_names: ClassVar[tuple[str, ...] | None] = ()
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
+    of_paper: ClassVar[bool] = True
+    reads_prompt: ClassVar[bool] = False
+    reads_anew: ClassVar[bool] = False
 
     @abstractmethod
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
@@ -100,7 +195,19 @@ class Method(ABC):
         """Log-weights of the next token from the branches' log-probabilities; need not be normalised."""
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        """The state after these tokens were sampled; the first step's state is None, and so is a stateless method's."""
+        """The state after these tokens were sampled; the first step's is that of `begin`, None in a stateless method."""
+        return None
+
+    def prepare(self, kit: Kit, task: Task, attribute: str, prompt: str) -> Prepared:
+        """What has to be known of a prompt before its first token; called once per prompt."""
+        return Prepared()
+
+    def begin(self, start: Start) -> State:
+        """The first step's state."""
+        return None
+
+    def intervene(self, state: State) -> Intervention | None:
+        """What to change in the model's next pass."""
         return None
 
 
@@ -124,15 +231,48 @@ def checked(log_probs: LogProbs, *names: str, others: int = 0) -> dict[str, Floa
     return {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in log_probs.items()}
 
 
+def nucleus(
+    log_weights: Float[Tensor, "sample vocab"], top_p: float, top_k: int | None = None
+) -> Float[Tensor, "sample vocab"]:
+    """Log-weights with -inf outside the top k and, of those, outside the smallest set that holds `top_p` of the weight.
+
+    The likeliest token always stays; of equal ones the smaller id is kept first.
+    """
+    ranked, ids = log_weights.sort(dim=1, descending=True, stable=True)
+    if top_k is not None:
+        ranked[:, top_k:] = -torch.inf
+    p = ranked.softmax(dim=1)
+    before = p.cumsum(dim=1) - p
+    out = before >= top_p
+    out[:, 0] = False
+    return torch.full_like(log_weights, -torch.inf).scatter(1, ids, ranked.masked_fill(out, -torch.inf))
+
+
+def contrast(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
+    """The branch "target" behind the attribute's prefix, and one per competing attribute, named after it."""
+    return (
+        Branch("target", attribute_prefix(task, attribute, prefixes)),
+        *(Branch(other, attribute_prefix(task, other, prefixes)) for other in task.others(attribute)),
+    )
+
+
 def registry() -> dict[str, type[Method]]:
-    """Method classes by name, in the paper's order."""
+    """Method classes by name: the paper's in its order, its baselines, related decoders."""
     from lapa2_interp.methods.air_decoding import AirDecoding
+    from lapa2_interp.methods.arithmetic import Arithmetic
     from lapa2_interp.methods.con_prefix import ConPrefix
+    from lapa2_interp.methods.datg import Datg
+    from lapa2_interp.methods.dexperts import Dexperts
+    from lapa2_interp.methods.freectrl import FreeCtrl
+    from lapa2_interp.methods.gedi import Gedi
     from lapa2_interp.methods.palette import Palette
     from lapa2_interp.methods.preadd import Preadd
     from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
+    from lapa2_interp.methods.rose import Rose
+    from lapa2_interp.methods.rsa_control import RsaControl
 
-    known = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
+    paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
+    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic)
     return {method.name: method for method in known}
 
 

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked, contrast
 from lapa2_interp.tasks import Task
 
 
@@ -50,11 +50,7 @@ class AirDecoding(Method):
     pro_aug: bool = True
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (
-            Branch("base"),
-            Branch("target", attribute_prefix(task, attribute, self.prefixes)),
-            *(Branch(other, attribute_prefix(task, other, self.prefixes)) for other in task.others(attribute)),
-        )
+        return (Branch("base"), *contrast(task, attribute, self.prefixes))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = checked(log_probs, "base", "target", others=1)

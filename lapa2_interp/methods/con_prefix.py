@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked, contrast
 from lapa2_interp.tasks import Task
 
 
@@ -48,11 +48,7 @@ class ConPrefix(Method):
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         if self.form == "soft":
             return (Branch("target", attribute_prefix(task, attribute, self.prefixes)),)
-        others = task.others(attribute)
-        return (
-            Branch("target", task.prefix(attribute)),
-            *(Branch(other, task.prefix(other)) for other in others),
-        )
+        return contrast(task, attribute, "hard")
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         if self.form == "soft":

@@ -1,0 +1,162 @@
+"""MLP neurons through TransformerLens hook points: set them while the model runs, and find those that promote a token.
+
+Where a neuron is set: `blocks.{i}.mlp.hook_pre`, before the activation function, or `blocks.{i}.mlp.hook_post`, after it. A gated
+MLP multiplies two projections, and only the product is a neuron's activation: there it is always `hook_post`, the input of the
+down-projection.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.attention.hooked import Model
+from lapa2_interp.errors import DeadHookError
+from lapa2_interp.methods import Intervention
+
+STRONG = 50.0
+"""The value a neuron is set to when its effect on the next token is read."""
+ROWS = 256
+
+
+def neuron_point(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
+    """The hook point where a layer's neurons are set."""
+    gated = bool(getattr(model.cfg, "gated_mlp", False))
+    return f"blocks.{layer}.mlp.hook_{'post' if gated else at}"
+
+
+@contextmanager
+def setting(model: Model, intervention: Intervention | None, branches: int = 1) -> Iterator[None]:
+    """Forward passes with neurons set at every position, row by row.
+
+    Args:
+        intervention: None changes nothing.
+        branches: How many times the samples are stacked in the rows.
+
+    Raises:
+        DeadHookError: The model has no such hook point.
+    """
+    if intervention is None:
+        yield
+        return
+    value = rearrange(intervention.value.repeat(branches), "row -> row 1 1")
+
+    def put(neurons: Int[Tensor, " neuron"]) -> Any:
+        def hook_function(activation: Tensor, hook: Any) -> Tensor:
+            activation = activation.clone()
+            activation[:, :, neurons.to(activation.device)] = value.to(activation)
+            return activation
+
+        return hook_function
+
+    hooks = [
+        (neuron_point(model, layer, intervention.at), put(neurons)) for layer, neurons in intervention.neurons.items()
+    ]
+    missing = [name for name, _ in hooks if name not in model.hook_dict]
+    if missing:
+        raise DeadHookError(_no_point(missing[0]))
+    with model.hooks(fwd_hooks=hooks):
+        yield
+
+
+def _no_point(name: str) -> str:
+    return (
+        f"the model has no {name} (a mixture of experts has no neurons of its own, for one), so its neurons cannot be set; use a "
+        "model with one MLP per layer, such as GPT-2, GPT-NeoX/Pythia, Llama or SmolLM2"
+    )
+
+
+@torch.no_grad()
+def assert_neurons_live(model: Model) -> None:
+    """Whether setting the last layer's neurons moves the logits.
+
+    Raises:
+        DeadHookError: There is no hook point, or it is ignored.
+    """
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.cfg.device)
+    every = Intervention({model.cfg.n_layers - 1: torch.arange(8)}, torch.full((1,), STRONG))
+    plain = model(ids)
+    with setting(model, every):
+        moved = model(ids)
+    if not (moved - plain).abs().max() > 0:
+        raise DeadHookError(
+            f"setting neurons at {neuron_point(model, model.cfg.n_layers - 1)} does not move the logits of this model"
+        )
+
+
+@torch.no_grad()
+def promoters(
+    model: Model, reading: Sequence[int], tokens: Sequence[int], k: int, first_layer: int = 0, file: Path | None = None
+) -> tuple[Float[Tensor, "token k"], Int[Tensor, "token k two"]]:
+    """The control table's k largest entries per token: log P(token) after `reading`, and the (layer, neuron) held at 50.
+
+    One neuron per row; layer after layer. Of equal entries the lower layer and neuron comes first.
+
+    Args:
+        reading: The ids the model reads.
+        first_layer: The lowest layer to search.
+        file: Where the table is kept as it grows (.npz), so that an interrupted one goes on.
+
+    Raises:
+        DeadHookError: The model's neurons cannot be set.
+    """
+    assert_neurons_live(model)
+    n_layers, n_neurons = model.cfg.n_layers, model.cfg.d_mlp
+    columns = torch.tensor(list(tokens), device=model.cfg.device)
+    best, where, done = torch.empty(len(tokens), 0), torch.empty(len(tokens), 0, 2, dtype=torch.long), first_layer
+    if file is not None and file.is_file():
+        with np.load(file, allow_pickle=False) as stored:
+            best, where = torch.from_numpy(stored["best"]), torch.from_numpy(stored["where"])
+            done = int(stored["layers"])
+    ids = torch.tensor([list(reading)], device=model.cfg.device)
+    total = (n_layers - first_layer) * n_neurons
+    if done < n_layers and file is not None:
+        print(f"computing the control table once into {file}: {total:,} neurons", file=sys.stderr)
+    every = 0.2 if sys.stderr.isatty() else 10.0
+    bar = tqdm(
+        total=total, initial=(done - first_layer) * n_neurons, unit="neuron", desc="control table", delay=2, mininterval=every,
+        dynamic_ncols=True, disable=done == n_layers,
+    )  # fmt: skip
+    with bar:
+        for layer in range(done, n_layers):
+            for first in range(0, n_neurons, ROWS):
+                neurons = torch.arange(first, min(first + ROWS, n_neurons))
+                found = _with_each(model, ids, layer, neurons)[:, columns].T.cpu()
+                at = torch.stack([torch.full_like(neurons, layer), neurons], dim=1).expand(len(tokens), -1, -1)
+                values, places = torch.cat([best, found], dim=1), torch.cat([where, at], dim=1)
+                order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+                best = values.gather(1, order)
+                where = places.gather(1, order[:, :, None].expand(-1, -1, 2))
+                bar.update(len(neurons))
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                part = file.with_suffix(".part.npz")
+                np.savez(part, best=best.numpy(), where=where.numpy(), layers=layer + 1)
+                part.replace(file)
+    return best, where
+
+
+def _with_each(
+    model: Model, ids: Int[Tensor, "row=1 query"], layer: int, neurons: Int[Tensor, " neuron"]
+) -> Float[Tensor, "neuron vocab"]:
+    """log P of the next token with each of a layer's neurons held at 50 by itself, at all positions."""
+    rows = torch.arange(len(neurons), device=ids.device)
+
+    def put(activation: Tensor, hook: Any) -> Tensor:
+        activation = activation.clone()
+        activation[rows, :, neurons.to(rows.device)] = STRONG
+        return activation
+
+    with model.hooks(fwd_hooks=[(neuron_point(model, layer), put)]):
+        logits = model(ids.expand(len(neurons), -1))[:, -1]
+    return logits.float().log_softmax(dim=1)

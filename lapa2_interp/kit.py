@@ -1,0 +1,114 @@
+"""What `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the neurons that promote a token.
+
+Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the platform's), under a name
+that says what they depend on: weights, precision, and what was asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.attention.hooked import Model
+from lapa2_interp.attention.neurons import promoters
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.methods import Method
+from lapa2_interp.models import cache_folder, model_card
+from lapa2_interp.tasks import Attribute, Prompts, Task
+
+T = TypeVar("T")
+
+
+class ModelKit:
+    """A `methods.Kit` for a model from `load_model`.
+
+    Args:
+        model: The model whose texts are to be controlled.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.card = model_card(model)
+        self.end_ids = tuple(model.tokenizer.convert_tokens_to_ids(list(self.card.end_tokens)))
+        self.gated = bool(getattr(model.cfg, "gated_mlp", False))
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.model.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self.model.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def embedding(self) -> Float[Tensor, "vocab d_model"]:
+        return self.model.W_E.detach().float()
+
+    def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
+        # A draft is an ordinary generation, whose own plan has nothing to prepare.
+        from lapa2_interp.decoding import run_plan
+        from lapa2_interp.plan import plan
+
+        file = self._file("drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed)
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+        bare = Task(
+            name="drafts",
+            length_counts_prompt=False,
+            attributes={"none": Attribute(prefix="none")},
+            prompts=Prompts(texts=(prompt,)),
+        )
+        todo = plan(self.model, method, bare, "none", (prompt,), None, new_tokens, n, kit=self)
+        made = run_plan(self.model, todo, seed=seed, eos="stop", trace="none", progress=tqdm(disable=True))
+        ends = set(self.end_ids)
+        before = len(self.text(self.ids(prompt)))
+        texts = [
+            self.text([*self.ids(prompt), *(i for i in tokens if i not in ends)])[before:]
+            for tokens in made.samples["tokens"]
+        ]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+        part.replace(file)
+        return texts
+
+    def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
+        from lapa2_interp.scoring import Item, run_scorer
+        from lapa2_interp.scoring.named import Options, make_scorer
+
+        name, _, model = scorer.partition("=")
+        options = Options(task=task.name, device=self.card.device)
+        reader = self.once(("scorer", scorer, task.name), lambda: make_scorer(name, model, options))
+        table = run_scorer(reader, [Item(text, prompt, attribute) for text in texts])
+        if attribute in table:
+            column = table[attribute]
+        elif "toxicity" in table and attribute in ("toxic", "nontoxic"):
+            column = table["toxicity"] if attribute == "toxic" else 1 - table["toxicity"]
+        else:
+            columns = ", ".join(str(name) for name in table if name != "skipped")
+            raise ScoringError(
+                f"the scorer {scorer} tells {columns}, not {attribute!r}; give another (--set scorer=...)"
+            )
+        return [None if skipped else float(value) for value, skipped in zip(column, table["skipped"], strict=True)]
+
+    def promoters(self, tokens: Sequence[int], k: int, upper: bool = False) -> Int[Tensor, "token k two"]:
+        reading, first = self.ids(" "), self.model.cfg.n_layers // 2 if upper else 0
+        file = self._file("neurons", ".npz", reading, list(tokens), k, first)
+        return self.once(file, lambda: promoters(self.model, reading, tokens, k, first, file)[1])
+
+    def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
+        """The place in the cache of what was asked of this model."""
+        facts = [self.card.weights, self.card.model_class, self.card.dtype, torch.device(self.card.device).type, *asked]
+        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        return cache_folder() / kind / f"{key}{suffix}"

@@ -1,0 +1,199 @@
+"""DATG: words that the model's own drafts associate with an attribute, boosted or named while it writes (section 5.1, baseline).
+
+Once per prompt:
+
+1. draft `drafts` continuations of the bare prompt, 32 tokens each;
+2. q_j = P(attribute | draft j) by a scorer;
+3. two directed graphs over the drafts' tokens: every pair (token, next token) of draft j adds q_j to its edge in the positive
+   graph and 1 - q_j in the negative one;
+4. of each graph the `nodes` tokens of highest PageRank (damping .85) without punctuation, digits and stopwords.
+
+Then, for every token, at temperature .7, top-k 200, top-p .9:
+
+    form "L"   log w = log P_base + boost [x among the positive words] - avoid [x among the negative words]
+    form "P"   log w = log P of the prompt behind a sentence that names both lists
+
+A word stands for its first token; one that is listed twice counts twice. The released code drafts, boosts and samples so; the
+paper's text has other words for the sentence of form "P".
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from lapa2_interp.errors import MethodError
+from lapa2_interp.methods import Branch, Kit, LogProbs, Method, Prepared, Start, State, checked, nucleus
+from lapa2_interp.tasks import Task
+from lapa2_interp.words import STOPWORDS
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+SENTENCE = (
+    "This passage emphasizes themes such as {positive}. It deliberately avoids topics like {negative}. "
+    "Given this context, "
+)
+PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»、。，；：？！（）【】《》\n")
+
+
+@plain_dataclass(frozen=True)
+class Words:
+    """The words of a prompt's two graphs, best first, and the first token of each."""
+
+    positive: tuple[str, ...]
+    negative: tuple[str, ...]
+    positive_ids: tuple[int, ...]
+    negative_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Datg(Method):
+    """DATG. LaPA2 has a prefix to act on in form "P" only; the paper does not combine the two.
+
+    Args:
+        form: "L" boosts logits, "P" writes the words into a sentence in front of the prompt.
+        scorer: Whose P(attribute | text): a scorer of `lapa2 scorers list`, such as accuracy, accuracy=MODEL or
+            toxicity=perspective.
+        drafts: Continuations per prompt.
+        draft_tokens: Their length.
+        draft_seed: Of their random streams; drafts are kept on disk.
+        nodes: Words kept of each graph.
+        boost: What form "L" adds to the logits of positive words.
+        avoid: What it takes from those of negative words.
+        sampler: "official" (temperature .7, top-k 200, top-p .9), or "uniform" (as every method here: temperature 1, top-k of
+            the command line). Drafts are always official.
+    """
+
+    name: ClassVar[str] = "datg"
+    paper_name: ClassVar[str] = "DATG"
+    equation: ClassVar[str] = "log w = log P_base + boost [x positive] - avoid [x negative], T .7, top-p .9"
+    alpha: ClassVar[float] = 0.0
+    when_empty: ClassVar[str] = "boost or avoid is too large; the original's are 4 and 6"
+    form: Literal["L", "P"] = "L"
+    scorer: str = "accuracy"
+    drafts: Annotated[int, Field(ge=1)] = 30
+    draft_tokens: Annotated[int, Field(ge=2)] = 32
+    draft_seed: int = 1
+    nodes: Annotated[int, Field(ge=1)] = 10
+    boost: Annotated[float, Field(allow_inf_nan=False)] = 4.0
+    avoid: Annotated[float, Field(allow_inf_nan=False)] = 6.0
+    sampler: Literal["official", "uniform"] = "official"
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        task.prefix(attribute)
+        return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE),)
+
+    def prepare(self, kit: Kit, task: Task, attribute: str, prompt: str) -> Prepared:
+        drafts = kit.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
+        shares = kit.shares(self.scorer, task, attribute, prompt, drafts)
+        scored = [(kit.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None]
+        if not scored:
+            raise MethodError(
+                f"datg: none of {len(drafts)} drafts of {prompt!r} could be scored by {self.scorer}; give another scorer"
+            )
+        positive, negative = dual_graphs([([kit.text([i]) for i in ids], q) for ids, q in scored])
+        found = words_of(kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes))
+        if not found.positive and not found.negative:
+            raise MethodError(
+                f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not punctuation, a number or a stopword; "
+                "give more drafts (--set drafts=60) or longer ones (--set draft_tokens=64)"
+            )
+        sentence = SENTENCE.format(positive=", ".join(found.positive), negative=", ".join(found.negative))
+        summary = {"positive": list(found.positive), "negative": list(found.negative), "drafts": len(scored)}
+        return Prepared(found, {"target": sentence} if self.form == "P" else {}, summary)
+
+    def begin(self, start: Start) -> Sequence[Words]:
+        return [each.known for each in start.prepared]
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        name = "base" if self.form == "L" else "target"
+        log_weights = checked(log_probs, name)[name]
+        if self.form == "L" and state is not None:
+            log_weights = log_weights + torch.stack([self._shift(words, log_weights[0]) for words in state])
+        return official(log_weights) if self.sampler == "official" else log_weights
+
+    def advance(self, state: State, log_probs: LogProbs, tokens: Tensor) -> State:
+        return state
+
+    def _shift(self, words: Words, like: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
+        """What is added to each logit."""
+        shift = torch.zeros_like(like)
+        for ids, value in ((words.positive_ids, self.boost), (words.negative_ids, -self.avoid)):
+            at = torch.tensor(ids, dtype=torch.long, device=like.device)
+            shift.index_add_(0, at, torch.full_like(at, value, dtype=like.dtype))
+        return shift
+
+
+@plain_dataclass(frozen=True)
+class Drafting(Method):
+    """The raw model as DATG drafts with it."""
+
+    name: ClassVar[str] = "drafting"
+    paper_name: ClassVar[str] = "drafts of DATG"
+    equation: ClassVar[str] = "log w = log P_base, T .7, top-k 200, top-p .9"
+    alpha: ClassVar[float] = 0.0
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        return (Branch("base"),)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        return official(checked(log_probs, "base")["base"])
+
+
+def official(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+    """Temperature .7, then the 200 likeliest, then the smallest set of those that holds .9."""
+    return nucleus(log_weights / 0.7, 0.9, top_k=200)
+
+
+def dual_graphs(drafts: Sequence[tuple[Sequence[str], float]]) -> tuple[nx.DiGraph, nx.DiGraph]:
+    """The positive and the negative graph of drafts.
+
+    Args:
+        drafts: The token strings of each, and its P(attribute | text).
+    """
+    import networkx as nx
+
+    positive, negative = nx.DiGraph(), nx.DiGraph()
+    for tokens, share in drafts:
+        for pair in pairwise(tokens):
+            for graph, weight in ((positive, share), (negative, 1 - share)):
+                before = graph.get_edge_data(*pair, default={"weight": 0.0})["weight"]
+                graph.add_edge(*pair, weight=before + weight)
+    return positive, negative
+
+
+def best_nodes(graph: nx.DiGraph, n: int) -> tuple[str, ...]:
+    """The n token strings of highest PageRank that are words of their own: no punctuation, digits, stopwords or blanks."""
+    import networkx as nx
+
+    if not graph:
+        return ()
+    rank: Mapping[str, float] = nx.pagerank(graph, alpha=0.85, tol=1e-6, weight="weight")
+    return tuple([node for node in sorted(rank, key=rank.__getitem__, reverse=True) if _is_word(node)][:n])
+
+
+def _is_word(text: str) -> bool:
+    parts = text.split()
+    return (
+        bool(parts)
+        and not any(character in PUNCTUATION or character.isdigit() for character in text)
+        and not any(
+            part in (part.lower(), part.upper(), part.capitalize()) and part.lower() in STOPWORDS for part in parts
+        )
+    )
+
+
+def words_of(kit: Kit, positive: Sequence[str], negative: Sequence[str]) -> Words:
+    """Words with the first token of each."""
+    ids = [tuple(kit.ids(word)[0] for word in words) for words in (positive, negative)]
+    return Words(tuple(positive), tuple(negative), *ids)

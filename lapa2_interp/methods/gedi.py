@@ -1,0 +1,115 @@
+"""GeDi: the raw model weighted by a generative discriminator, with prefix-conditioned branches for its class-conditional model.
+
+With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt's included:
+
+    g_c(x)  = logit_scale (H_c + log P_c(x)) / n
+    d(x)    = g_target(x) - logsumexp_c g_c(x)                log P(target | text and x)
+    z(x)    = log P_base(x) + omega d(x)
+    filter    in ascending order of d, drop x while softmax(z) adds up to less than filter_p and d(x) < ln target_p
+    log w   = z - max z + 10, divided by `repetition` once for every time x was generated before
+
+The original learns `logit_scale` with its class-conditional model, and decodes greedily (`--top-k 1`) unless told to sample.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from lapa2_interp.methods import FLOOR, Branch, LogLikelihoods, LogProbs, Method, Start, State, checked, contrast
+from lapa2_interp.tasks import Task
+
+
+@plain_dataclass(frozen=True)
+class Scored:
+    """What was read and written so far.
+
+    Attributes:
+        log_likelihood: H_c by class, [sample].
+        n: Tokens scored, [sample].
+        written: How often each token was generated, or None before the first.
+    """
+
+    log_likelihood: LogLikelihoods
+    n: Int[Tensor, " sample"]
+    written: Float[Tensor, "sample vocab"] | None = None
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Gedi(Method):
+    """GeDi. Without `begin`, the state None says that nothing was read before.
+
+    Args:
+        omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with filter_p 0 and repetition 1).
+        filter_p: Share of the weighted probability that may be dropped, [0, 1].
+        target_p: A token that makes the target at least this likely is never dropped, (0, 1].
+        repetition: Divides the shifted logit of what was generated before, > 0; 1 turns it off.
+        logit_scale: Sharpness of the discriminator, > 0; the original learns it.
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
+        pro_aug: Also strengthen the prompt on the base branch.
+    """
+
+    name: ClassVar[str] = "gedi"
+    paper_name: ClassVar[str] = "GeDi"
+    equation: ClassVar[str] = "log w = log P_base + omega log P(target | text, x), filtered, repetitions divided"
+    alpha: ClassVar[float] = 0.5
+    of_paper: ClassVar[bool] = False
+    reads_prompt: ClassVar[bool] = True
+    when_empty: ClassVar[str] = "omega is so large that the weights overflow; the original's is 30"
+    omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    filter_p: Annotated[float, Field(ge=0, le=1)] = 0.8
+    target_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+    repetition: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.2
+    logit_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    prefixes: str = "hard"
+    pro_aug: bool = False
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+
+    def begin(self, start: Start) -> Scored | None:
+        if start.log_likelihood is None:
+            return None
+        classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
+        return Scored(classes, start.n_prompt)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        log_probs = checked(log_probs, "base", "target", others=1)
+        classes = {name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"}
+        if state is None:
+            g = classes
+        else:
+            g = {c: (state.log_likelihood[c][:, None] + each) / (state.n[:, None] + 1) for c, each in classes.items()}
+        g = {c: self.logit_scale * each for c, each in g.items()}
+        d = g["target"] - torch.stack(list(g.values())).logsumexp(dim=0)
+        z = log_probs["base"].clamp(min=FLOOR) + self.omega * d
+        ascending, ids = d.sort(dim=1)
+        mass = z.softmax(dim=1).gather(1, ids).cumsum(dim=1)
+        dropped = (mass < self.filter_p) & (ascending < math.log(self.target_p))
+        z = z.scatter(1, ids, z.gather(1, ids).masked_fill(dropped, FLOOR))
+        z = z - z.max(dim=1, keepdim=True).values + 10
+        if state is not None and state.written is not None:
+            z = z / self.repetition**state.written
+        return z
+
+    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> Scored:
+        log_probs = checked(log_probs, "base", "target", others=1)
+        if state is None:
+            zero = torch.zeros_like(log_probs["target"][:, 0])
+            state = Scored({name: zero for name in log_probs if name != "base"}, torch.zeros_like(tokens))
+        written = torch.zeros_like(log_probs["base"]) if state.written is None else state.written.clone()
+        return Scored(
+            {
+                c: before + log_probs[c].clamp(min=FLOOR).gather(1, tokens[:, None])[:, 0]
+                for c, before in state.log_likelihood.items()
+            },
+            state.n + 1,
+            written.scatter_add(1, tokens[:, None], torch.ones_like(written[:, :1])),
+        )

@@ -1,0 +1,47 @@
+"""ROSE: suppress what the opposite prefix induces (Reverse Prompt Contrastive Decoding), with prefixes for its chat prompts.
+
+    log w = log P_target - strength * mean over the competing attributes of log P_c
+
+The original decodes greedily (`--top-k 1`); with several competitors, which it does not have, their mean stands for the reverse
+prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked, contrast
+from lapa2_interp.tasks import Task
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Rose(Method):
+    """ROSE.
+
+    Args:
+        strength: Weight of the reverse branch, the original's alpha; 0 is direct conditioning.
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
+    """
+
+    name: ClassVar[str] = "rose"
+    paper_name: ClassVar[str] = "ROSE"
+    equation: ClassVar[str] = "log w = log P_target - strength mean_c log P_c"
+    alpha: ClassVar[float] = 0.5
+    of_paper: ClassVar[bool] = False
+    when_empty: ClassVar[str] = "strength is so large that the contrast overflows; the original's is 0.5"
+    strength: Annotated[float, Field(allow_inf_nan=False)] = 0.5
+    prefixes: str = "hard"
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        return contrast(task, attribute, self.prefixes)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        clean = {name: each.clamp(min=FLOOR) for name, each in checked(log_probs, "target", others=1).items()}
+        target = clean.pop("target")
+        return target - self.strength * torch.stack(list(clean.values())).mean(dim=0)

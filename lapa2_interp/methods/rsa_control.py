@@ -1,0 +1,93 @@
+"""RSA-Control: a speaker who thinks of a listener that guesses the attribute, with prefix-conditioned branches as its classes.
+
+Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so far, the prompt's included:
+
+    L_c(x)   = P_c(x) prior_c / sum_j P_j(x) prior_j           the listener, on hearing x
+    S(x)     = P_base(x) L_target(x)^rationality               the speaker
+    r        = min(1, [mean of P_base over S's top 5 / over P_base's top 5] / [mean of L_target over the same two sets])
+    w(x)     = P_base(x) L_target(x)^(rationality + adjustment r)
+    prior_c <- L_c(x_t)                                        after sampling x_t; uniform before the first token of the text
+
+r says how much probability the raw model loses against what the listener gains: where control is dear there is less of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, Start, State, checked, contrast
+from lapa2_interp.tasks import Task
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class RsaControl(Method):
+    """RSA-Control. The state holds log prior_c by class, [sample]; None is a uniform prior.
+
+    Args:
+        rationality: The original's alpha, >= 0; 0 (with adjustment 0) is the raw model.
+        adjustment: The original's beta, >= 0; 0 turns the adjustment off.
+        top: How many of the likeliest tokens the adjustment compares.
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
+        pro_aug: Also strengthen the prompt on the base branch.
+    """
+
+    name: ClassVar[str] = "rsa-control"
+    paper_name: ClassVar[str] = "RSA-Control"
+    equation: ClassVar[str] = "w = P_base L_target^(rationality + adjustment r), L_c = P_c prior_c / sum_j P_j prior_j"
+    alpha: ClassVar[float] = 0.5
+    of_paper: ClassVar[bool] = False
+    reads_prompt: ClassVar[bool] = True
+    when_empty: ClassVar[str] = "rationality is so large that the weights overflow; the original's is 10"
+    rationality: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    adjustment: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    top: Annotated[int, Field(ge=1)] = 5
+    prefixes: str = "hard"
+    pro_aug: bool = False
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+
+    def begin(self, start: Start) -> State:
+        if start.log_likelihood is None:
+            return None
+        classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
+        total = torch.stack(list(classes.values())).logsumexp(dim=0)
+        return {c: each - total for c, each in classes.items()}
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        log_probs = checked(log_probs, "base", "target", others=1)
+        base = log_probs["base"].clamp(min=FLOOR)
+        listener = self._listener(log_probs, state)["target"]
+        exponent: float | Tensor = self.rationality
+        if self.adjustment > 0:
+            k = min(self.top, base.shape[1])
+            of_speaker = (base + self.rationality * listener).topk(k, dim=1).indices
+            of_base = base.topk(k, dim=1).indices
+
+            def gain(log_p: Tensor) -> Tensor:
+                """log of the mean over the speaker's candidates, less that over the raw model's."""
+                return log_p.gather(1, of_speaker).logsumexp(dim=1) - log_p.gather(1, of_base).logsumexp(dim=1)
+
+            r = (gain(base) - gain(listener)).exp().clamp(max=1)
+            exponent = self.rationality + self.adjustment * r[:, None]
+        return log_probs["base"] + exponent * listener
+
+    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
+        listener = self._listener(checked(log_probs, "base", "target", others=1), state)
+        return {c: each.gather(1, tokens[:, None])[:, 0] for c, each in listener.items()}
+
+    def _listener(self, log_probs: LogProbs, state: State) -> dict[str, Float[Tensor, "sample vocab"]]:
+        """log L_c by class."""
+        joint = {
+            c: each.clamp(min=FLOOR) + (0.0 if state is None else state[c][:, None])
+            for c, each in log_probs.items()
+            if c != "base"
+        }
+        total = torch.stack(list(joint.values())).logsumexp(dim=0)
+        return {c: each - total for c, each in joint.items()}
