@@ -163,6 +163,9 @@ def test_probe_and_lists(capsys):
         "not augmented",
         "--set omega: Control strength",
         "[attributes.calm]",
+        "alpha       0.5 (ours; --alpha overrides)",
+        "--set boost: What form",
+        "the package has no words for task 'detox'",
     ):
         assert expected in printed
 
@@ -200,6 +203,11 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --set omega --out OUT", "not of the form NAME=VALUE"),
         (f"{GENERATE} --method preadd --task topic --out OUT", "unknown attribute 'positive'; allowed: world"),
         (f"{GENERATE} --out /proc/nowhere/run", "cannot write"),
+        (f"{GENERATE} --method freectrl --out OUT", "none of 400 words for 'positive' is one token"),
+        (f"{GENERATE} --method freectrl --set words=no.json --out OUT", "cannot read no.json; `lapa2 words"),
+        (f"{GENERATE} --method datg --alpha 0.5 --out OUT", "datg has no prefix for an augmentation to act on"),
+        (f"{GENERATE} --method datg --set scorer=nope --out OUT", "unknown scorer 'nope'; allowed: accuracy"),
+        (f"{GENERATE} --method arithmetic --set formula=base* --out OUT", "formula 'base\\*': invalid syntax"),
         ("layout --prompt 'The lake' --prefix ''", "prefix '' tokenises to nothing"),
         ("layout --prompt '' --prefix 'x'", "prompt '' tokenises to nothing"),
         ("layout --prompt 'The lake' --doubled-bos", "doubled_bos"),
