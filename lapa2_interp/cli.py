@@ -638,8 +638,9 @@ def words(
     from lapa2_interp.tasks import load_task
     from lapa2_interp.words import STATISTIC, WordList, derive_words
 
-    if out.exists() and not force:
-        raise DataError(f"{out} is there already; give another --out, or --force to replace it")
+    if out.is_dir() or (out.exists() and not force):
+        kind = "a folder" if out.is_dir() else "there already"
+        raise DataError(f"{out} is {kind}; give another --out" + ("" if out.is_dir() else ", or --force to replace it"))
     if n < 1 or least < 1:
         raise DataError(f"--n and --least must be at least 1, found {n} and {least}")
     labels = tuple(load_task(task).attributes)
@@ -655,8 +656,11 @@ def words(
         smallest_z={label: round(best[-1][1], 3) for label, best in found.items()},
         words={label: tuple(word for word, _ in best) for label, best in found.items()},
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(kept.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(kept.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror}; give another --out") from None
     for label, best in found.items():
         shown = ", ".join(f"{word} {z:.1f}" for word, z in best[:8])
         print(f"{label:<10} {len(best)} words, z {best[0][1]:.1f} to {best[-1][1]:.1f}: {shown}, ...")

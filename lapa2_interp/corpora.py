@@ -106,7 +106,7 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
         )
     kept = frame[frame["label"].isin(list(labels))]
     is_text = kept["text"].map(lambda text: isinstance(text, str) and bool(text.strip()))
-    filled = kept[is_text]
+    filled = kept[is_text.astype(bool)]
     unique = filled.drop_duplicates("text")
     texts = {label: tuple(unique["text"][unique["label"] == label]) for label in labels}
     empty = [label for label, found in texts.items() if not found]

@@ -221,6 +221,7 @@ def _decode(
     rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
     state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
     logits = read[expansion, -1]
+    del read
 
     uniform = torch.from_numpy(batch.uniform).to(logits.device)
     if recorder is not None:

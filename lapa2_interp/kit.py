@@ -1,7 +1,7 @@
 """What `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the neurons that promote a token.
 
 Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the platform's), under a name
-that says what they depend on: weights, precision, and what was asked.
+that says what they depend on: a sample of the weights, the vocabulary, precision, and what was asked.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.attention.neurons import promoters
-from lapa2_interp.errors import ScoringError
+from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.methods import Method
-from lapa2_interp.models import cache_folder, model_card
+from lapa2_interp.models import cache_folder, fingerprint, keep_file, model_card
 from lapa2_interp.tasks import Attribute, Prompts, Task
 
 T = TypeVar("T")
+DRAFT_SEEDS = 2**40
+"""Added to the seeds of drafts, so that no text is drawn with the random numbers of the drafts that steer it."""
 
 
 class ModelKit:
@@ -61,26 +65,30 @@ class ModelKit:
         from lapa2_interp.plan import plan
 
         file = self._file("drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed)
-        if file.is_file():
-            return json.loads(file.read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
+            return TypeAdapter(list[str]).validate_json(file.read_bytes())
         bare = Task(
             name="drafts",
             length_counts_prompt=False,
             attributes={"none": Attribute(prefix="none")},
             prompts=Prompts(texts=(prompt,)),
         )
-        todo = plan(self.model, method, bare, "none", (prompt,), None, new_tokens, n, kit=self)
-        made = run_plan(self.model, todo, seed=seed, eos="stop", trace="none", progress=tqdm(disable=True))
+        try:
+            todo = plan(self.model, method, bare, "none", (prompt,), None, new_tokens, n, kit=self)
+        except LayoutError as error:
+            raise LayoutError(
+                f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
+            ) from None
+        made = run_plan(
+            self.model, todo, seed=DRAFT_SEEDS + seed, eos="stop", trace="none", progress=tqdm(disable=True)
+        )
         ends = set(self.end_ids)
         before = len(self.text(self.ids(prompt)))
         texts = [
             self.text([*self.ids(prompt), *(i for i in tokens if i not in ends)])[before:]
             for tokens in made.samples["tokens"]
         ]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
-        part.replace(file)
+        keep_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
         return texts
 
     def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
@@ -109,6 +117,7 @@ class ModelKit:
 
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
         """The place in the cache of what was asked of this model."""
-        facts = [self.card.weights, self.card.model_class, self.card.dtype, torch.device(self.card.device).type, *asked]
+        model = self.once("fingerprint", lambda: fingerprint(self.model))
+        facts = [model, self.card.model_class, self.card.dtype, torch.device(self.card.device).type, *asked]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
         return cache_folder() / kind / f"{key}{suffix}"

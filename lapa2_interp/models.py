@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -319,6 +319,38 @@ def cache_folder() -> Path:
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
+
+
+def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
+    """Put a file into the cache, whole: processes that make the same one do not meet.
+
+    Args:
+        write: Given a path of the same ending, writes it.
+
+    Raises:
+        ModelError: The cache cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="writing-", dir=file.parent) as folder:
+            fresh = Path(folder) / file.name
+            write(fresh)
+            fresh.replace(file)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder that can"
+        ) from error
+
+
+def fingerprint(model: Model) -> str:
+    """What tells a model from another in the cache: a sample of every weight, and the vocabulary."""
+    network: Any = getattr(model, "original_model", model)
+    digest = hashlib.sha256(repr(sorted(model.tokenizer.get_vocab().items())).encode())
+    for name, parameter in network.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 4096)].float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.tobytes())
+    return digest.hexdigest()[:24]
 
 
 # --- the bundled SmolLM2

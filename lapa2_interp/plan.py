@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp.attention.hooked import Model
+from lapa2_interp.attention.hooked import Model, is_bridge
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.kit import ModelKit
@@ -236,7 +236,11 @@ def plan(
         keys = max(a + b for a, b in zip(longest, steps, strict=True))
         heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
         row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
-        max_rows = min(MAX_ROWS, CACHE_BYTES // row_bytes)
+        # Logits of more than one position: of the prompt, or of what HookedTransformer gives for every token it reads anew.
+        positions = max(counted) + 1 if method.reads_prompt else 0
+        positions = keys if method.reads_anew and not is_bridge(model) else positions
+        row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
+        max_rows = max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
     pairs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(samples)]
     groups = _groups(pairs, max(1, max_rows // len(branches)), longest, steps, model.cfg.n_ctx)
     return Plan(

@@ -15,7 +15,7 @@ from lapa2_interp import Augmentation, generate, load_model, load_task, methods
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import assert_neurons_live, neuron_point, promoters, setting
 from lapa2_interp.errors import AugmentationError, DataError, DeadHookError, MethodError, ScoringError
-from lapa2_interp.kit import ModelKit
+from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
 from lapa2_interp.layout import layout
 from lapa2_interp.methods import Intervention, Prepared, Start
 from lapa2_interp.methods.datg import SENTENCE, Words, best_nodes, dual_graphs, official
@@ -457,7 +457,9 @@ def test_datgs_graphs_and_ranks():
     assert best_nodes(nx.DiGraph(), 5) == ()
 
 
-@pytest.mark.parametrize("word", ["THE", " The", "the", "don't", "3rd", " ", "\n", "“quote", "A movie of the", ""])
+@pytest.mark.parametrize(
+    "word", ["THE", "\ufffd", "½", " The", "the", "don't", "3rd", " ", "\n", "“quote", "A movie of the", ""]
+)
 def test_what_is_no_word_for_datg(word):
     graph = nx.DiGraph()
     graph.add_edge(word, "word", weight=1.0)
@@ -507,7 +509,7 @@ def test_datg_prepares_once_from_its_drafts():
     lists = (", ".join(found.known.positive), ", ".join(found.known.negative))
     assert behind == SENTENCE.format(positive=lists[0], negative=lists[1])
     assert behind.startswith("This passage emphasizes themes such as x, ")
-    assert behind.endswith(". Given this context, ")
+    assert behind.endswith(". Given this context,")
     with pytest.raises(MethodError, match="none of 2 drafts of 'The sea' could be scored by accuracy"):
         methods.get("datg").prepare(Desk(["", ""], [None, None]), load_task("detox"), "nontoxic", "The sea")
     with pytest.raises(MethodError, match=r"the 1 drafts of 'The sea' hold no word .*--set drafts=60"):
@@ -524,7 +526,7 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     branch = layout(model.tokenizer, None, "The sea")
     ends = set(kit.end_ids)
     for number, text in enumerate(texts):
-        tokens, uniform = [], uniforms(4, "The sea", number, 6)
+        tokens, uniform = [], uniforms(DRAFT_SEEDS + 4, "The sea", number, 6)
         while len(tokens) < 6 and not (tokens and tokens[-1] in ends):
             logits = oracle_logits(model, branch, tokens)[0][-1:]
             tokens.append(int(draw(official(logits), torch.tensor([uniform[len(tokens)]]), top_k=200)[0]))
@@ -613,3 +615,97 @@ def test_monitor_grows_with_the_text():
         assert torch.allclose(state.nearest[c], whole.nearest[c], rtol=0, atol=1e-14)
         assert torch.allclose(state.latest[c], whole.latest[c], rtol=0, atol=1e-14)
     assert float(method.intervene(state).value) == pytest.approx(float(method.intervene(whole).value))
+
+
+# --- the cache
+
+
+def test_the_cache_tells_models_apart(cache):
+    """Random models share a description; their weights and vocabularies do not. An edited model is another one."""
+    import copy
+
+    from lapa2_interp.models import fingerprint
+
+    prints = {name: fingerprint(load(name)) for name in ("tiny-gpt2", "tiny-llama", "tiny-neox")}
+    assert len(set(prints.values())) == 3
+    assert fingerprint(load("tiny-gpt2")) == prints["tiny-gpt2"]
+    edited = copy.deepcopy(load("tiny-gpt2"))
+    with torch.no_grad():
+        next(iter(getattr(edited, "original_model", edited).parameters())).mul_(1.01)
+    assert fingerprint(edited) != prints["tiny-gpt2"]
+    tables = {name: ModelKit(load(name)).promoters([5, 9], 3) for name in prints}
+    assert len(list((cache / "neurons").iterdir())) == 3
+    assert tables["tiny-neox"][:, :, 1].max() < 64
+
+
+def test_a_damaged_cache_is_made_again(cache):
+    from lapa2_interp.methods.datg import Drafting
+
+    kit = ModelKit(load("tiny-gpt2"))
+    table, drafts = kit.promoters([5, 9], 3), kit.drafts(Drafting(), "The sea", 2, 4, seed=1)
+    for folder in ("neurons", "drafts"):
+        (file,) = (cache / folder).iterdir()
+        file.write_bytes(file.read_bytes()[:7])
+    fresh = ModelKit(load("tiny-gpt2"))
+    assert torch.equal(fresh.promoters([5, 9], 3), table)
+    assert fresh.drafts(Drafting(), "The sea", 2, 4, seed=1) == drafts
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    from lapa2_interp.errors import ModelError
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("lapa2_interp.kit.cache_folder", lambda: tmp_path / "file")
+    with pytest.raises(ModelError, match=r"cannot write the cache .*file.* set LAPA2_CACHE to a folder that can"):
+        ModelKit(load("tiny-gpt2")).promoters([5, 9], 3)
+
+
+def test_no_text_shares_its_random_numbers_with_a_draft():
+    """With nothing boosted the texts are drawn like the drafts, but are not the drafts."""
+    from lapa2_interp.methods.datg import Drafting
+
+    model, task = load("tiny-gpt2"), load_task("detox")
+    drafts = ModelKit(model).drafts(Drafting(), "The sea", 5, 12, seed=1)
+    method = methods.get("datg", boost=0, avoid=0, drafts=5, draft_tokens=12)
+    made = generate(model, method, task, "nontoxic", ["The sea"], length=12, samples=5, seed=1, eos="stop")
+    assert not set(drafts) & set(made.samples["continuation"])
+
+
+def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):
+    from lapa2_interp.errors import LayoutError
+
+    model, task = load("tiny-gpt2"), load_task("sentiment")
+    with pytest.raises(LayoutError, match=r"drafts of 999 tokens: .* or draft fewer \(--set draft_tokens"):
+        generate(model, methods.get("datg", draft_tokens=999), task, "positive", ["The sea"], length=20)
+    for scorer, message in (("toxicity", "tells toxicity, not 'positive'"), ("distinct", "describes a set of texts")):
+        with pytest.raises(ScoringError, match=message):
+            generate(model, methods.get("datg", scorer=scorer), task, "positive", ["The sea"], length=20)
+    assert not (cache / "drafts").exists()
+
+
+def test_the_sentence_of_form_p_leaves_the_prompt_whole():
+    """It ends before the space, so that no token crosses the seam, whatever the prompt."""
+    from lapa2_interp.models import load_tokenizer
+
+    tokenizer = load_tokenizer("smollm2-135m")
+    (branch,) = methods.get("datg", form="P").branches(load_task("sentiment"), "positive")
+    for prompt in ("The", "The lake"):
+        found = layout(tokenizer, branch.prefix, branch.join + prompt)
+        assert found.merged is None
+        assert found.l_pro == len(prompt.split())
+
+
+def test_keywords_of_sentencepiece_tokenizers():
+    """There a space of one's own is a token of its own, and a word has one in front anyway."""
+    from lapa2_interp.methods.freectrl import in_text
+
+    class Piece(Desk):
+        def ids(self, text):
+            return [1] * (len(text) - len(text.lstrip())) + [7] if text.strip() else [1]
+
+    class Bytes(Desk):
+        def ids(self, text):
+            return [{"great": 4, " great": 5, " ": 1}[text]]
+
+    assert in_text(Piece([], []), "great") == [7]
+    assert in_text(Bytes([], []), "great") == [5]

@@ -175,6 +175,26 @@ def test_rsa_control_over_three_steps(classes, rationality, adjustment):
     assert min(ratios) < 1
 
 
+def test_gedi_always_keeps_the_most_desirable_token():
+    """At filter_p = 1 the mass may end just below 1; without a survivor every token would weigh the same."""
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        logs = {name: torch.randn(1, 5000, generator=rng).log_softmax(1) for name in ("base", "target", "other")}
+        z = methods.get("gedi", filter_p=1, target_p=0.99, omega=1).combine(logs, None)
+        d = logs["target"] - logs["other"]
+        assert (z == z.max()).sum() == 1
+        assert z.argmax() in d.topk(5).indices, "in float32 the best log P(target) round to the same"
+
+
+def test_rose_keeps_impossible_tokens_impossible():
+    logs = {
+        "target": torch.tensor([[0.0, -torch.inf]]),
+        "other": torch.tensor([[0.0, -torch.inf]]),
+        "base": torch.zeros(1, 2),
+    }
+    assert methods.get("rose", strength=1.5).combine(logs, None)[0].tolist() == [0, -torch.inf]
+
+
 def test_rsa_controls_prior_is_uniform_at_first():
     log_probs = as_logs({"base": [[0.5, 0.5]], "target": [[0.75, 0.25]], "other": [[0.25, 0.75]]})
     found = methods.get("rsa-control", rationality=1, adjustment=0).combine(log_probs, None)
@@ -195,6 +215,8 @@ def test_arithmetic():
     assert arithmetic("(base + target) / 2", base=base, target=target) == pytest.approx(unit(np.sqrt(p * q)))
     assert arithmetic("2 * base + target", base=base, target=target) == pytest.approx(unit((p * p * q) ** (1 / 3)))
     assert arithmetic("base - negative", base=base, negative=other) == pytest.approx(unit(p / r)), "weight 0: as it is"
+    exact = arithmetic("0.6 * target + 0.3 * base - 0.9 * negative", base=base, target=target, negative=other)
+    assert exact == pytest.approx(unit(q**0.6 * p**0.3 / r**0.9)), "weight 0 but for rounding: as it is"
     # The larger of the two decides the token, and its weight divides it.
     union = arithmetic("union(target, 0.5 * negative)", target=target, negative=other)
     values = [math.log(a) if math.log(a) >= 0.5 * math.log(b) else math.log(b) for a, b in zip(q, r, strict=True)]
@@ -252,6 +274,11 @@ def test_arithmetics_branches(tmp_path):
         ("base.shape", "is not a branch, a number"),
         ("True * base", "'True' is not a branch"),
         ("2 + 3", "names no branch"),
+        ("union", "'union' is not a branch"),
+        ("base + intersection", "'intersection' is not a branch"),
+        ("base / (1 - 1)", "divides by 0"),
+        ("9e999 * base", "a number must be below 1,000,000"),
+        ("-" * 3000 + "base", "formula '-----"),
         ("", "formula '': invalid syntax"),
     ],
 )

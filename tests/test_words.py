@@ -64,6 +64,12 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     ):
         assert main(line + more) == 2
         assert message in capsys.readouterr().err
+    assert main([*line[:-1], str(tmp_path), "--force"]) == 2
+    assert f"{tmp_path} is a folder; give another --out" in capsys.readouterr().err
+    assert main([*line[:-1], "/proc/none/words.json", "--least", "1"]) == 2
+    assert "cannot write /proc/none/words.json" in capsys.readouterr().err
+    assert main(["words", "--task", "topic", *line[3:], "--force"]) == 2
+    assert "has no text with label 'world'; its labels are 'positive', 'negative'" in capsys.readouterr().err
     assert json.loads(out.read_text()) == stored, "a refusal changes nothing"
     assert main([*line, "--force", "--least", "1", "--n", "1"]) == 0
     assert json.loads(out.read_text())["words"]["positive"] == ["great"]

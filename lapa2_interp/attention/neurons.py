@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from tqdm import tqdm
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.errors import DeadHookError
 from lapa2_interp.methods import Intervention
+from lapa2_interp.models import keep_file
 
 STRONG = 50.0
 """The value a neuron is set to when its effect on the next token is read."""
@@ -111,13 +114,11 @@ def promoters(
         DeadHookError: The model's neurons cannot be set.
     """
     assert_neurons_live(model)
-    n_layers, n_neurons = model.cfg.n_layers, model.cfg.d_mlp
+    n_layers, n_neurons = model.cfg.n_layers, _width(model, first_layer)
     columns = torch.tensor(list(tokens), device=model.cfg.device)
     best, where, done = torch.empty(len(tokens), 0), torch.empty(len(tokens), 0, 2, dtype=torch.long), first_layer
-    if file is not None and file.is_file():
-        with np.load(file, allow_pickle=False) as stored:
-            best, where = torch.from_numpy(stored["best"]), torch.from_numpy(stored["where"])
-            done = int(stored["layers"])
+    if file is not None and (stored := _stored(file)) is not None:
+        best, where, done = stored
     ids = torch.tensor([list(reading)], device=model.cfg.device)
     total = (n_layers - first_layer) * n_neurons
     if done < n_layers and file is not None:
@@ -139,11 +140,32 @@ def promoters(
                 where = places.gather(1, order[:, :, None].expand(-1, -1, 2))
                 bar.update(len(neurons))
             if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                part = file.with_suffix(".part.npz")
-                np.savez(part, best=best.numpy(), where=where.numpy(), layers=layer + 1)
-                part.replace(file)
+                keep_file(file, partial(_store, best=best, where=where, layers=layer + 1))
     return best, where
+
+
+def _store(file: Path, best: Tensor, where: Tensor, layers: int) -> None:
+    np.savez(file, best=best.numpy(), where=where.numpy(), layers=layers)
+
+
+def _stored(file: Path) -> tuple[Tensor, Tensor, int] | None:
+    """A table as far as it is there; None where there is none, or a damaged one, which is made again."""
+    try:
+        # Opened here: of a damaged file NumPy would leave it open.
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
+            return torch.from_numpy(stored["best"]), torch.from_numpy(stored["where"]), int(stored["layers"])
+    except (OSError, ValueError, EOFError, KeyError, BadZipFile):
+        return None
+
+
+def _width(model: Model, layer: int) -> int:
+    """Neurons of a layer, as they come: not every configuration says."""
+    found = []
+    with model.hooks(
+        fwd_hooks=[(neuron_point(model, layer), lambda activation, hook: found.append(activation.shape[-1]))]
+    ):
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.cfg.device))
+    return found[0]
 
 
 def _with_each(

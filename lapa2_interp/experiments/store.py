@@ -56,7 +56,8 @@ class Manifest(BaseModel):
     attributes: tuple[str, ...]
     """Attributes steered towards."""
     branches: dict[str, dict[str, str | SoftName | None]]
-    """By attribute, then branch: the text in front of the prompt, or the soft prefix; None on the raw model."""
+    """By attribute, then branch: the text in front of the prompt (a form with {blanks} where each prompt has its own words, see
+    `prepared`), or the soft prefix; None on the raw model."""
     prepared: dict[str, dict[str, dict[str, Any]]] = {}
     """By attribute, then prompt ("all prompts" where it is the same): what the method worked out, such as DATG's words."""
     prompts: tuple[str, ...]

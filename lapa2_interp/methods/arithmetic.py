@@ -27,8 +27,8 @@ from lapa2_interp.errors import MethodError, one_of
 from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
 from lapa2_interp.tasks import Task
 
-Weighted = tuple[Tensor, Tensor]
-"""A formula's value and weight; plain numbers are tensors of no axes."""
+Weighted = tuple[Tensor, Tensor, float]
+"""A formula's value, its weight, and what the weight would be if nothing cancelled; plain numbers are tensors of no axes."""
 CHOICES = {"union": torch.ge, "intersection": torch.lt}
 """When the first of two formulas is taken."""
 
@@ -39,7 +39,7 @@ class Arithmetic(Method):
 
     Args:
         formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( ) numbers, union(a, b) and
-            intersection(a, b). "base" alone is the raw model.
+            intersection(a, b). "base" alone is the raw model (with --alpha 0: there is no prefix to strengthen).
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -68,17 +68,25 @@ class Arithmetic(Method):
         task.prefix(attribute)
         names = _names(self.formula)
         others = [name for name in task.attributes if name != attribute]
+        texts = task.texts(self.name, attribute)
+        taken = [name for name in texts if name in ("base", "target", "opponents", *others, *CHOICES)]
+        if taken:
+            raise MethodError(
+                f"arithmetic: the text {taken[0]!r} of task {task.name!r} has a branch's name; give it another"
+            )
         known: dict[str, tuple[Branch, ...]] = {
             "base": (Branch("base"),),
             "target": (Branch("target", attribute_prefix(task, attribute, self.prefixes)),),
             **{other: (Branch(other, attribute_prefix(task, other, self.prefixes)),) for other in others},
-            **{name: (Branch(name, text, "\n"),) for name, text in task.texts(self.name, attribute).items()},
+            **{name: (Branch(name, text, "\n"),) for name, text in texts.items()},
         }
         known["opponents"] = tuple(branch for other in others if other not in names for branch in known[other])
         found: dict[str, Branch] = {}
         for name in names:
             if name not in known:
-                raise MethodError(f"arithmetic: formula: {one_of('name', name, known)}")
+                # A name such as very-calm would read as a difference.
+                usable = [each for each in known if each.isidentifier()]
+                raise MethodError(f"arithmetic: formula: {one_of('name', name, usable)}")
             if not known[name]:
                 raise MethodError(
                     f"arithmetic: {attribute!r} has no opponents on task {task.name!r} that the formula {self.formula!r} "
@@ -98,8 +106,8 @@ class Arithmetic(Method):
             raise MethodError(
                 f"log_probs needs the branches {', '.join(names)}; found {', '.join(log_probs) or 'none'}"
             )
-        value, weight = _evaluate(_tree(self.formula).body, given)
-        if (weight == 0).any():
+        value, weight, size = _evaluate(_tree(self.formula).body, given)
+        if (weight.abs() <= 1e-9 * size).any():  # 0.6 + 0.3 - 0.9 is not quite 0
             return value
         return (value / weight).log_softmax(dim=1)
 
@@ -112,9 +120,10 @@ def _tree(formula: str) -> ast.Expression:
     """
     try:
         tree = ast.parse(formula.strip(), mode="eval")
-    except (SyntaxError, ValueError) as error:
-        raise MethodError(f"formula {formula!r}: {getattr(error, 'msg', error)}") from None
-    if _check(tree.body, formula):
+        is_number = _check(tree.body, formula)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise MethodError(f"formula {formula[:60]!r}: {getattr(error, 'msg', error) or type(error).__name__}") from None
+    if is_number:
         raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
     return tree
 
@@ -122,9 +131,11 @@ def _tree(formula: str) -> ast.Expression:
 def _check(node: ast.expr, formula: str) -> bool:
     """Whether a part of a formula is a plain number; raises where it is no formula at all."""
     match node:
-        case ast.Constant(value=value) if type(value) in (int, float):  # bool is an int too
-            return True
-        case ast.Name():
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            if abs(number) < 1e6:
+                return True
+            raise MethodError(f"formula {formula[:60]!r}: a number must be below 1,000,000")
+        case ast.Name(id=name) if name not in CHOICES:
             return False
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
             return _check(operand, formula)
@@ -138,6 +149,8 @@ def _check(node: ast.expr, formula: str) -> bool:
         case ast.BinOp(op=ast.Div(), left=left, right=right):
             number = _check(left, formula)
             if _check(right, formula):
+                if _number(right) == 0:
+                    raise MethodError(f"formula {formula!r} divides by 0")
                 return number
             raise MethodError(f"formula {formula!r} divides by a branch; the right side of / must be a number")
         case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as parts, keywords=[]) if name in CHOICES:
@@ -145,6 +158,11 @@ def _check(node: ast.expr, formula: str) -> bool:
     raise MethodError(
         f"formula {formula!r}: {ast.unparse(node)!r} is not a branch, a number, + - * / ( ), union(a, b) or intersection(a, b)"
     )
+
+
+def _number(node: ast.expr) -> float:
+    """The value of a plain number."""
+    return float(_evaluate(node, {})[0])
 
 
 def _names(formula: str) -> list[str]:
@@ -157,25 +175,30 @@ def _evaluate(node: ast.expr, given: LogProbs) -> Weighted:
     """Value and weight of a checked formula."""
     match node:
         case ast.Constant(value=int() | float() as number):
-            return torch.tensor(float(number)), torch.tensor(float(number))
+            # In float64, but of no axes: a float32 branch stays float32.
+            exact = torch.tensor(number, dtype=torch.float64)
+            return exact, exact, float(abs(number))
         case ast.Name(id=name):
-            return given[name], torch.tensor(1.0)
+            return given[name], torch.tensor(1.0, dtype=torch.float64), 1.0
         case ast.UnaryOp(op=op, operand=operand):
             sign = -1 if isinstance(op, ast.USub) else 1
-            value, weight = _evaluate(operand, given)
-            return sign * value, sign * weight
+            value, weight, size = _evaluate(operand, given)
+            return sign * value, sign * weight, size
         case ast.BinOp(op=op, left=left, right=right):
-            (a, of_a), (b, of_b) = _evaluate(left, given), _evaluate(right, given)
+            (a, of_a, size_a), (b, of_b, size_b) = _evaluate(left, given), _evaluate(right, given)
             if isinstance(op, ast.Add):
-                return a + b, of_a + of_b
+                return a + b, of_a + of_b, size_a + size_b
             if isinstance(op, ast.Sub):
-                return a - b, of_a - of_b
-            return (a * b, of_a * of_b) if isinstance(op, ast.Mult) else (a / b, of_a / of_b)
+                return a - b, of_a - of_b, size_a + size_b
+            if isinstance(op, ast.Mult):
+                return a * b, of_a * of_b, size_a * size_b
+            return a / b, of_a / of_b, size_a / size_b
         case ast.Call(func=ast.Name(id=name), args=[first, *rest]):
-            value, weight = _evaluate(first, given)
+            value, weight, size = _evaluate(first, given)
             for part in rest:
-                other, of_other = _evaluate(part, given)
+                other, of_other, size_other = _evaluate(part, given)
                 wins = CHOICES[name](value, other)
                 value, weight = torch.where(wins, value, other), torch.where(wins, weight, of_other)
-            return value, weight
+                size = max(size, size_other)
+            return value, weight, size
     raise AssertionError(node)

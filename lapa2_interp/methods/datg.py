@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 SENTENCE = (
     "This passage emphasizes themes such as {positive}. It deliberately avoids topics like {negative}. "
-    "Given this context, "
+    "Given this context,"
 )
-PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»、。，；：？！（）【】《》\n")
+PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»\ufffd、。，；：？！（）【】《》\n")
 
 
 @plain_dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Datg(Method):
             toxicity=perspective.
         drafts: Continuations per prompt.
         draft_tokens: Their length.
-        draft_seed: Of their random streams; drafts are kept on disk.
+        draft_seed: Of their random streams, which no text shares; drafts are kept on disk.
         nodes: Words kept of each graph.
         boost: What form "L" adds to the logits of positive words.
         avoid: What it takes from those of negative words.
@@ -85,15 +85,16 @@ class Datg(Method):
     draft_tokens: Annotated[int, Field(ge=2)] = 32
     draft_seed: int = 1
     nodes: Annotated[int, Field(ge=1)] = 10
-    boost: Annotated[float, Field(allow_inf_nan=False)] = 4.0
-    avoid: Annotated[float, Field(allow_inf_nan=False)] = 6.0
+    boost: Annotated[float, Field(ge=-1e4, le=1e4)] = 4.0
+    avoid: Annotated[float, Field(ge=-1e4, le=1e4)] = 6.0
     sampler: Literal["official", "uniform"] = "official"
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         task.prefix(attribute)
-        return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE),)
+        return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE, " "),)
 
     def prepare(self, kit: Kit, task: Task, attribute: str, prompt: str) -> Prepared:
+        kit.shares(self.scorer, task, attribute, prompt, ())  # a scorer that does not fit is found before drafting
         drafts = kit.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
         shares = kit.shares(self.scorer, task, attribute, prompt, drafts)
         scored = [(kit.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None]
@@ -185,7 +186,7 @@ def best_nodes(graph: nx.DiGraph, n: int) -> tuple[str, ...]:
 def _is_word(text: str) -> bool:
     parts = text.split()
     return (
-        bool(parts)
+        any(character.isalpha() for character in text)
         and not any(character in PUNCTUATION or character.isdigit() for character in text)
         and not any(
             part in (part.lower(), part.upper(), part.capitalize()) and part.lower() in STOPWORDS for part in parts

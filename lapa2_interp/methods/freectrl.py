@@ -119,7 +119,7 @@ class FreeCtrl(Method):
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
     neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 30
-    gated_lam: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    gated_lam: Annotated[float, Field(allow_inf_nan=False)] = 2.0
     gated_neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 3
     noise: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     words: str = ""
@@ -178,7 +178,7 @@ class FreeCtrl(Method):
         for c in task.attributes:
             found[c] = {}
             for word in lists[c]:
-                ids = kit.ids(" " + word)
+                ids = in_text(kit, word)
                 if len(ids) == 1 and noise_ratio(classes, embedding[ids[0]], c) > self.noise:
                     found[c][word] = ids[0]
             if not found[c]:
@@ -239,6 +239,13 @@ class FreeCtrl(Method):
 
 """
 """
+
+
+def in_text(kit: Kit, word: str) -> list[int]:
+    """A word's tokens inside a text, with the space in front."""
+    spaced, alone = kit.ids(" " + word), kit.ids(word)
+    # SentencePiece puts a space in front by itself, and a token of its own for one more.
+    return alone if spaced == kit.ids(" ")[:1] + alone else spaced
 
 
 def noise_ratio(classes: Mapping[str, Float[Tensor, " d_model"]], word: Float[Tensor, " d_model"], c: str) -> float:

@@ -42,6 +42,7 @@ class Rose(Method):
         return contrast(task, attribute, self.prefixes)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        clean = {name: each.clamp(min=FLOOR) for name, each in checked(log_probs, "target", others=1).items()}
-        target = clean.pop("target")
-        return target - self.strength * torch.stack(list(clean.values())).mean(dim=0)
+        log_probs = checked(log_probs, "target", others=1)
+        target = log_probs.pop("target")
+        reverse = torch.stack([each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"]).mean(dim=0)
+        return target - self.strength * reverse

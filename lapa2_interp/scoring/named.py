@@ -69,4 +69,6 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
         case "judge", _:
             price_in, price_out = options.judge_prices
             return Judge(model, options.judge_url, input_price=price_in, output_price=price_out)
+    if name == "distinct":
+        raise ScoringError("distinct-n describes a set of texts and has no number for one; give another scorer")
     raise ScoringError(one_of("scorer", name, NAMES))
