@@ -209,10 +209,12 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
         c, d, r2 = curve[["C", "D", "R2"]].iloc[0]
         fit = "no C/(t+D) fits" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}"
         axes.plot(curve["l"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}")
-        axes.fill_between(curve["l"], curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+        # The interval of few texts may reach below 0, which a log axis cannot show.
+        shown = curve["low"] > 0
+        axes.fill_between(curve["l"], curve["low"].where(shown), curve["high"], shown, color=colour, alpha=0.15, lw=0)
         if not np.isnan(c):
             axes.plot(curve["l"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
-    axes.set(xscale="log", yscale="log")
+    axes.set(xscale="log", yscale="log", ylim=(curves["mean"].min() / 3, None))
     _plain(axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)")
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
     return figure
