@@ -180,9 +180,9 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
         at = np.interp(x[others], x[order], y[order], left=np.nan, right=np.nan)  # beyond the curve nothing is compared
         gaps.append(y[others] - at)
     first, rest = gaps[0], np.array(gaps[1:])
-    inside = np.isfinite(rest).any(axis=0)
     low, high = np.full((2, len(others)), np.nan)
-    low[inside], high[inside] = np.nanpercentile(rest[:, inside], [2.5, 97.5], axis=0)
+    for i in np.flatnonzero(np.isfinite(rest).any(axis=0)):
+        low[i], high[i] = np.nanpercentile(rest[:, i], [2.5, 97.5])
     return pd.DataFrame({"arm": others, "metric": metric, "above the curve": first, "low": low, "high": high})
 
 
