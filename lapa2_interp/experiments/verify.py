@@ -348,11 +348,14 @@ def as_text(verdicts: pd.DataFrame) -> str:
         real = real[real["alpha"].isna() | real["alpha"].isin(SHOWN)]
     for where, rows in real.groupby("where", sort=False):
         lines = [
-            f"  {r['verdict']:<14} {_with_alpha(r):<48}{r['mean']:>8.3f} [{r['low']:.3f}, {r['high']:.3f}]  claimed "
-            f"{r['expected']}"
+            f"  {r['verdict']:<14} {_with_alpha(r):<48}{r['mean']:>8.3f} {_interval(r):<17} claimed {r['expected']}"
             for r in _records(rows)
         ]
-        parts.append(f"{where} ({rows['texts'].iloc[0]} independent texts)\n" + "\n".join(lines))
+        texts = int(rows["texts"].iloc[0])
+        counted = (
+            f"{texts} independent texts" if texts > 1 else "one text tells no interval; several do: --long-texts 4"
+        )
+        parts.append(f"{where} ({counted})\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
 
@@ -360,12 +363,16 @@ def shown_verdicts(verdicts: pd.DataFrame) -> pd.DataFrame:
     """The verdicts for a page: numbers with their intervals in one cell."""
     return verdicts.assign(
         claim=[_with_alpha(row) for row in _records(verdicts)],
-        measured=[f"{r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for r in _records(verdicts)],
+        measured=[f"{r['mean']:.3f} {_interval(r)}".strip() for r in _records(verdicts)],
     )[["verdict", "claim", "measured", "expected", "margin", "where", "quantity", "texts"]]
 
 
 def _records(table: pd.DataFrame) -> list[dict]:
     return table.to_dict("records")
+
+
+def _interval(row: Mapping) -> str:
+    return "" if np.isnan(row["low"]) else f"[{row['low']:.3f}, {row['high']:.3f}]"
 
 
 def _with_alpha(row: Mapping) -> str:
