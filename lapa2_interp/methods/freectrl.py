@@ -15,8 +15,7 @@ At every token, E being the embeddings of the text's tokens and L their number:
     w        = lam / (1 + exp(-(u - s) L)) if u > s, else 1e-20
 
 4. the text is read anew with every neuron of the centre set to w at all positions: before the activation function in GPT-2's kind
-   of MLP, so that gelu(w) goes on (`at="pre"`, the released code), or after it (`at="post"`, the paper's coefficient). Gated
-   MLPs have no such place: there the input of the down-projection is set, which is ours.
+   of MLP, so that gelu(w) goes on (`at="pre"`, the released code), or after it (`at="post"`, the paper's coefficient).
 5. the next token, end tokens excluded: of the 25 likeliest, five beams' copies of each, ten are drawn and the likeliest of them
    is taken, which is one draw with rank probabilities of closed form (`rank_probabilities`).
 
