@@ -68,6 +68,8 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
     """Killed in the middle, even by SIGKILL, the run's own place stays empty."""
     code = (
         "import os, signal, sys, pathlib\n"
+        # A process started in the background of a script ignores SIGINT, and so would its children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from lapa2_interp.experiments.store import new_folder\n"
         "with new_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'samples.parquet').write_text('half')\n"
@@ -75,7 +77,8 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
         "    signal.pause()\n"
     )
     for number in (signal.SIGINT, signal.SIGKILL):
-        done = subprocess.run([sys.executable, "-c", code, tmp_path / "run", str(int(number))], stderr=subprocess.PIPE)
+        command = [sys.executable, "-c", code, tmp_path / "run", str(int(number))]
+        done = subprocess.run(command, stderr=subprocess.PIPE, timeout=120)
         assert done.returncode != 0
         assert not (tmp_path / "run").exists()
 
