@@ -20,15 +20,17 @@
 # An hour on one core with the defaults, two with --samples 77; an arm that is finished is never made again, so kill and repeat as
 # you like.
 #
-# What it says of SmolLM2 (--samples 77: 2,310 texts an arm, 64 tokens; intervals over 15 prompts):
+# What it says of SmolLM2 (--samples 77: 2,310 texts an arm of 64 tokens, perplexity of 300; intervals over 15 prompts):
 #
-# - The paper's span takes prefix attention from .028 to .042, .063 and .091 (alpha 1/4, 1/2, 3/4) and accuracy up by 2.8
-#   [0.7, 4.9], 2.1 [-0.3, 4.5] and 2.8 [0.3, 5.5] points: more attention buys no more control.
-# - The released span at alpha 1 gains 5.2 points [2.8, 7.6] with less prefix attention (.050): 2.6 [0.2, 5.1] above the curve of
-#   the prefix arms at equal mass (one of eight such comparisons). It pays in perplexity, 42 against 28 on the curve.
-# - BOS alone moves attention to BOS and changes neither accuracy (-0.3 [-3.3, 2.4]) nor, clearly, perplexity.
-# - Mass and control do part ways, token by token: " positive" alone is worth the whole prefix (4.0 [1.3, 6.5]), while ":" alone
-#   takes more attention than it (.063 against .049) and gives nothing (0.8 [-1.3, 2.9]).
+# - Mass is not control. The paper's span takes prefix attention from .028 to .042, .063 and .091 (alpha 1/4, 1/2, 3/4) and
+#   accuracy from .593 up by 2.8 [0.4, 5.2], 2.1 [-0.6, 4.8] and 2.8 [0.0, 5.9] points, most of it on "positive". The sham span
+#   gives 1.6 [-1.3, 4.6], on "positive" too, with less prefix attention than the baseline: at alpha 1/2 the two cannot be told
+#   apart (0.5 [-1.8, 3.1]).
+# - " positive" or " negative" alone beats ":" alone by 3.2 points [0.8, 5.4] (p .015, one of several comparisons) with less
+#   attention on the prefix (.049 against .063). A single token gets alpha log(l), more than a token of the whole prefix.
+# - The released span gains most, 5.2 [2.6, 8.0] at alpha 1 (sham: 3.5 less, [0.0, 7.6]), on both attributes, and pays most:
+#   perplexity 42 instead of 24, where the paper's span has 28 at the same prefix attention.
+# - BOS alone takes attention to BOS and changes nothing: -0.3 points [-3.9, 2.6], perplexity +1.0 [-0.8, 2.7].
 #
 #     python analyses/span_question.py --out results/span_question --samples 40
 
@@ -46,7 +48,7 @@ from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.embedded import EmbeddedScorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, score_table
 from lapa2_interp.scoring.transformer import Perplexity
-from lapa2_interp.stats import mean_interval
+from lapa2_interp.stats import mean_interval, paired_difference, tails
 
 parser = argparse.ArgumentParser(description="Boost different keys and see what attention, control and fluency do.")
 parser.add_argument("--out", type=Path, default=Path("results/span_question"), help="folder of runs, one per arm")
@@ -131,18 +133,36 @@ with Cache(options.out / "scores") as cache:
     scores.append(score_table(few, Perplexity(options.model, generator=weights, dtype=options.dtype), cache))
 scores = pd.concat(scores, ignore_index=True)
 cells, differences = cell_table(scores), difference_table(scores)
-table = pd.concat([masses, cells[cells["attribute"] == "all"].drop(columns="attribute")], ignore_index=True)
-gains = differences[(differences["attribute"] == "all") & differences["metric"].isin(["accuracy", "perplexity"])]
-table.to_csv(options.out / "span_question.csv", index=False)
+everything = pd.concat([masses.assign(attribute="all"), cells], ignore_index=True)
+table = everything[everything["attribute"] == "all"]
+gains = differences[differences["metric"].isin(["accuracy", "perplexity"])]
+everything.to_csv(options.out / "span_question.csv", index=False)
 gains.to_csv(options.out / "differences.csv", index=False)
 
 text = table.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()])
 shown = text.pivot(index="arm", columns="metric", values="cell").loc[list(ARMS)]
 print(shown[["mass: prefix", "mass: bos", "accuracy", "perplexity"]].to_string())
 print("\nagainst the baseline, paired on prompts; detectable: what so many texts could have shown")
-print(
-    gains[["arm", "metric", "difference", "low", "high", "p", "detectable"]].to_string(index=False, float_format="%.3f")
-)
+columns = ["arm", "attribute", "metric", "difference", "low", "high", "p", "detectable"]
+print(gains[columns].to_string(index=False, float_format="%.3f"))
+
+# %% [markdown]
+# The baseline is not the only control: boosting two prompt tokens disturbs the text as much and says nothing of the attribute.
+
+# %%
+accuracy = {arm: part for arm, part in scores[scores["metric"] == "accuracy"].groupby("arm") if arm in ARMS}
+pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5")] + [("positive 0.5", ": 0.5")]
+rows = []
+for arm, other in pairs:
+    one, two = (accuracy[name].dropna(subset="value") for name in (arm, other))
+    found = paired_difference(two["value"], two["prompt"], one["value"], one["prompt"])
+    rows.append(
+        {"arm": arm, "against": other, "difference": found.mean, "low": found.low, "high": found.high, "p": found.p}
+    )
+direct = pd.DataFrame(rows)
+direct.to_csv(options.out / "against_sham.csv", index=False)
+print("\naccuracy, arm against arm, paired on prompts")
+print(direct.to_string(index=False, float_format="%.3f"))
 print("\nscorers: " + "; ".join(sorted(set(scores["scorer"]))))
 
 # %% [markdown]
@@ -182,7 +202,7 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     first, rest = gaps[0], np.array(gaps[1:])
     low, high = np.full((2, len(others)), np.nan)
     for i in np.flatnonzero(np.isfinite(rest).any(axis=0)):
-        low[i], high[i] = np.nanpercentile(rest[:, i], [2.5, 97.5])
+        low[i], high[i] = np.nanpercentile(rest[:, i], tails(len(mass)))
     return pd.DataFrame({"arm": others, "metric": metric, "above the curve": first, "low": low, "high": high})
 
 

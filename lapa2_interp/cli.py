@@ -25,6 +25,7 @@ from lapa2_interp.errors import (
     MethodError,
     PrefixError,
     TraceError,
+    one_of,
 )
 
 if TYPE_CHECKING:
@@ -548,7 +549,7 @@ def propositions(
         length: Tokens of a generated text, its prompt included.
         samples: Texts per prompt and attribute.
         synthetic_length: Longest l of the synthetic logits; 0 leaves them out.
-        text: A UTF-8 text file to read as one long text, behind "Very positive:".
+        text: A UTF-8 text file to read as one long text, behind the prefix "Very positive:" and the prompt "The".
         long_length: Its tokens; 0 fills the model's context.
         long_texts: Cut the file into as many texts; intervals need several.
         long_alphas: Alphas of the long texts.
@@ -569,22 +570,34 @@ def propositions(
 
 
 @app.command(name="methods")
-def list_methods() -> None:
-    """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented."""
+def list_methods(*names: str) -> None:
+    """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented.
+
+    Args:
+        names: These alone; by default all.
+    """
     from dataclasses import asdict
 
     from docstring_parser import parse
 
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.methods import Soft, for_task, registry
+    from lapa2_interp.methods import for_task, registry
     from lapa2_interp.plan import assign
     from lapa2_interp.tasks import built_in, load_task
 
+    unknown = [name for name in names if name not in registry()]
+    if unknown:
+        raise MethodError(one_of("method", unknown[0], registry()))
     for name, method in registry().items():
+        if names and name not in names:
+            continue
         print(f"{name}: {method.paper_name}")
         print(f"  next token  {method.equation}")
         whose = "the paper's" if method.of_paper else "ours"
-        print(f"  alpha       {method.alpha:g} ({whose}; --alpha overrides)")
+        shown = (
+            f"{method.alpha:g} ({whose}; --alpha overrides)" if method.alpha or name == "none" else "none in the paper"
+        )
+        print(f"  alpha       {shown}")
         for parameter in parse(method.__doc__ or "").params:
             print(f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}")
         for task in map(load_task, built_in()):
@@ -600,10 +613,8 @@ def list_methods() -> None:
             augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
             for branch, given in zip(branches, assign(chosen, branches, augmentation), strict=True):
                 span = "not augmented" if given is None else "prefix augmented" if branch.prefix else "prompt augmented"
-                shown = (
-                    branch.prefix if branch.prefix is None or isinstance(branch.prefix, Soft) else repr(branch.prefix)
-                )
-                print(f"    {branch.name:<9} {span:<17}" + (f" {shown}" if shown else ""))
+                text = f" {branch.prefix!r}" if isinstance(branch.prefix, str) else f" {branch.prefix or ''}"
+                print(f"    {branch.name:<9} {span:<17}{text}".rstrip())
         print()
 
 
@@ -615,6 +626,7 @@ def words(
     out: Path,
     n: int = 400,
     least: int = 20,
+    sure: float = 1.96,
     force: bool = False,
 ) -> None:
     """Derive a task's word lists from labelled texts, for FreeCtrl: the words that tell an attribute from the others.
@@ -631,6 +643,7 @@ def words(
         out: The list, a JSON file.
         n: Words per attribute.
         least: Occurrences a word must have.
+        sure: The least z of a word; 1.96 is reached by one in forty of those that tell nothing.
         force: Replace the file.
     """
     from lapa2_interp.corpora import read_corpus
@@ -646,10 +659,13 @@ def words(
     labels = tuple(load_task(task).attributes)
     corpora = [read_corpus(source, labels) for source in data]
     texts = {label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels}
-    found = derive_words(texts, n, least)
+    found = derive_words(texts, n, least, sure)
     empty = [label for label, best in found.items() if not best]
     if empty:
-        raise DataError(f"no word of {empty[0]!r} occurs {least} times; give more --data or a lower --least")
+        raise DataError(
+            f"no word tells {empty[0]!r} from the others (z {sure:g} or more, {least} times); give more --data, or a lower "
+            "--least or --sure"
+        )
     kept = WordList(
         corpora=tuple(corpus.summary for corpus in corpora),
         statistic=STATISTIC,

@@ -128,6 +128,7 @@ def generate(
         Lapa2Error: As `plan`; TraceError for patterns of missing heads; EmptyGenerationError, at the end, if a text
             ran out of tokens.
     """
+    check_options(top_k, eos, trace, patterns)
     prompts = task.prompts.texts if prompts is None else prompts
     todo = plan(model, method, task, attribute, prompts, augmentation, length, samples, max_rows, doubled_bos)
     return run_plan(model, todo, seed=seed, top_k=top_k, eos=eos, trace=trace, patterns=patterns)
@@ -150,13 +151,7 @@ def run_plan(
     Args:
         progress: A bar to advance, shared by several plans; by default one of its own, shown after 2 s.
     """
-    if top_k < 1:
-        raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
-    for kind, found, allowed in (("eos policy", eos, get_args(EosPolicy)), ("trace", trace, get_args(TraceKind))):
-        if found not in allowed:
-            raise Lapa2Error(one_of(kind, found, allowed))
-    if patterns and trace == "none":
-        raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
+    check_options(top_k, eos, trace, patterns)
     bar = progress if progress is not None else progress_bar(todo.new_tokens, f"{todo.method.name} {todo.attribute}")
     tables, traces, problems = [], [], []
     try:
@@ -187,6 +182,21 @@ def run_plan(
             made,
         )
     return made
+
+
+def check_options(top_k: int, eos: str, trace: str, patterns: Sequence[tuple[int, int]]) -> None:
+    """What can be refused before anything is prepared.
+
+    Raises:
+        Lapa2Error: An option out of range, or patterns without a trace.
+    """
+    if top_k < 1:
+        raise Lapa2Error(f"top_k must be at least 1, found {top_k}")
+    for kind, found, allowed in (("eos policy", eos, get_args(EosPolicy)), ("trace", trace, get_args(TraceKind))):
+        if found not in allowed:
+            raise Lapa2Error(one_of(kind, found, allowed))
+    if patterns and trace == "none":
+        raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
 
 
 def progress_bar(new_tokens: int, label: str) -> tqdm:

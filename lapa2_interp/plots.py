@@ -303,7 +303,8 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
 
 
 def mass_against_control(table: pd.DataFrame) -> Drawing:
-    """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of one span are joined.
+    """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of one span are joined, and numbers
+    are alphas.
 
     Args:
         table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy", "perplexity"), mean, low, high.
@@ -328,6 +329,10 @@ def mass_against_control(table: pd.DataFrame) -> Drawing:
                 yerr=np.abs(y[["low", "high"]].to_numpy().T - y["mean"].to_numpy()),
                 color=colour, marker=marker, ms=4, lw=1.0, elinewidth=0.6, label=span,
             )  # fmt: skip
+            for arm, at, value in zip(arms, x["mean"], y["mean"], strict=True):
+                if arm != "baseline":
+                    near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 6, "color": colour}
+                    panel.annotate(arm.rsplit(" ", 1)[1], (at, value), **near)
         panel.plot(mass.loc["baseline", "mean"], found.loc["baseline", "mean"], "k*", ms=10, label="baseline")
         _plain(panel, "attention on the prefix (mean over steps and heads)", metric)
     handles, labels = panels[0].get_legend_handles_labels()

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import TraceError
-from lapa2_interp.stats import FEW, Interval, bounds, mean_interval, resampled_means
+from lapa2_interp.stats import FEW, Interval, bounds, mean_interval, resampled_means, tails
 from lapa2_interp.synthetic import FAMILIES
 from lapa2_interp.theory import (
     augmented_share,
@@ -166,7 +166,7 @@ def mean_rate(
             float(t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())) if n > 1 else np.nan
         )
         return Interval(mean, mean - half, mean + half, len(texts), n)
-    low, high = np.percentile(slopes(x, np.log(resampled_means(share, texts))), [2.5, 97.5])
+    low, high = np.percentile(slopes(x, np.log(resampled_means(share, texts))), tails(n))
     return Interval(mean, float(low), float(high), len(texts), n)
 
 

@@ -1,7 +1,7 @@
 """Intervals that respect how texts are made: texts of one prompt are not independent, so prompts are resampled.
 
-From 8 prompts on by percentile bootstrap. Fewer cannot be resampled honestly (5 would cover 82 % for a nominal 95), so there the
-interval is Student's, on the prompts' means.
+From 8 prompts on by the expanded percentile bootstrap (`tails`; the plain one covers 92 % at 15 prompts for a nominal 95). Fewer
+cannot be resampled honestly (5 would cover 82 %), so there the interval is Student's, on the prompts' means.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ def resampled_means(
     return np.concatenate(found)
 
 
+def tails(clusters: int) -> list[float]:
+    """The percentiles of a 95 % interval from resampling so many clusters: 2.5 and 97.5 moved out as far as Student's t is wider
+    than the normal and as resampled means vary too little (Hesterberg 2015)."""
+    from scipy.stats import norm, t
+
+    low = 100 * float(norm.cdf(-t.ppf(0.975, clusters - 1) * math.sqrt(clusters / (clusters - 1))))
+    return [low, 100 - low]
+
+
 def bounds(
     values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
@@ -64,7 +73,7 @@ def bounds(
         nothing = np.full(values.shape[1:], np.nan)
         return nothing, nothing
     if len(names) >= FEW:
-        low, high = np.percentile(resampled_means(values, clusters, resamples, seed), [2.5, 97.5], axis=0)
+        low, high = np.percentile(resampled_means(values, clusters, resamples, seed), tails(len(names)), axis=0)
         return np.asarray(low), np.asarray(high)
     from scipy.stats import t
 

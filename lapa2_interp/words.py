@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lapa2_interp.errors import DataError, first_problem
 
 PRIOR = 10_000.0
+SURE = 1.96
+"""The least z of a word that is kept: of words that tell nothing, one in forty has it."""
 STATISTIC = "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words left out"
 WORD = re.compile(r"[^\W\d_]{3,}")
 STOPWORDS = frozenset(
@@ -59,12 +61,15 @@ class WordList(BaseModel):
     words: Annotated[dict[str, tuple[str, ...]], Field(min_length=1)]
 
 
-def derive_words(texts: Mapping[str, Sequence[str]], n: int, least: int = 20) -> dict[str, list[tuple[str, float]]]:
-    """The n words of largest z of every class, with their z.
+def derive_words(
+    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = SURE
+) -> dict[str, list[tuple[str, float]]]:
+    """The n words of largest z of every class, with their z, best first.
 
     Args:
         texts: By class.
         least: Occurrences a word must have in all texts.
+        sure: The least z of a word that is kept.
 
     Raises:
         DataError: Fewer than two classes, or one without words.
@@ -85,7 +90,7 @@ def derive_words(texts: Mapping[str, Sequence[str]], n: int, least: int = 20) ->
             if count >= least and word not in STOPWORDS
         }
         best = sorted(z, key=lambda word: (-z[word], word))[:n]
-        found[c] = [(word, z[word]) for word in best if z[word] > 0]
+        found[c] = [(word, z[word]) for word in best if z[word] >= sure]
     return found
 
 

@@ -156,6 +156,9 @@ def test_probe_and_lists(capsys):
     for command in ("models", "methods", "tasks"):
         assert lapa2(command) == 0
     printed = capsys.readouterr().out
+    assert lapa2("methods rose gedi") == 0
+    some = capsys.readouterr().out
+    assert [line for line in some.splitlines() if line and not line.startswith(" ")] == ["rose: ROSE", "gedi: GeDi"]
     for expected in (
         "Very nontoxic:",
         "omega=60.0",
@@ -176,6 +179,8 @@ def test_probe_and_lists(capsys):
         ("generate --attribute positive", "requires an argument.*--out|--out"),
         (GENERATE.replace("tiny-gpt2", "nope") + " --out OUT", "cannot load model 'nope'"),
         (f"{GENERATE} --method nope --out OUT", "unknown method 'nope'"),
+        ("methods ros", "unknown method 'ros'; allowed: .*did you mean 'rose'"),
+        (f"{GENERATE} --method datg --top-k 0 --out OUT", "top_k must be at least 1, found 0"),
         (f"{GENERATE} --task nope --out OUT", "unknown task 'nope'"),
         (GENERATE.replace("positive", "nope") + " --out OUT", "unknown attribute 'nope'"),
         (f"{GENERATE} --alpha -1 --out OUT", "alpha"),

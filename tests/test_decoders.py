@@ -275,6 +275,7 @@ def test_arithmetics_branches(tmp_path):
         ("True * base", "'True' is not a branch"),
         ("2 + 3", "names no branch"),
         ("union", "'union' is not a branch"),
+        ("target - target", "cancels to nothing"),
         ("base + intersection", "'intersection' is not a branch"),
         ("base / (1 - 1)", "divides by 0"),
         ("9e999 * base", "a number must be below 1,000,000"),

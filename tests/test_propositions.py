@@ -26,7 +26,7 @@ from lapa2_interp.propositions import (
     thinned_steps,
     trace_verdicts,
 )
-from lapa2_interp.stats import Interval
+from lapa2_interp.stats import Interval, tails
 from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
 from lapa2_interp.theory import augmented_share, shifted_share
 
@@ -303,7 +303,7 @@ def test_intervals_cover_under_autocorrelated_noise():
         values = found.growth()[0]
         rng = np.random.default_rng(seed)
         means = values[rng.integers(0, 20, (500, 20))].mean(1)
-        low, high = np.percentile(means, [2.5, 97.5])
+        low, high = np.percentile(means, tails(20))
         held += low < 0.2 < high
     assert 0.88 <= held / 200 <= 0.98
 

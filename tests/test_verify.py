@@ -30,11 +30,13 @@ def folder(tmp_path_factory):
 
 def test_the_folder(folder):
     assert {path.name for path in folder.iterdir()} == {
-        "manifest.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free",
+        "manifest.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free.nc", "free",
     }  # fmt: skip
     facts = json.loads((folder / "manifest.json").read_text())
     assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
-    assert read_run(folder / "free").trace.sizes["step"] <= 48
+    assert read_run(folder / "free").trace is None, "it is thinned, and no reader may take it for whole"
+    with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:
+        assert thinned.sizes["step"] <= 48
 
 
 def test_verdicts_say_all_three_sources(folder):
@@ -101,7 +103,11 @@ def test_bad_input(tmp_path, capsys, folder):
         "--text", str(short), "--long-length", "9999"
     )
     assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))
-    assert "alpha must be a number of at least 0, found -1" in fails("--alphas", "-1")
+    assert "--alphas must be numbers of at least 0, found -1" in fails("--alphas", "-1")
+    assert "--seed must be at least 0, found -1" in fails("--seed", "-1")
+    assert "cut a text: give it with --text FILE" in fails("--long-length", "300")
+    assert "--long-alphas needs an alpha above 0" in fails("--text", str(short), "--long-alphas", "0")
+    assert "at least 8 tokens, found 2" in fails("--text", str(short), "--long-length", "2")
     assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
     assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")
     assert "a slope needs at least 3 steps" in fails("--length", "29", "--synthetic-length", "0")

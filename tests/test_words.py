@@ -21,12 +21,12 @@ def test_the_statistic_by_hand():
     a, b = 3 + PRIOR * 3 / 18, PRIOR * 3 / 18
     d = math.log(a / (10 + PRIOR - a)) - math.log(b / (8 + PRIOR - b))
     assert z_score(3, 0, 10, 8, PRIOR * 3 / 18) == pytest.approx(d / math.sqrt(1 / a + 1 / b))
-    found = derive_words(TEXTS, n=5, least=1)
+    found = derive_words(TEXTS, n=5, least=1, sure=0.0)
     assert [word for word, _ in found["positive"]] == ["great", "fun"], "function words and those of both sides are out"
     assert [word for word, _ in found["negative"]] == ["dull", "kind", "acting", "film"]
     # Nine words of three letters and more in the first class's texts, seven in the second's.
     assert found["positive"][0][1] == pytest.approx(z_score(3, 0, 9, 7, PRIOR * 3 / 16))
-    assert derive_words(TEXTS, n=1, least=3) == {
+    assert derive_words(TEXTS, n=1, least=3, sure=0.0) == {
         "positive": found["positive"][:1], "negative": [("dull", pytest.approx(found["negative"][0][1]))],
     }  # fmt: skip
     with pytest.raises(DataError, match="give texts of two at least; found positive"):
@@ -50,7 +50,7 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     rows = [{"text": text, "label": label} for label, texts in TEXTS.items() for text in texts]
     data, out = tmp_path / "films.jsonl", tmp_path / "lists" / "words.json"
     data.write_text("\n".join(map(json.dumps, rows)))
-    line = ["words", "--task", "sentiment", "--data", str(data), "--out", str(out)]
+    line = ["words", "--task", "sentiment", "--data", str(data), "--out", str(out), "--sure", "0"]
     assert main([*line, "--least", "1"]) == 0
     assert "positive   2 words" in capsys.readouterr().out
     stored = json.loads(out.read_text())
@@ -59,14 +59,17 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     assert read_words(str(out), "anything")["negative"][0] == "dull"
     for more, message in (
         (["--least", "1"], "is there already; give another --out, or --force"),
-        (["--force", "--least", "4"], "no word of 'positive' occurs 4 times; give more --data or a lower --least"),
+        (
+            ["--force", "--least", "4"],
+            "no word tells 'positive' from the others (z 0 or more, 4 times); give more --data, or",
+        ),
         (["--force", "--n", "0"], "--n and --least must be at least 1, found 0 and 20"),
     ):
         assert main(line + more) == 2
         assert message in capsys.readouterr().err
-    assert main([*line[:-1], str(tmp_path), "--force"]) == 2
+    assert main([*line[:-3], str(tmp_path), "--force"]) == 2
     assert f"{tmp_path} is a folder; give another --out" in capsys.readouterr().err
-    assert main([*line[:-1], "/proc/none/words.json", "--least", "1"]) == 2
+    assert main([*line[:-3], "/proc/none/words.json", "--least", "1", "--sure", "0"]) == 2
     assert "cannot write /proc/none/words.json" in capsys.readouterr().err
     assert main(["words", "--task", "topic", *line[3:], "--force"]) == 2
     assert "has no text with label 'world'; its labels are 'positive', 'negative'" in capsys.readouterr().err

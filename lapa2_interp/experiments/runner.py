@@ -15,6 +15,7 @@ from lapa2_interp.decoding import (
     TOP_K,
     EmptyGenerationError,
     EosPolicy,
+    check_options,
     join_traces,
     progress_bar,
     run_plan,
@@ -57,6 +58,7 @@ def run_arms(
     Raises:
         Lapa2Error: As `decoding.generate`.
     """
+    check_options(top_k, eos, trace, patterns)
     kit = ModelKit(model)
     plans = {
         (arm, attribute): plan(

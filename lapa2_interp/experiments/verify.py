@@ -94,20 +94,30 @@ class Study:
         """
         for name in ("alphas", "free", "long_alphas"):
             given = getattr(self, name)
+            option = "--" + name.replace("_", "-")
             if bad := [a for a in given if not (a >= 0 and math.isfinite(a))]:
-                raise TraceError(f"alpha must be a number of at least 0, found {bad[0]:g}")
+                raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
             object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
         least = {"samples": 1, "prompts": 1, "length": 1, "synthetic_length": 0, "synthetic_texts": 1, "long_length": 0,
-                 "long_texts": 1}  # fmt: skip
+                 "long_texts": 1, "seed": 0}  # fmt: skip
         for name, least_value in least.items():
             if getattr(self, name) < least_value:
                 option = "--" + name.replace("_", "-")
                 raise TraceError(f"{option} must be at least {least_value}, found {getattr(self, name)}")
+        if self.text is None and (self.long_length or self.long_texts > 1):
+            raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
+        if self.text is not None and not self.long_alphas:
+            raise TraceError("--long-alphas needs an alpha above 0; the baseline is there anyway")
+        if 0 < self.long_length < 8:
+            raise TraceError(f"--long-length must leave steps to fit: at least 8 tokens, found {self.long_length}")
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Tables by name, the traces they were read from (steps in equal ratios), and the run of generated texts."""
+    """Tables by name, the traces they were read from (thinned to steps in equal ratios), and the run of generated texts.
+
+    Slopes and verdicts are read from these very steps; curves, heads and local ratios were read from all of them.
+    """
 
     tables: dict[str, pd.DataFrame]
     traces: dict[str, xr.Dataset]
@@ -117,7 +127,8 @@ class Verified:
 def verify(out: Path, study: Study, force: bool = False) -> str:
     """Run a study and write its folder; returns what to print.
 
-    The folder: manifest.json, synthetic.nc, forced.nc, long.nc, free/ (a run), tables/*.csv, figures/*.png, report.html.
+    The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run without its trace), tables/*.csv,
+    figures/*.png, report.html.
 
     Raises:
         Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too short; TraceError for texts
@@ -187,8 +198,9 @@ def run_study(study: Study) -> Verified:
         tables |= {f"long_{kind}": table for kind, table in _trace_tables(found, rules).items()}
         traces["long"] = thin(found)
     tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
-    assert free.trace is not None
-    free = Run(free.manifest, free.samples, thin(free.trace))
+    traces["free"] = thin(own)
+    # Its trace is thinned, which a run's readers would take for whole.
+    free = Run(free.manifest.model_copy(update={"trace": "none"}), free.samples, None)
     return Verified(tables, traces, free)
 
 
@@ -353,7 +365,9 @@ def as_text(verdicts: pd.DataFrame) -> str:
         ]
         texts = int(rows["texts"].iloc[0])
         counted = (
-            f"{texts} independent texts" if texts > 1 else "one text tells no interval; several do: --long-texts 4"
+            f"{texts} independent prompts or texts"
+            if texts > 1
+            else "one text tells no interval; several do: --long-texts 4"
         )
         parts.append(f"{where} ({counted})\n" + "\n".join(lines))
     return "\n\n".join(parts)

@@ -123,9 +123,19 @@ def _tree(formula: str) -> ast.Expression:
         is_number = _check(tree.body, formula)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise MethodError(f"formula {formula[:60]!r}: {getattr(error, 'msg', error) or type(error).__name__}") from None
+    if not is_number and _cancels(tree):
+        raise MethodError(f"formula {formula!r} cancels to nothing, and every token would weigh the same")
     if is_number:
         raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
     return tree
+
+
+def _cancels(tree: ast.Expression) -> bool:
+    """Whether a formula is 0 whatever its branches say."""
+    names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in CHOICES})
+    made = torch.rand(len(names), 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log()
+    value, _, size = _evaluate(tree.body, dict(zip(names, made, strict=True)))
+    return bool((value.abs() <= 1e-9 * size).all())
 
 
 def _check(node: ast.expr, formula: str) -> bool:

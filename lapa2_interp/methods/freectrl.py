@@ -236,10 +236,6 @@ class FreeCtrl(Method):
         return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
 
 
-"""
-"""
-
-
 def in_text(kit: Kit, word: str) -> list[int]:
     """A word's tokens inside a text, with the space in front."""
     spaced, alone = kit.ids(" " + word), kit.ids(word)
