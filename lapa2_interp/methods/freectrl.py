@@ -118,7 +118,7 @@ class FreeCtrl(Method):
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
     neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 30
-    gated_lam: Annotated[float, Field(allow_inf_nan=False)] = 2.0
+    gated_lam: Annotated[float, Field(allow_inf_nan=False)] = 1.5
     gated_neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 3
     noise: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     words: str = ""
