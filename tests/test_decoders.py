@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
-from test_methods import STEPS, TOKENS, as_logs, distributions, normalised, run, unit
+from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
 from lapa2_interp import Augmentation, generate, load_task, methods
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
@@ -415,7 +415,3 @@ def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute):
         assert made.samples["finish"].tolist() == ["length"] * 2
         assert made.trace["branch"].values.tolist() == [branch.name for branch in method.branches(task, attribute)]
     assert texts[0.0] != texts[method.alpha]
-
-
-def test_steps_of_these_tests():
-    assert STEPS == len(TOKENS) == 3
