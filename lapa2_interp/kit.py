@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model
-from lapa2_interp.attention.neurons import promoters
+from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.methods import Method
 from lapa2_interp.models import cache_folder, fingerprint, keep_file, model_card
@@ -42,7 +42,7 @@ class ModelKit:
         self.model = model
         self.card = model_card(model)
         self.end_ids = tuple(model.tokenizer.convert_tokens_to_ids(list(self.card.end_tokens)))
-        self.gated = bool(getattr(model.cfg, "gated_mlp", False))
+        self.gated = is_gated(model)
         self._made: dict[Hashable, Any] = {}
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:

@@ -32,10 +32,14 @@ STRONG = 50.0
 ROWS = 256
 
 
+def is_gated(model: Model) -> bool:
+    """Whether a model's MLPs multiply two projections, as Llama's do."""
+    return bool(getattr(model.cfg, "gated_mlp", False))
+
+
 def neuron_point(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
     """The hook point where a layer's neurons are set."""
-    gated = bool(getattr(model.cfg, "gated_mlp", False))
-    return f"blocks.{layer}.mlp.hook_{'post' if gated else at}"
+    return f"blocks.{layer}.mlp.hook_{'post' if is_gated(model) else at}"
 
 
 @contextmanager
