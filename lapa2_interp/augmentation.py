@@ -17,6 +17,7 @@ released   released    kv        decode       the released code: keys 0..n-1, wh
 
 from __future__ import annotations
 
+import hashlib
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -177,6 +178,17 @@ class Augmentation(BaseModel):
             )
         return selected
 
+    @property
+    def label(self) -> str:
+        """Its name among the arms of a run: alpha and profile, then every field that is not the profile's."""
+        usual = PROFILES[self.profile] | {"law": "log", "layers": "all", "heads": "all"}
+        others = [
+            f"{field} {_short(value)}"
+            for field, value in self.model_dump(exclude={"alpha", "profile"}, exclude_none=True).items()
+            if usual.get(field) != value
+        ]
+        return ", ".join([f"alpha {self.alpha:g} {self.profile}", *others])
+
     def with_profile_span(self) -> Augmentation:
         """The same with its profile's span where the span is explicit slots, which only fit the branch they were given for."""
         if isinstance(self.span, str):
@@ -198,3 +210,11 @@ class Augmentation(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise AugmentationError(f"augmentation {first_problem(error, FORMS, cls.model_fields)}") from None
+
+
+def _short(value: Any) -> str:
+    """A field's value in a label; long lists by their size and a hash."""
+    if isinstance(value, str | float):
+        return f"{value:g}" if isinstance(value, float) else value
+    text = ",".join(".".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
+    return text if len(text) <= 24 else f"{len(value)} of {hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -17,6 +17,7 @@ from lapa2_interp import __version__
 from lapa2_interp.cli_prefix import app as prefix_app
 from lapa2_interp.cli_score import app as scorers_app
 from lapa2_interp.cli_score import score
+from lapa2_interp.cli_sweep import grids, runs, sweep
 from lapa2_interp.errors import (
     AugmentationError,
     EmptyDistributionError,
@@ -48,6 +49,9 @@ Start with `lapa2 demo` (three minutes), then `lapa2 layout` to see which keys a
 app.command(prefix_app)
 app.command(score)
 app.command(scorers_app)
+app.command(grids)
+app.command(sweep)
+app.command(runs)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]
@@ -340,7 +344,7 @@ def generate(
             chosen_task,
             [attribute],
             texts,
-            {f"alpha {chosen.alpha:g} {chosen.profile}" if chosen else "baseline": chosen},
+            {chosen.label if chosen else "baseline": chosen},
             length=length,
             samples=samples,
             seed=seed,

@@ -66,6 +66,10 @@ class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 
 
+class GridError(Lapa2Error):
+    """A grid is unknown or malformed, or asks for what no method, task or model can do."""
+
+
 def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()) -> str:
     """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt field comes first.
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 MANIFEST, SAMPLES, TRACE = "manifest.json", "samples.parquet", "trace.nc"
+OF_THE_DAY = ("created", "seconds", "commit")
+"""Fields of a manifest that differ between equal runs."""
 
 
 class Manifest(BaseModel):
@@ -41,6 +43,8 @@ class Manifest(BaseModel):
     """What the folder holds: a run's texts and trace, or tables and figures read off one."""
     lapa2_interp: str = __version__
     """Version of this package."""
+    cell: str | None = None
+    """Key of the cell of a sweep (`lapa2 sweep`); None for a run by itself."""
     created: datetime
     """When the run finished, UTC."""
     commit: str | None
@@ -82,8 +86,10 @@ class Manifest(BaseModel):
     """(layer, head) pairs whose whole attention rows were kept."""
     merged: tuple[str, ...] = ()
     """Tokens that cross the seam between a prefix and a prompt."""
+    threads: int | None = None
+    """CPU threads of the worker that made it, which may decide last bits; None on an accelerator and where it was not set."""
     seconds: float
-    """Time spent generating."""
+    """Time spent generating; of a cell with its loading and preparing."""
     new_tokens: int
     """Tokens generated."""
     problems: tuple[str, ...] = ()
@@ -173,11 +179,15 @@ def _kind(folder: Path) -> str | None:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write a run's three files into a folder from `new_folder`; the trace carries the manifest inside."""
+    """Write a run's three files into a folder from `new_folder`.
+
+    The trace carries the manifest inside, less what is of the day, so that equal runs have equal bytes.
+    """
     text = run.manifest.model_dump_json(indent=1)
     run.samples.to_parquet(folder / SAMPLES, index=False)
     if run.trace is not None:
-        run.trace.assign_attrs(manifest=text).to_netcdf(folder / TRACE, engine="h5netcdf")
+        lasting = run.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
+        run.trace.assign_attrs(manifest=lasting).to_netcdf(folder / TRACE, engine="h5netcdf")
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 

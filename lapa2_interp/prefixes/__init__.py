@@ -297,20 +297,28 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
     """
     from lapa2_interp.models import model_card
 
-    name = model_card(model).name
-    folder = Path(which)
-    if not folder.is_dir():
-        folder = SHIPPED / name / f"{task}-{which}"
-        if not folder.is_dir():
-            have = [each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / name).glob(f"{task}-*"))]
-            raise PrefixError(
-                f"no soft prefixes {which!r} of task {task} for {name}; "
-                + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
-                + f"hard ones (--set prefixes=hard); `lapa2 prefix train --model {name} --task {task}` makes them"
-            )
-    found = load_prefix(folder, attribute)
+    found = load_prefix(set_folder(model_card(model).name, task, which), attribute)
     found.check(model)
     return found
+
+
+def set_folder(model: str, task: str, which: str) -> Path:
+    """Where a set of soft prefixes lies: a folder of its own, or what ships for a model (by name) and a task.
+
+    Raises:
+        PrefixError: No such set.
+    """
+    if Path(which).is_dir():
+        return Path(which)
+    folder = SHIPPED / model / f"{task}-{which}"
+    if not folder.is_dir():
+        have = [each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))]
+        raise PrefixError(
+            f"no soft prefixes {which!r} of task {task} for {model}; "
+            + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
+            + f"hard ones (--set prefixes=hard); `lapa2 prefix train --model {model} --task {task}` makes them"
+        )
+    return folder
 
 
 def cards(folder: Path) -> list[PrefixCard]:
@@ -324,5 +332,5 @@ def _files(folder: Path, attribute: str) -> tuple[Path, Path]:
 
 __all__ = [
     "HeldOut", "PrefixCard", "Shape", "SoftName", "SoftPrefix", "Training", "cards", "find_prefix", "kv_shape", "load_prefix",
-    "read_card", "save_prefix",
+    "read_card", "save_prefix", "set_folder",
 ]  # fmt: skip

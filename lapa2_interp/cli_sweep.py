@@ -1,0 +1,197 @@
+"""The commands of experiments: `lapa2 grids | sweep | runs`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from lapa2_interp.errors import GridError, Lapa2Error, RunError
+
+Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
+
+
+def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter(name="--json")] = False) -> None:
+    """List experiment grids with their cells, and what each takes on this machine, before anything runs.
+
+    paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names, also every cell of those.
+
+    Args:
+        names: Built-in grids, or paths of .toml files.
+        changes: KEY=VALUE replaces a key in every block, such as samples=2 or length=64; repeat the option for more.
+        as_json: Print JSON, cells in full.
+    """
+    import os
+
+    from lapa2_interp.experiments.estimates import estimate, machine_memory, shown_size, shown_time
+    from lapa2_interp.experiments.grids import EXAMPLE, built_in, load_grid, parse_changes
+
+    found = [load_grid(name, parse_changes(changes), check=False) for name in names or built_in()]
+    if as_json:
+        print(
+            json.dumps(
+                [
+                    {"name": g.name, "cells": [c.model_dump(mode="json") | {"key": c.key} for c in g.cells]}
+                    for g in found
+                ]
+            )
+        )
+        return
+    workers = len(os.sched_getaffinity(0))
+    print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9}  {'disk':>8}")
+    basis, notes = [], []
+    for grid in found:
+        each = estimate(grid.cells, workers)
+        fits = (
+            ""
+            if each.needs < 0.9 * machine_memory()
+            else f"  needs {shown_size(each.needs)} for weights: not on this machine"
+        )
+        line = f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11}  {shown_time(each.seconds):>9}"
+        print(f"{line}  {shown_size(each.disk):>8}{fits}\n    {grid.description}")
+        basis += each.basis.split("; ")
+        notes += [f"{grid.name} needs {need}" for need in grid.needs]
+    print(f"\ntime with {workers} workers ({'; '.join(dict.fromkeys(basis))}); cells that grids share are made once")
+    for note in notes:
+        print(note)
+    if names:
+        for grid in found:
+            for cell in grid.cells:
+                print(f"{cell.key}  {cell.where}, {cell.samples} x {cell.length}")
+    else:
+        print("\na grid of your own: save this as grid.toml, change it, and `lapa2 sweep grid.toml --out RUN`\n")
+        print(EXAMPLE, end="")
+
+
+def sweep(
+    *names: str,
+    out: Path,
+    changes: Changes = (),
+    engine: Literal["local", "ray"] = "local",
+    workers: int | None = None,
+    device: str | None = None,
+    threads: int = 1,
+    address: str | None = None,
+    gpus_per_worker: float = 1.0,
+) -> None:
+    """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
+
+    Stop it as you like: finished cells, and finished groups of rows of the others, are never made again, and what comes out is
+    the same as without the stop. For example
+
+        lapa2 sweep quick/sent_topic quick/scaling --out results/quick
+        lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
+        lapa2 sweep paper/detox --engine ray --address auto --out results/paper
+
+    Args:
+        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
+        out: The run folder.
+        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for more.
+        engine: local, or ray: workers on the machines of a Ray cluster.
+        workers: By default one per GPU, or per CPU core.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so a text.
+        address: Of a Ray cluster to join ("auto": the one this machine belongs to); by default one on this machine.
+        gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span several.
+    """
+    from lapa2_interp.experiments.engines import make_engine
+    from lapa2_interp.experiments.estimates import cost, estimate, remember_rate, shown_size, shown_time
+    from lapa2_interp.experiments.grids import load_grid, parse_changes
+    from lapa2_interp.experiments.sweep import load_run
+    from lapa2_interp.experiments.sweep import sweep as fill
+
+    if not names:
+        raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
+    if threads < 1:
+        raise RunError(f"--threads must be at least 1, found {threads}")
+    found = [load_grid(name, parse_changes(changes)) for name in names]
+    runner = make_engine(engine, workers, device, threads, address, gpus_per_worker)
+    cells = {cell.key: cell for grid in found for cell in grid.cells}
+    there = load_run(out).finished if (out / "run.json").is_file() else {}
+    left = [cell for key, cell in cells.items() if key not in there]
+    if left:
+        each = estimate(left, runner.slots, device)
+        print(
+            f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens} row-tokens, about "
+            f"{shown_time(each.seconds)} with {runner.slots} workers, {shown_size(each.disk)} ({each.basis})",
+            file=sys.stderr,
+        )
+    try:
+        done = fill(
+            out,
+            found,
+            runner,
+            {key: cost(cell) for key, cell in cells.items()},
+            lambda text: print(text, file=sys.stderr),
+        )
+    except KeyboardInterrupt:
+        finished = load_run(out).finished if (out / "run.json").is_file() else {}
+        print(
+            f"\n{sum(key in finished for key in cells)} of {len(cells)} cells are finished; the same command goes on",
+            file=sys.stderr,
+        )
+        raise
+    kinds = {(cell.model, cell.dtype) for cell in left}
+    if done.row_tokens and done.seconds > 20 and len(kinds) == 1:
+        ((model, dtype),) = kinds
+        where = device or _device()
+        remember_rate(model, dtype, where, done.row_tokens / done.seconds / runner.slots)
+    print(f"{done.made} cells made in {shown_time(done.seconds)}, {done.before} were there: {out}")
+    if done.failed:
+        raise RunError(
+            f"{len(done.failed)} cells failed; `lapa2 runs {out}` says why, and the same command tries them again"
+        )
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def runs(
+    run: Path,
+    /,
+    *,
+    state: Literal["all", "finished", "failed", "partly", "missing"] = "all",
+    traceback: Annotated[bool, Parameter(name="--traceback")] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+) -> None:
+    """Tell what is in a run folder: which cells are finished, which are missing, which failed and why.
+
+    Args:
+        run: The folder of `lapa2 sweep`.
+        state: Only cells in this state.
+        traceback: Print the whole traceback of failed cells.
+        as_json: Print JSON, one object per cell.
+    """
+    from lapa2_interp.experiments.sweep import load_run
+
+    found = load_run(run)
+    table = found.cells
+    shown = table if state == "all" else table[table["state"] == state]
+    if as_json:
+        print(shown.to_json(orient="records", indent=1))
+        return
+    for grid, keys in found.listing.grids.items():
+        counts = table[table["key"].isin(keys)]["state"].value_counts()
+        print(f"{grid}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    print()
+    for row in shown.to_dict("records"):
+        made = f"{row['tokens']:.0f} tokens, {row['seconds']:.0f} s" if row["state"] == "finished" else row["why"]
+        print(
+            f"{row['key']}  {row['state']:<8}  {found.plan[row['key']].where}, {row['samples']} x {row['max_length']}  {made}".rstrip()
+        )
+    failures = found.failures
+    if traceback:
+        for key in shown["key"]:
+            if key in failures:
+                print(f"\n{key}, {failures[key].when:%Y-%m-%d %H:%M} UTC\n{failures[key].traceback.rstrip()}")
+    elif failures:
+        print("\n--traceback shows where; `lapa2 sweep` with the same grids tries failed cells again")
+
+
+__all__ = ["Lapa2Error", "grids", "runs", "sweep"]

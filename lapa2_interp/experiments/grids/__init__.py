@@ -1,0 +1,349 @@
+"""Grids: what an experiment runs, as a small TOML file or a built-in, resolved into cells before anything runs.
+
+A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an axis of the product.
+`EXAMPLE` shows the form. A cell is one point with everything that decides its texts; its key is a hash of just that, so that
+equal cells of two grids are one cell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, PrefixError, first_problem, one_of
+from lapa2_interp.methods import Method, Soft, for_task
+from lapa2_interp.methods import get as get_method
+from lapa2_interp.plan import assign
+from lapa2_interp.prefixes import read_card, set_folder
+from lapa2_interp.tasks import Attribute, MethodSettings, Prompts, Task, load_task, read_prompts
+
+EXAMPLE = """description = "does a descriptive prefix hold longer?"
+model = "smollm2-135m"           # keys up here hold for every block
+dtype = "bfloat16"
+task = "sentiment"               # a name of `lapa2 tasks`, or a task file
+samples = 7                      # continuations per prompt
+length = 128                     # the longest; shorter texts are the beginnings of these
+
+[[block]]
+method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
+wording = ["task", "A {attribute} text:"]                       # the task's hard prefixes, or all of this form
+augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt" }
+
+[[block]]
+method = "none"
+"""
+"""A complete grid file."""
+
+MISSING = "0" * 64
+"""Stands for the hash of a file that is not there."""
+
+
+class FromFile(BaseModel):
+    """Prompts that are in a file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    n: Annotated[int, Field(ge=1)]
+    """How many there should be."""
+    what: str = ""
+    """What they are; the file is looked for in the current folder."""
+
+
+class Block(BaseModel):
+    """The keys of a grid file, each one value of its axis."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    model_class: Literal["TransformerBridge", "HookedTransformer"] = "TransformerBridge"
+    method: str | dict[str, Any]
+    """A name, or { name = ..., PARAMETER = VALUE }."""
+    task: str
+    wording: str = "task"
+    """The task's hard prefixes ("task"), or a form with {attribute} or {Attribute}."""
+    attribute: str = "all"
+    prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
+    """The task's, the first so many of them, or those of a file."""
+    augmentation: str | dict[str, Any] = "none"
+    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha being the method's if absent."""
+    length: Annotated[int, Field(ge=1)]
+    samples: Annotated[int, Field(ge=1)]
+    seed: int = 1
+    top_k: Annotated[int, Field(ge=1)] = 200
+    eos: Literal["keep", "stop", "block"] = "keep"
+    trace: Literal["none", "pooled", "full"] = "pooled"
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    doubled_bos: bool = False
+
+
+class Cell(BaseModel):
+    """One point of a grid, resolved: everything that decides its texts and its trace, and nothing else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    dtype: str
+    model_class: str
+    method: str
+    parameters: dict[str, float | bool | str]
+    """Of the method, defaults included."""
+    task: Task
+    """Attributes, this method's texts and the cell's prompts; nothing else of the task."""
+    attribute: str
+    augmentation: Augmentation | None
+    length: int
+    samples: int
+    seed: int
+    top_k: int
+    eos: str
+    trace: str
+    max_rows: int | None
+    doubled_bos: bool
+    files: dict[str, str] = {}
+    """sha256 of the files it reads: soft prefixes by branch, word lists by parameter."""
+
+    @cached_property
+    def key(self) -> str:
+        """16 hexadecimal digits of the sha256 of its canonical JSON."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def decoder(self) -> Method:
+        """The method with its parameters."""
+        return get_method(self.method, **self.parameters)
+
+    @property
+    def arm(self) -> str:
+        """ "baseline", or the augmentation's label."""
+        return self.augmentation.label if self.augmentation else "baseline"
+
+    @property
+    def variant(self) -> str:
+        """What differs from the task's usual parameters and wording, in words; usually empty."""
+        usual = load_task(self.task.name) if self.task.name in BUILT_IN_TASKS else self.task
+        default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
+        changed = [f"{name}={value}" for name, value in self.parameters.items() if default.get(name) != value]
+        own = self.task.attributes[self.attribute].prefix
+        if own != usual.attributes[self.attribute].prefix and self.parameters.get("prefixes", "hard") == "hard":
+            changed.append(f"prefix={own}")
+        return ", ".join(changed)
+
+    @property
+    def where(self) -> str:
+        """The cell in words, for lists and messages."""
+        named = f"{self.method} ({self.variant})" if self.variant else self.method
+        return f"{self.model} {self.task.name}/{self.attribute} {named}, {self.arm}"
+
+
+BUILT_IN_TASKS = ("detox", "sentiment", "topic")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid file, resolved.
+
+    Attributes:
+        name: The built-in's name, or the file's without its ending.
+        cells: In order, each once.
+        needs: What is missing before it can run: files of prompts, soft prefixes.
+    """
+
+    name: str
+    description: str
+    cells: tuple[Cell, ...]
+    needs: tuple[str, ...] = field(default=())
+
+
+def built_in() -> list[str]:
+    """Names of the grids that ship with the package, such as quick/scaling."""
+    root = Path(str(resources.files(__name__)))
+    return sorted(str(file.relative_to(root).with_suffix("")) for file in root.rglob("*.toml"))
+
+
+def load_grid(name: str, changes: Mapping[str, Any] | None = None, *, check: bool = True) -> Grid:
+    """A built-in grid, or that of a TOML file, with every cell resolved.
+
+    Args:
+        changes: Values that replace a key in every block, such as {"samples": 1}.
+        check: Raise when something is missing; otherwise the grid's `needs` say what.
+
+    Raises:
+        GridError: Unknown name or key, a malformed value, an impossible combination, or (with `check`) something is missing.
+    """
+    if name in built_in():
+        text = (resources.files(__name__) / f"{name}.toml").read_text("utf-8")
+        title = name
+    elif Path(name).suffix == ".toml" and Path(name).is_file():
+        text, title = Path(name).read_text("utf-8"), Path(name).stem
+    else:
+        raise GridError(f"{one_of('grid', name, built_in())}; or the path of a .toml file")
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
+    description = str(raw.pop("description", ""))
+    blocks = raw.pop("block", [{}])
+    needs: list[str] = []
+    cells: dict[str, Cell] = {}
+    for number, block in enumerate(blocks, 1):
+        where = f"grid {name}, block {number}"
+        keys = raw | block | dict(changes or {})
+        _check_keys(keys, where)
+        axes = [value if isinstance(value, list) else [value] for value in keys.values()]
+        for point in itertools.product(*axes):
+            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs):
+                cells.setdefault(cell.key, cell)
+    if not cells:
+        raise GridError(f"grid {name} has no cell; an axis is empty")
+    if needs and check:
+        raise GridError(f"grid {name} cannot run yet: {'; '.join(dict.fromkeys(needs))}")
+    return Grid(title, description, tuple(cells.values()), tuple(dict.fromkeys(needs)))
+
+
+def _check_keys(keys: Iterable[str], where: str) -> None:
+    for key in keys:
+        if key not in Block.model_fields:
+            raise GridError(f"{where}: {one_of('key', key, Block.model_fields)}")
+
+
+def _resolve(point: dict[str, Any], where: str, needs: list[str]) -> list[Cell]:
+    """The cells of one point of a block: one per attribute."""
+    try:
+        block = Block.model_validate(point)
+    except ValidationError as error:
+        raise GridError(f"{where}: {first_problem(error, fields=Block.model_fields)}") from None
+    try:
+        task = _task(block, needs)
+        given = {"name": block.method} if isinstance(block.method, str) else dict(block.method)
+        if "name" not in given:
+            raise GridError(f"a method is a name or {{ name = ... }}, found {block.method!r}")
+        method = for_task(given.pop("name"), load_task(block.task), **given)
+        augmentation = _augmentation(block.augmentation, method)
+        attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
+        return [_cell(block, task, attribute, method, augmentation, needs) for attribute in attributes]
+    except Lapa2Error as error:
+        raise GridError(f"{where}: {error}") from None
+
+
+def _task(block: Block, needs: list[str]) -> Task:
+    task = load_task(block.task)
+    match block.prompts:
+        case "task":
+            prompts = task.prompts.texts
+        case int(n):
+            prompts = task.prompts.texts[:n]
+        case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
+            needs.append(f"{file} ({n} prompts: {what}) in the folder you are in")
+            prompts = tuple(f"prompt {i} of a file that is not there yet, as long as most" for i in range(n))
+        case FromFile(file=file):
+            prompts = read_prompts(Path(file))
+        case file:
+            prompts = read_prompts(Path(str(file)))
+    attributes = task.attributes
+    if block.wording != "task":
+        if "{attribute}" not in block.wording and "{Attribute}" not in block.wording:
+            raise GridError(f'wording {block.wording!r} names no attribute; write it as "Very {{attribute}}:"')
+        attributes = {
+            name: Attribute(prefix=block.wording.replace("{attribute}", name).replace("{Attribute}", name.capitalize()))
+            for name in attributes
+        }
+    return task.model_copy(update={"attributes": attributes, "prompts": Prompts(texts=prompts)})
+
+
+def _augmentation(asked: str | dict[str, Any], method: Method) -> Augmentation | None:
+    if asked == "none":
+        return None
+    if isinstance(asked, str):
+        if asked not in ("paper", "released"):
+            raise AugmentationError(
+                f"{one_of('augmentation', asked, ('none', 'paper', 'released'))}, or a table of fields"
+            )
+        asked = {"profile": asked}
+    fields = {"alpha": method.alpha} | asked
+    found = Augmentation(**{name: _tuples(value) for name, value in fields.items()})
+    return found if found.alpha > 0 else None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _cell(
+    block: Block, task: Task, attribute: str, method: Method, augmentation: Augmentation | None, needs: list[str]
+) -> Cell:
+    branches = method.branches(task, attribute)
+    if augmentation is not None and not any(assign(method, branches, augmentation)):
+        raise AugmentationError(f"{method.name} has no prefix for an augmentation to act on; give it augmentation none")
+    parameters = asdict(method)  # type: ignore[call-overload]
+    files: dict[str, str] = {}
+    for branch in branches:
+        if isinstance(branch.prefix, Soft):
+            try:
+                folder = set_folder(block.model, task.name, branch.prefix.set)
+                files[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
+            except PrefixError as error:
+                needs.append(str(error))
+                files[branch.name] = MISSING
+    for name, value in parameters.items():
+        if isinstance(value, str) and Path(value).is_file():
+            files[name] = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+    own = {method.name: task.methods.get(method.name, MethodSettings())}
+    lean = Task(
+        name=task.name,
+        length_counts_prompt=task.length_counts_prompt,
+        lengths=(),
+        attributes=task.attributes,
+        prompts=task.prompts,
+        methods={name: MethodSettings(texts=each.texts) for name, each in own.items() if each.texts},
+    )
+    same = {name: getattr(block, name) for name in _SHARED}
+    return Cell(
+        **same,
+        method=method.name,
+        parameters=parameters,
+        task=lean,
+        attribute=attribute,
+        augmentation=augmentation,
+        files=files,
+    )
+
+
+_SHARED = (
+    "model", "dtype", "model_class", "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
+)  # fmt: skip
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE options as values of a grid; a value is read as TOML where it is TOML, as text otherwise.
+
+    Raises:
+        GridError: Not of that form, or an unknown key.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, mark, value = text.partition("=")
+        if not mark:
+            raise GridError(f"--set {text!r} is not of the form KEY=VALUE, such as samples=2")
+        _check_keys([key], "--set")
+        try:
+            found[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found
+
+
+CELL = TypeAdapter(Cell)
