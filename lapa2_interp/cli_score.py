@@ -36,6 +36,7 @@ def score(
     labels: str = "",
     judge_url: str | None = None,
     judge_prices: tuple[float, float] | None = None,
+    only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     cache: Path | None = None,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: str | None = None,
@@ -50,9 +51,11 @@ def score(
         lapa2 score results/demo --scorers accuracy perplexity distinct --out results/demo-scores
         lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
         lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
+        lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
 
     Args:
-        source: A run folder, or a .jsonl, .csv or .parquet file with a column of texts (and prompt, attribute, arm, if known).
+        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet file with a column of texts
+            (and prompt, attribute, arm, if known).
         scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL (`lapa2 scorers list`).
         out: The folder of tables.
         column: The file's column of texts.
@@ -63,6 +66,7 @@ def score(
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
         judge_url: Base URL of the judge's endpoint.
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
+        only: Texts with these values alone, as COLUMN=VALUE.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
         dtype: Precision of the perplexity model.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
@@ -79,44 +83,52 @@ def score(
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
     from lapa2_interp.scoring.texts import at_lengths, in_parts, read_texts
 
-    samples, manifest = read_texts(source, column)
-    if attribute is not None:
-        samples = samples.assign(attribute=attribute)
-    if lengths:
-        samples = at_lengths(samples, manifest, lengths)
     if parts < 1:
         raise ScoringError(f"--parts must be at least 1, found {parts}")
-    if parts > 1:
-        samples = in_parts(samples, parts, _tokenizer(manifest.model.name) if manifest else None)
     for each in scorers:
         if each.partition("=")[0] not in NAMES:
             raise ScoringError(one_of("scorer", each.partition("=")[0], NAMES))
-    options = Options(
-        task=task or (manifest.task if manifest else None),
-        labels=_labels(labels),
-        judge_url=judge_url,
-        judge_prices=judge_prices or (None, None),
-        dtype=dtype,
-        device=device,
-        generator=manifest.model.weights if manifest else None,
-        trust_remote_code=trust_remote_code,
-    )
+    sets = []
+    for samples, manifest in read_texts(source, column):
+        samples = _only(samples if attribute is None else samples.assign(attribute=attribute), only)
+        if lengths:
+            samples = at_lengths(samples, manifest, lengths)
+        if parts > 1:
+            samples = in_parts(samples, parts, _tokenizer(manifest.model.name) if manifest else None)
+        options = Options(
+            task=task or (manifest.task if manifest else None),
+            labels=_labels(labels),
+            judge_url=judge_url,
+            judge_prices=judge_prices or (None, None),
+            dtype=dtype,
+            device=device,
+            generator=manifest.model.weights if manifest else None,
+            trust_remote_code=trust_remote_code,
+        )
+        if len(samples):
+            sets.append((samples, options))
+    if not sets:
+        raise ScoringError(f"no text of {source} has {' and '.join(only)}")
     store = Cache(cache or Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp")) / "scores")
     scores, cells = [], []
     with store, new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
         for each in scorers:
             name, _, model = each.partition("=")
-            print(f"{each}: {len(samples)} texts", file=sys.stderr)
+            print(f"{each}: {sum(len(samples) for samples, _ in sets)} texts", file=sys.stderr)
             if name == "distinct":
-                cells.append(distinct_cells(samples, _tokenizer(model) if model else None))
+                together = pd.concat([samples for samples, _ in sets], ignore_index=True)
+                cells.append(distinct_cells(together, _tokenizer(model) if model else None))
                 continue
-            with closing(make_scorer(name, model, options)) as scorer:
-                if notice := getattr(scorer, "notice", ""):
-                    print(notice, file=sys.stderr)
-                scores.append(score_table(samples, scorer, store))
-                cells.append(cell_table(scores[-1]))
-                if usage := getattr(scorer, "usage", ""):
-                    print(f"{name}: {usage}", file=sys.stderr)
+            found = []
+            for samples, options in sets:
+                with closing(make_scorer(name, model, options)) as scorer:
+                    if notice := getattr(scorer, "notice", ""):
+                        print(notice, file=sys.stderr)
+                    found.append(score_table(samples, scorer, store))
+                    if usage := getattr(scorer, "usage", ""):
+                        print(f"{name}: {usage}", file=sys.stderr)
+            scores.append(pd.concat(found, ignore_index=True))
+            cells.append(cell_table(scores[-1]))
         table = pd.concat(cells, ignore_index=True)
         differences = difference_table(pd.concat(scores, ignore_index=True)) if scores else pd.DataFrame()
         if scores:
@@ -206,7 +218,16 @@ def _weighted(source: str) -> tuple[str, float]:
 
 
 @app.command
-def sheets(source: Path, /, *, out: Path, n: int = 100, seed: int = 1, column: str = "text") -> None:
+def sheets(
+    source: Path,
+    /,
+    *,
+    out: Path,
+    n: int = 100,
+    seed: int = 1,
+    column: str = "text",
+    only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+) -> None:
     """Make blinded sheets for human raters, as CSV and as one HTML form that works offline, with the paper's rubric.
 
     Args:
@@ -215,11 +236,16 @@ def sheets(source: Path, /, *, out: Path, n: int = 100, seed: int = 1, column: s
         n: Texts, over all arms together (the paper: 100 per task).
         seed: Of the draw and the order.
         column: The file's column of texts.
+        only: Texts with these values alone, as COLUMN=VALUE: task=sentiment method=prefix attribute=positive.
     """
+    import pandas as pd
+
     from lapa2_interp.scoring.human import make_sheets
     from lapa2_interp.scoring.texts import read_texts
 
-    samples, _ = read_texts(source, column)
+    samples = _only(pd.concat([samples for samples, _ in read_texts(source, column)], ignore_index=True), only)
+    if {"task", "method"} <= set(samples):  # of a sweep: what is compared is a method's arm
+        samples["arm"] = samples["task"] + " " + samples["method"] + " " + samples["arm"]
     key = make_sheets(samples.drop(columns="tokens", errors="ignore"), out, n, seed)
     counts = ", ".join(f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items())
     print(f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep key.csv")
@@ -275,6 +301,18 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
             if key in ("scorer",) or (key in ("length", "part", "attribute") and key not in keys)
         ]
         print(differences.drop(columns=drop).to_string(index=False, float_format="%.4g"))
+
+
+def _only(samples: pd.DataFrame, only: tuple[str, ...]) -> pd.DataFrame:
+    """The rows that have all these values."""
+    for each in only:
+        column, mark, value = each.partition("=")
+        if not mark:
+            raise ScoringError(f"--only {each!r} is not of the form COLUMN=VALUE, such as task=sentiment")
+        if column not in samples:
+            raise ScoringError(one_of("column", column, samples.columns))
+        samples = samples[samples[column].astype(str) == value]
+    return samples
 
 
 def _tokenizer(name: str) -> Any:

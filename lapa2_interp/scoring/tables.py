@@ -17,7 +17,7 @@ from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
 from lapa2_interp.scoring.distinct import distinct_table
 from lapa2_interp.stats import mean_interval, paired_difference
 
-KEYS = ("length", "part", "attribute", "arm")
+KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that make cells, where a table has them."""
 TOXIC = 0.5
 

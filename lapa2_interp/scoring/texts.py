@@ -14,24 +14,35 @@ from lapa2_interp.errors import ScoringError
 READERS = {".jsonl": "read_json", ".csv": "read_csv", ".parquet": "read_parquet"}
 
 
-def read_texts(source: Path, column: str = "text") -> tuple[pd.DataFrame, Any]:
+def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, Any]]:
     """The samples of a run folder, or the rows of a file, with columns text, prompt, attribute and arm.
 
     Args:
-        source: A run folder, or a .jsonl, .csv or .parquet file.
+        source: A run folder of `lapa2 generate` or `lapa2 sweep`, or a .jsonl, .csv or .parquet file.
         column: Where a file has its texts.
 
     Returns:
-        The table (missing columns filled with "") and the run's manifest, or None.
+        Tables (missing columns filled with ""), each with the manifest of its texts, or None. A sweep has one per model, task
+        and length, with its cells' columns; everything else one.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.
     """
-    from lapa2_interp.experiments.store import read_run
+    from lapa2_interp.experiments.store import read_manifest, read_run
+    from lapa2_interp.experiments.sweep import load_run
 
+    if (source / "run.json").is_file():
+        swept = load_run(source)
+        finished = swept.cells[swept.cells["state"] == "finished"]
+        if not len(finished):
+            raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
+        return [
+            (swept.samples(list(group["key"])), read_manifest(swept.place(group["key"].iloc[0])))
+            for _, group in finished.groupby(["model", "task", "max_length"], sort=False)
+        ]
     if source.is_dir():
         run = read_run(source)
-        return run.samples.assign(arm=run.samples["arm"].astype(str)), run.manifest
+        return [(run.samples.assign(arm=run.samples["arm"].astype(str)), run.manifest)]
     kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
     if kind is None or not source.is_file():
         raise ScoringError(f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}")
@@ -51,7 +62,7 @@ def read_texts(source: Path, column: str = "text") -> tuple[pd.DataFrame, Any]:
     table = table.rename(columns={column: "text"}).reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = table[name].fillna("").astype(str) if name in table else ""
-    return table.assign(text=[text if isinstance(text, str) else "" for text in table["text"]]), None
+    return [(table.assign(text=[text if isinstance(text, str) else "" for text in table["text"]]), None)]
 
 
 def at_lengths(samples: pd.DataFrame, manifest: Any, lengths: Sequence[int]) -> pd.DataFrame:

@@ -1,0 +1,79 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Case studies: the same random stream with and without LaPA2
+#
+# The paper shows hand-picked texts. Here a rule picks: of all pairs of texts of one prompt and sample number, that
+# whose change in the classifier's probability of the attribute (or in toxicity) is the median of its method and task.
+# So what is shown is the usual case, not the best one. At 64 tokens, as in the paper.
+#
+#     python analyses/cases.py results/quick
+
+# %%
+from contextlib import closing
+
+import pandas as pd
+
+from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.scoring import Cache, Item, run_scorer
+from lapa2_interp.scoring.named import Options, make_scorer
+
+bench = open_bench("cases", "Case studies: the pair of texts at the median of LaPA2's change", "")
+LENGTH, TARGETS = 64, {"sentiment": "positive", "topic": "world", "detox": "nontoxic"}
+keys = [key for key in bench.run.finished if bench.run.plan[key].method not in ("freectrl", "datg")]
+grids = {name.rpartition("/")[2]: set(cells) for name, cells in bench.run.listing.grids.items()}
+wanted = grids.get("sent_topic", set()) | grids.get("detox", set())
+cells = bench.run.cells
+cells = cells[cells["key"].isin([key for key in keys if key in wanted])]
+cells = cells[
+    [TARGETS.get(task) == attribute for task, attribute in zip(cells["task"], cells["attribute"], strict=True)]
+]
+
+# %%
+rows = []
+with Cache(bench.run.folder / "scores") as cache:
+    for (model, task, method), group in cells.groupby(["model", "task", "method"], sort=False):
+        if set(group["arm"]) == {"baseline"} or "baseline" not in set(group["arm"]):
+            continue
+        texts = bench.texts(group, (min(LENGTH, int(group["max_length"].min())),))
+        items = [
+            Item(text, prompt, attribute)
+            for text, prompt, attribute in texts[["text", "prompt", "attribute"]].to_numpy()
+        ]
+        asked = "toxicity" if task == "detox" else "accuracy"
+        with closing(make_scorer(asked, "", Options(task=task))) as scorer:
+            found = run_scorer(scorer, items, cache)
+        value = found["toxicity"] if task == "detox" else found[TARGETS[task]]
+        both = texts.assign(value=value.to_numpy()).pivot_table(
+            index=["prompt", "sample"], columns="arm", values=["text", "value"], aggfunc="first", sort=False
+        )
+        arm = next(name for name in both["value"].columns if name != "baseline")
+        change = (both["value"][arm] - both["value"]["baseline"]).dropna()
+        if change.empty:
+            continue
+        at = change.sort_values(kind="stable").index[(len(change) - 1) // 2]
+        for name in ("baseline", arm):
+            rows.append(
+                {"model": model, "task": task, "attribute": TARGETS[task], "method": method, "arm": name, "prompt": at[0],
+                 "sample": at[1], "value": both["value"][name][at], "median change": change.median(), "pairs": len(change),
+                 "text": both["text"][name][at]}
+            )  # fmt: skip
+table = pd.DataFrame(rows)
+
+# %%
+shown = table.assign(value=[f"{x:.2f}" for x in table["value"]], text=table["text"].str.replace("\n", " ⏎ "))
+bench.write(
+    table,
+    [
+        f"value: P(attribute) by the embedded classifier, toxicity on detox; {LENGTH} tokens. The texts are a model's, unedited."
+    ],
+    shown[["task", "method", "arm", "prompt", "sample", "value", "text"]],
+)

@@ -1,0 +1,54 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Table components: Pre-Aug and Pro-Aug on Air-Decoding
+#
+# The bias on the prefix alone (Pre-Aug), and on the prompt of the base branch too (Pro-Aug). The paper: Pro-Aug helps
+# on sentiment and topic, and hurts detoxification, whose prompts are toxic.
+#
+#     python analyses/components.py results/quick
+
+# %%
+from lapa2_interp.experiments.items import open_bench, paper_number
+
+bench = open_bench("components", "Pre-Aug and Pro-Aug on Air-Decoding")
+cells = bench.cells
+cells = cells[cells["method"] == "air-decoding"].copy()
+on = {key: bool(cell.parameters["pro_aug"]) for key, cell in bench.run.plan.items() if cell.method == "air-decoding"}
+lapa2 = cells["alpha"] > 0
+# Without an augmentation pro_aug does nothing: one baseline of the two is enough.
+cells = cells[lapa2 | ~cells["key"].map(on)].copy()
+cells["component"] = [
+    "none" if not a else "pre+pro" if on[key] else "pre"
+    for key, a in zip(cells["key"], cells["alpha"] > 0, strict=True)
+]
+component = cells.set_index("key")["component"]
+scores = bench.scores(cells)
+scores["variant"], scores["arm"] = "", scores["cell"].map(component).replace("none", "baseline")
+rows = cells.assign(variant="", arm=cells["component"].replace("none", "baseline"))
+table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
+
+# %%
+for task in dict.fromkeys(rows["task"]):
+    metric = "tox" if task == "detox" else "acc"
+    for one, two in (("none", "pre"), ("pre", "pre+pro")):
+        known = [
+            paper_number("components", task=task, method="air-decoding", variant=each, metric=metric)
+            for each in (one, two)
+        ]
+        direction = "more" if known[1] > known[0] else "less"
+        sides = [{"task": task, "arm": each.replace("none", "baseline")} for each in (one, two)]
+        bench.claim(
+            f"{two} has {direction} {metric} than {one}: {task}", scores, *sides, metric, direction, known[1] - known[0]
+        )
+
+# %%
+bench.write(table)

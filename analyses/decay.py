@@ -1,0 +1,44 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Figure decay: does control fade as the text grows?
+#
+# Attribute accuracy of the base methods against length. The paper: it declines for all three methods on both tasks.
+#
+#     python analyses/decay.py results/quick && python figures/decay.py results/quick
+
+# %%
+from lapa2_interp.experiments.items import open_bench, paper_number
+
+bench = open_bench("decay", "Accuracy of the base methods against length", "sent_topic")
+cells = bench.cells
+cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
+lengths = bench.lengths(cells["max_length"].max())
+scores = bench.scores(cells, lengths, metrics=("accuracy",))
+table = bench.table(scores, cells)
+table = table[~table["metric"].str.startswith("dist")]
+
+# %% [markdown]
+# The same texts at two lengths, so the comparison is paired.
+
+# %%
+for (task, method), group in cells.groupby(["task", "method"], sort=False):
+    longest = int(group["max_length"].max())
+    first = min(length for length in lengths if length <= longest)
+    sides = [{"task": task, "method": method, "length": length} for length in (first, longest)]
+    known = [
+        paper_number("sent_topic", task=task, method=method, lapa2=False, length=x, metric="acc") for x in (64, 512)
+    ]
+    text = f"accuracy falls from {first} to {longest} tokens: {method}, {task} (paper: 64 to 512)"
+    bench.claim(text, scores, *sides, "acc", "less", known[1] - known[0])
+
+# %%
+bench.write(table)

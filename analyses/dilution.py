@@ -1,0 +1,81 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Figure dilution: does attention on the prefix fade as 1/l?
+#
+# Prefix attention of the base methods, mean over layers and heads, against step, with C/(t + D) fitted to each curve.
+# The paper: it decays monotonically and the fit is close (it gives no numbers).
+#
+#     python analyses/dilution.py results/quick && python figures/dilution.py results/quick
+
+# %%
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.stats import paired_difference
+from lapa2_interp.theory import fit_decay
+from lapa2_interp.trace import pooled, step_table
+
+bench = open_bench("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
+cells = bench.cells
+cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
+
+
+def curve(trace, samples):
+    """Prefix and BOS attention against step."""
+    steps = step_table(trace, samples.assign(arm="baseline"))
+    return steps[steps["name"].isin(["prefix", "bos"])].drop(columns="arm")
+
+
+table = bench.steps(cells, curve)
+
+# %% [markdown]
+# ## The fits
+
+# %%
+fits = []
+for (task, method), part in table[table["name"] == "prefix"].groupby(["task", "method"], sort=False):
+    fit = fit_decay(part["step"].to_numpy(), part["mean"].to_numpy())
+    falls = float((np.diff(part["mean"]) < 0).mean())
+    fits.append(
+        {
+            "task": task,
+            "method": method,
+            "C": fit.c,
+            "D": fit.d,
+            "R2": fit.r2,
+            "steps that fall": falls,
+            "n": part["n"].iloc[0],
+        }
+    )
+fits = pd.DataFrame(fits)
+
+# %%
+for arm, trace, samples in bench.curves(cells):
+    prefix = pooled(trace, "prefix")[0]
+    last = int((~np.isnan(prefix).any(axis=0)).sum()) - 1
+    found = paired_difference(prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"])
+    bench.note(
+        f"attention on the prefix is less at step {last} than at step 0: {arm['method']}, {arm['task']}",
+        "prefix attention",
+        "less",
+        found,
+    )
+
+# %%
+shown = fits.assign(**{name: [f"{value:.3f}" for value in fits[name]] for name in ("C", "D", "R2", "steps that fall")})
+bench.write(
+    table,
+    ["Mean over layers and heads of the exact prefix span, 95 % bands over prompts; C/(t + D) by least squares."],
+    shown,
+)
+fits.to_csv(bench.out / "tables" / "dilution.fits.csv", index=False, float_format="%.6g")

@@ -1,0 +1,52 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Figure eval: what people and a judge model say
+#
+# Ratings from 1 to 5 on relevance, fluency and topicality. They are read from the run's folder, where there are any:
+#
+#     lapa2 score results/quick --scorers judge=MODEL --out results/quick/judge       # a model under the paper's prompt
+#     lapa2 scorers sheets results/quick --out results/quick/sheets                   # people: give out sheets, then
+#     lapa2 scorers answers results/quick/sheets/key.csv *.csv --out results/quick/human
+#     python analyses/eval.py results/quick && python figures/eval.py results/quick
+#
+# Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22 on sentiment
+# (GPT-2+Prefix), +.24 on topic (Air-Decoding).
+
+# %%
+import pandas as pd
+
+from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.experiments.ratings import stored_ratings
+from lapa2_interp.stats import mean_interval
+
+bench = open_bench("eval", "Ratings by people and by a judge model", "")
+ratings = stored_ratings(bench.run.folder)
+columns = ["rater", "task", "method", "arm", "criterion", "mean", "low", "high", "n", "prompts"]
+rows = []
+for values, part in ratings.groupby(columns[:5], sort=False):
+    found = mean_interval(part["value"].to_numpy(), part["prompt"].to_numpy())
+    rows.append([*values, found.mean, found.low, found.high, found.n, found.clusters])
+table = pd.DataFrame(rows, columns=columns)
+
+# %%
+for (rater, task, method), part in ratings.groupby(["rater", "task", "method"], sort=False):
+    for arm in dict.fromkeys(part["arm"][part["arm"] != "baseline"]):
+        known = {("sentiment", "prefix"): 0.22, ("topic", "air-decoding"): 0.24}.get((task, method), float("nan"))
+        for criterion, expected in (("relevance", "more"), ("fluency", "same")):
+            scores = part[part["criterion"] == criterion].assign(metric=criterion)
+            words = f"{criterion} with LaPA2: {method}, {task} ({rater})"
+            paper = known if criterion == "relevance" else 0.0
+            arms = ({"arm": "baseline"}, {"arm": arm})
+            bench.claim(words, scores, *arms, criterion, expected, paper, margin=0.25)
+
+# %%
+bench.write(table, ["no judge: this run has no stored ratings."] if table.empty else [])

@@ -1,0 +1,53 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Table half: is the second half of a text less on target than the first?
+#
+# Air-Decoding without LaPA2. The paper does not say how it cuts; here the tokens of the whole text, prompt included,
+# are cut evenly. With LaPA2 beside it, which the paper does not show.
+#
+#     python analyses/half.py results/quick
+
+# %%
+import pandas as pd
+
+from lapa2_interp.experiments.items import open_bench, paper_number
+
+bench = open_bench("half", "Attribute relevance of the first and the second half of Air-Decoding's texts", "sent_topic")
+cells = bench.cells
+cells = cells[cells["method"] == "air-decoding"]
+longest = int(cells["max_length"].max())
+lengths = (longest // 2, longest)
+halves = bench.scores(cells, lengths, parts=2, metrics=("accuracy",))
+full = bench.scores(cells, lengths, metrics=("accuracy",))
+scores = pd.concat([halves, full], ignore_index=True)
+table = bench.table(scores, cells, {"": "full"})
+table = table[~table["metric"].str.startswith("dist")]
+
+# %%
+for task, group in table.groupby("task", sort=False):
+    for length in sorted(group["length"].dropna().unique()):
+        for arm in dict.fromkeys(group["arm"]):
+            one, two = ({"task": task, "arm": arm, "length": length, "part": part} for part in (1, 2))
+            known = [
+                paper_number("half", task=task, length=512, variant=part, metric="acc")
+                if arm == "baseline"
+                else float("nan")
+                for part in ("first", "second")
+            ]
+            where = f"{task}, {length:.0f} tokens, {arm}"
+            bench.claim(
+                f"the second half is less on target: {where} (paper: 512, baseline)", scores, one, two, "acc", "less",
+                known[1] - known[0],
+            )  # fmt: skip
+
+# %%
+bench.write(table, ["part 1 and 2: the halves of a text, part 0: the whole of it."])

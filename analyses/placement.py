@@ -1,0 +1,60 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which keys does the released code boost, and does it matter?
+#
+# Not in the paper: its Algorithm 1 boosts the prefix; its released code counts slots from 0, so it boosts BOS and
+# misses the last prefix token (profile "released"). The same methods and alphas under both; attention on prefix and BOS
+# beside control.
+#
+#     python analyses/placement.py results/quick
+
+# %%
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.experiments.items import open_bench, wide
+from lapa2_interp.stats import mean_interval
+from lapa2_interp.trace import pooled
+
+bench = open_bench("placement", "The paper's placement of the bias and that of its released code", "profile")
+cells = bench.cells
+scores = bench.scores(cells)
+table = bench.table(scores, cells)
+
+# %%
+masses = []
+for arm, trace, samples in bench.curves(cells):
+    for name in ("prefix", "bos"):
+        found = mean_interval(np.nanmean(pooled(trace, name)[0], axis=1), samples["prompt"].to_numpy())
+        masses.append(arm | {"metric": name, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n})
+masses = pd.DataFrame(masses)
+
+# %%
+for (task, method), group in cells[cells["alpha"] > 0].groupby(["task", "method"], sort=False):
+    metric, better = ("tox", "less") if task == "detox" else ("acc", "more")
+    arms = group.drop_duplicates("profile").set_index("profile")["arm"].to_dict()
+    if {"paper", "released"} <= set(arms):
+        sides = [{"task": task, "method": method, "arm": arms[profile]} for profile in ("released", "paper")]
+        bench.claim(
+            f"the paper's placement controls better than the released one: {method}", scores, *sides, metric, better
+        )
+
+# %%
+text = masses.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in masses[["mean", "low", "high"]].to_numpy()])
+beside = text.pivot_table(index=["task", "method", "arm"], columns="metric", values="cell", aggfunc="first", sort=False)
+shown = wide(table).merge(
+    beside.reset_index().rename(columns={"arm": "augmentation", "prefix": "attention on prefix", "bos": "on BOS"}),
+    how="left",
+)
+bench.write(
+    pd.concat([table, masses.assign(attribute="all", state="finished")], ignore_index=True), shown=shown.fillna("")
+)

@@ -1,0 +1,54 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Table prefix-preadd-components: Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD
+#
+# The paper: Pro-Aug slightly hurts GPT-2+Prefix and ruins PREADD. GPT-2+Prefix has no raw branch for Pro-Aug to act on,
+# and the paper does not say what its third row is, so that row is not made here.
+#
+#     python analyses/prefix_preadd_components.py results/quick
+
+# %%
+from itertools import pairwise
+
+from lapa2_interp.experiments.items import open_bench, paper_number
+
+bench = open_bench("prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components")
+cells = bench.cells
+cells = cells[cells["method"].isin(["prefix", "preadd"])].copy()
+on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in bench.run.plan.items()}
+cells = cells[(cells["alpha"] > 0) | ~cells["key"].map(on)].copy()
+names = [
+    "baseline" if not a else "pre+pro" if on[key] else "pre"
+    for key, a in zip(cells["key"], cells["alpha"], strict=True)
+]
+rows = cells.assign(variant="", arm=names)
+scores = bench.scores(cells)
+scores["variant"], scores["arm"] = "", scores["cell"].map(rows.set_index("key")["arm"])
+table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
+
+# %%
+for method, metric, steps in (("prefix", "acc", ("none", "pre")), ("preadd", "tox", ("none", "pre", "pre+pro"))):
+    for one, two in pairwise(steps):
+        known = [paper_number("components", method=method, variant=each, metric=metric) for each in (one, two)]
+        direction = "more" if known[1] > known[0] else "less"
+        sides = [{"method": method, "arm": each.replace("none", "baseline")} for each in (one, two)]
+        bench.claim(
+            f"{two} has {direction} {metric} than {one}: {method}",
+            scores,
+            *sides,
+            metric,
+            direction,
+            known[1] - known[0],
+        )
+
+# %%
+bench.write(table, ["GPT-2+Prefix with Pro-Aug is not defined: the method has no raw branch."])

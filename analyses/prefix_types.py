@@ -1,0 +1,37 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Table prefix_types: what stands in front of the prompt
+#
+# Read off the manifests of the run's cells: every branch of every method, its text or soft prefix.
+#
+#     python analyses/prefix_types.py results/quick
+
+# %%
+import pandas as pd
+
+from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.experiments.store import read_manifest
+
+bench = open_bench("prefix_types", "Prefixes used by the run's methods", "")
+cells = bench.run.cells
+rows = []
+for key in cells[cells["state"] == "finished"]["key"]:
+    cell, manifest = bench.run.plan[key], read_manifest(bench.run.place(key))
+    if cell.augmentation is not None and len(manifest.arms) == 1:
+        for branch, prefix in manifest.branches[cell.attribute].items():
+            kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"
+            where = {"model": cell.model, "task": cell.task.name, "method": cell.method, "attribute": cell.attribute}
+            rows.append(where | {"branch": branch, "type": kind, "prefix": "(none)" if prefix is None else str(prefix)})
+table = pd.DataFrame(rows).drop_duplicates(ignore_index=True)
+
+# %%
+bench.write(table, shown=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))

@@ -1,0 +1,24 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # LaPA2 on decoders the paper does not run
+#
+# ROSE, RSA-Control, GeDi, DExperts and Model Arithmetic in prefix-conditioned form on sentiment, with and without LaPA2
+# at our alpha for them (`lapa2 methods`). Nobody has reported this, so nothing is judged.
+#
+#     lapa2 sweep quick/related --out results/quick && python analyses/related.py results/quick
+
+# %%
+from lapa2_interp.experiments.items import open_bench
+
+bench = open_bench("related", "LaPA2 on decoders the paper does not run")
+cells = bench.cells
+bench.write(bench.table(bench.scores(cells), cells))

@@ -1,0 +1,108 @@
+"""Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts, write the report.
+
+    python analyses/reproduce.py --scale demo     # ten minutes of two cores: everything, far too small to tell
+    python analyses/reproduce.py --scale quick    # the embedded model, about eight hours of two cores
+    python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
+
+What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what a scale takes. Further
+options go to the analysis scripts, such as --scorers accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import pandas as pd
+
+from lapa2_interp.cli import main as lapa2
+from lapa2_interp.experiments.grids import built_in
+from lapa2_interp.experiments.items import as_markdown, shown_claims
+from lapa2_interp.experiments.sweep import load_run
+
+HERE = Path(__file__).resolve().parent
+ITEMS = (
+    "sent_topic", "half", "detox", "prefix_types", "scaling", "layers", "components", "prefix_preadd_components",
+    "hard_prefix_robustness", "decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval", "cases",
+    "placement", "heads", "related",
+)  # fmt: skip
+"""The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
+SCALES = {"demo": ("quick", ["samples=1", "prompts=4", "length=48"]), "quick": ("quick", []), "paper": ("paper", [])}
+"""The grids of a scale, and what is changed in them."""
+
+
+def run_script(file: Path, *arguments: str) -> str:
+    """Run a script as if from the command line; its traceback, or nothing."""
+    before, path = sys.argv, list(sys.path)
+    sys.argv, sys.path = [str(file), *arguments], [str(file.parent), *path]
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except (Exception, SystemExit):
+        return traceback.format_exc()
+    finally:
+        sys.argv, sys.path = before, path
+    return ""
+
+
+def collect_verdicts(tables: Path) -> pd.DataFrame:
+    """All claims of all items as one table, verdicts.csv and .md."""
+    files = [tables / f"{item}.claims.csv" for item in ITEMS]
+    frames = [found for file in files if file.is_file() and len(found := pd.read_csv(file))]
+    claims = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["item", "verdict"])
+    claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
+    if len(claims):
+        shown = shown_claims(claims)
+        shown.insert(1, "item", claims["item"])
+        counts = ", ".join(f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items())
+        note = (
+            f"{counts}. 95 % intervals, paired on prompts, not corrected for their number: one in twenty claims without any "
+            "effect would still get a verdict."
+        )
+        (tables / "verdicts.md").write_text(as_markdown("The paper's claims", shown, [note]), "utf-8")
+    return claims
+
+
+def main() -> int:
+    """Run everything; the number of scripts that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=SCALES, default="quick")
+    parser.add_argument("--out", type=Path, help="the run folder; by default results/SCALE")
+    parser.add_argument("--items", nargs="+", choices=ITEMS, default=ITEMS, help="these alone")
+    parser.add_argument("--no-sweep", action="store_true", help="take the run as it is; tables show what is missing")
+    parser.add_argument("--engine", default="local", help="of `lapa2 sweep`")
+    parser.add_argument("--workers", help="of `lapa2 sweep`")
+    parser.add_argument("--address", help="of `lapa2 sweep`")
+    options, rest = parser.parse_known_args()
+    out = options.out or Path("results") / options.scale
+    folder, changes = SCALES[options.scale]
+    if not options.no_sweep:
+        grids = [name for name in built_in() if name.startswith(f"{folder}/")]
+        asked = [word for change in changes for word in ("--set", change)]
+        for name in ("engine", "workers", "address"):
+            if value := getattr(options, name):
+                asked += [f"--{name}", value]
+        if lapa2(["sweep", *grids, *asked, "--out", str(out)]) == 130:
+            return 130
+    load_run(out)
+    failed = {}
+    for number, item in enumerate(options.items, 1):
+        print(f"[{number}/{len(options.items)}] {item}", file=sys.stderr)
+        for file in (HERE / f"{item}.py", HERE.parent / "figures" / f"{item}.py"):
+            if file.is_file() and (problem := run_script(file, str(out), *rest)):
+                failed[f"{file.parent.name}/{file.name}"] = problem
+                break
+    claims = collect_verdicts(out / "tables")
+    lapa2(["report", str(out)])
+    for name, problem in failed.items():
+        print(f"\n{name} failed:\n{problem}", file=sys.stderr)
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items())
+    print(f"\n{len(options.items) - len(failed)} of {len(options.items)} items; claims: {counts}")
+    print(f"tables, figures and report.html in {out}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

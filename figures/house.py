@@ -1,0 +1,43 @@
+"""What the figure scripts share: where tables come from, and the files a figure becomes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from lapa2_interp.plots import Drawing
+
+ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
+
+
+def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
+    """`python figures/ITEM.py RUN`: draw RUN/tables/ITEM.csv into RUN/figures/ITEM.png and .pdf.
+
+    A table that is not there is made first, by `analyses/ITEM.py`.
+
+    Args:
+        draw: Given the table, and the further ones, gives the figure.
+        further: More tables of the item: ITEM.NAME.csv.
+    """
+    parser = argparse.ArgumentParser(description=f"Draw figure {item} from a run's tables.")
+    parser.add_argument(
+        "run", type=Path, nargs="?", default=Path("results/quick"), help="a run folder of `lapa2 sweep`"
+    )
+    parser.add_argument("--out", type=Path, help="folder with tables/, where figures/ goes; by default the run's own")
+    options, _ = parser.parse_known_args()
+    out = options.out or options.run
+    files = [out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))]
+    if not all(file.is_file() for file in files):
+        subprocess.run([sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=True)
+    tables = [pd.read_csv(file, keep_default_na=False, na_values=[""]).fillna({"variant": ""}) for file in files]
+    figure = draw(*tables)
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    for ending in ("png", "pdf"):
+        place = out / "figures" / f"{item}.{ending}"
+        figure.savefig(place, metadata={"CreationDate": None} if ending == "pdf" else None)
+        print(place)

@@ -1,0 +1,35 @@
+"""Ratings that are stored in a run's folder: a judge model's scores, and people's answers. Nothing is asked here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+CRITERIA = ("relevance", "fluency", "topicality")
+COLUMNS = ["rater", "task", "method", "arm", "attribute", "prompt", "criterion", "value"]
+
+
+def stored_ratings(folder: Path) -> pd.DataFrame:
+    """One row per rated text, rater and criterion (1 to 5).
+
+    Read from RUN/judge (`lapa2 score`) and RUN/human (`lapa2 scorers answers`).
+
+    Returns:
+        Columns rater, task, method, arm, attribute, prompt, criterion, value; empty where nothing is stored.
+    """
+    frames = [pd.DataFrame(columns=COLUMNS)]
+    scores = folder / "judge" / "scores.parquet"
+    if scores.is_file():
+        found = pd.read_parquet(scores)
+        found = found[found["metric"].isin(CRITERIA) & found["value"].notna()]
+        frames.append(found.assign(rater=found["scorer"], criterion=found["metric"])[COLUMNS])
+    answers = folder / "human" / "answers.csv"
+    if answers.is_file():
+        found = pd.read_csv(answers).dropna(subset="rating")
+        # `lapa2 scorers sheets` of a sweep names an arm "TASK METHOD ARM".
+        named = found["arm"].str.split(" ", n=2, expand=True).set_axis(["task", "method", "arm"], axis=1)
+        found = found.drop(columns="arm").join(named).rename(columns={"metric": "criterion", "rating": "value"})
+        frames.append(found.assign(rater="people")[COLUMNS])
+    filled = [frame for frame in frames if len(frame)]
+    return pd.concat(filled, ignore_index=True) if filled else frames[0]
