@@ -1,14 +1,19 @@
-# make demo | test | test-hooked | lint | types | notebook | check | prefixes
+# make demo | reproduce | gallery | test | test-hooked | lint | types | notebook | check | prefixes
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-hooked lint types notebook check prefixes clean
+.PHONY: demo reproduce gallery test test-hooked lint types notebook check prefixes clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/lapa2 demo --out results/demo --force
+	$(VENV)/bin/python analyses/reproduce.py --scale demo --out results/demo
+
+# Every figure and table: SCALE=quick takes about eight hours of two cores, SCALE=paper GPUs. Stop and repeat as you like.
+SCALE ?= quick
+reproduce: $(VENV)/.installed
+	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "not slow"
@@ -47,6 +52,11 @@ prefixes: $(VENV)/.installed
 		--set limit=500 --set check_every=40 --out results/prefixes/topic-contrastive
 	$(TRAIN) detox $(DETOX) --objective contrastive --from results/prefixes/detox-mle --set lr=0.01 \
 		--set limit=1500 --set check_every=60 --out results/prefixes/detox-contrastive
+
+# The committed results of scale quick.
+gallery: reproduce
+	mkdir -p figures/$(SCALE)
+	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
 
 # torch first and with its dependencies: the builds for GPUs bring their own libraries, which no lock for all platforms
 # can name. Everything else comes exactly as locked.

@@ -21,7 +21,7 @@ from lapa2_interp.experiments.items import open_bench, paper_number
 bench = open_bench("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = bench.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
-lengths = bench.lengths(cells["max_length"].max())
+lengths = bench.lengths(cells)
 scores = bench.scores(cells, lengths, metrics=("accuracy",))
 table = bench.table(scores, cells)
 table = table[~table["metric"].str.startswith("dist")]

@@ -22,7 +22,7 @@ from lapa2_interp.experiments.items import PAPER_MODELS, open_bench, paper_numbe
 bench = open_bench("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = bench.cells
 longest = int(cells["max_length"].max())
-lengths = bench.lengths(longest) if longest > 128 else (longest // 2, longest)
+lengths = bench.lengths(cells) if longest > 128 else (longest // 2, longest)
 scores = bench.scores(cells, lengths)
 table = bench.table(scores, cells)
 

@@ -49,4 +49,6 @@ for (rater, task, method), part in ratings.groupby(["rater", "task", "method"], 
             bench.claim(words, scores, *arms, criterion, expected, paper, margin=0.25)
 
 # %%
-bench.write(table, ["no judge: this run has no stored ratings."] if table.empty else [])
+cell = [f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
+shown = table[columns[:5]].assign(rating=cell, n=table["n"])
+bench.write(table, ["no judge: this run has no stored ratings."] if table.empty else [], shown)

@@ -45,7 +45,7 @@ for (method, variant), group in cells.groupby(["method", "variant"], sort=False)
 for method in dict.fromkeys(cells["method"]):
     if (method, "") in means and (method, "prefix A {attribute} text:") in means:
         first, last = means[method, ""], means[method, "prefix A {attribute} text:"]
-        found = paired_difference(last.to_numpy(), last.index, first.to_numpy(), first.index)
+        found = paired_difference(last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy())
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {method}"
         gains = [
             paper_number("hard_prefix", method=method, variant=each, lapa2=True, metric="acc")

@@ -21,6 +21,7 @@ import pandas as pd
 from lapa2_interp.cli import main as lapa2
 from lapa2_interp.experiments.grids import built_in
 from lapa2_interp.experiments.items import as_markdown, shown_claims
+from lapa2_interp.experiments.results import results_of
 from lapa2_interp.experiments.sweep import load_run
 
 HERE = Path(__file__).resolve().parent
@@ -30,6 +31,8 @@ ITEMS = (
     "placement", "heads", "related",
 )  # fmt: skip
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
+EXTRA = ("heads", "related")
+"""Ours, whose grids not every scale has."""
 SCALES = {"demo": ("quick", ["samples=1", "prompts=4", "length=48"]), "quick": ("quick", []), "paper": ("paper", [])}
 """The grids of a scale, and what is changed in them."""
 
@@ -86,20 +89,22 @@ def main() -> int:
                 asked += [f"--{name}", value]
         if lapa2(["sweep", *grids, *asked, "--out", str(out)]) == 130:
             return 130
-    load_run(out)
+    there = {name.rpartition("/")[2] for name in load_run(out).listing.grids}
+    items = [item for item in options.items if item not in EXTRA or item in there]
     failed = {}
-    for number, item in enumerate(options.items, 1):
-        print(f"[{number}/{len(options.items)}] {item}", file=sys.stderr)
+    for number, item in enumerate(items, 1):
+        print(f"[{number}/{len(items)}] {item}", file=sys.stderr)
         for file in (HERE / f"{item}.py", HERE.parent / "figures" / f"{item}.py"):
             if file.is_file() and (problem := run_script(file, str(out), *rest)):
                 failed[f"{file.parent.name}/{file.name}"] = problem
                 break
     claims = collect_verdicts(out / "tables")
+    (out / "results.json").write_text(results_of(load_run(out), out / "tables").model_dump_json(indent=1) + "\n", "utf-8")
     lapa2(["report", str(out)])
     for name, problem in failed.items():
         print(f"\n{name} failed:\n{problem}", file=sys.stderr)
     counts = ", ".join(f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items())
-    print(f"\n{len(options.items) - len(failed)} of {len(options.items)} items; claims: {counts}")
+    print(f"\n{len(items) - len(failed)} of {len(items)} items; claims: {counts}")
     print(f"tables, figures and report.html in {out}")
     return len(failed)
 

@@ -22,7 +22,7 @@ from lapa2_interp.experiments.items import open_bench, paper_number
 
 bench = open_bench("sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths")
 cells = bench.cells
-lengths = bench.lengths(cells["max_length"].max())
+lengths = bench.lengths(cells)
 scores = bench.scores(cells, lengths)
 table = bench.table(scores, cells)
 

@@ -1,0 +1,37 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Head scope: must every head be augmented?
+#
+# Not in the paper, which augments all heads of all layers. Here all of them, the quarter with most attention on the prefix in the
+# baseline, all the others, and a random quarter (the grid quick/heads names them).
+#
+#     python analyses/heads.py results/quick
+
+# %%
+from lapa2_interp.experiments.items import open_bench
+
+bench = open_bench("heads", "Head scope: the heads with most attention on the prefix, the others, a random quarter")
+cells = bench.cells
+WORDS = ("all heads", "quarter with most prefix attention", "the other three quarters", "random quarter")
+augmented = list(dict.fromkeys(cells["arm"][cells["arm"] != "baseline"]))
+words = {"baseline": "baseline"} | dict(zip(augmented, WORDS, strict=True))
+scores = bench.scores(cells)
+scores["arm"], cells["arm"] = scores["arm"].map(words), cells["arm"].map(words)
+table = bench.table(scores, cells)
+
+# %%
+bench.claim("all heads control better than none", scores, {"arm": "baseline"}, {"arm": WORDS[0]}, "acc", "more", 8.74)
+for arm in WORDS[1:]:
+    bench.claim(f"all heads control better than {arm}", scores, {"arm": arm}, {"arm": WORDS[0]}, "acc", "more")
+
+# %%
+bench.write(table)
