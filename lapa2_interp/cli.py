@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
 from lapa2_interp.cli_prefix import app as prefix_app
+from lapa2_interp.cli_report import report
 from lapa2_interp.cli_score import app as scorers_app
 from lapa2_interp.cli_score import score
 from lapa2_interp.cli_sweep import grids, runs, sweep
@@ -39,8 +40,8 @@ app = App(
     help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language model with a prefix, keep
 the prefix from fading as the text grows, and record where the attention goes.
 
-Start with `lapa2 demo` (three minutes), then `lapa2 layout` to see which keys a prefix covers and what is added to them, and
-`lapa2 generate` to make runs of your own.""",
+Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts with `lapa2 generate`, and
+whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what they take).""",
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
@@ -52,6 +53,7 @@ app.command(scorers_app)
 app.command(grids)
 app.command(sweep)
 app.command(runs)
+app.command(report)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]
@@ -485,36 +487,6 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: Annotated[bool, Par
             line += f"       {card.generated.baseline.mean:.3f}, {card.generated.lapa2.mean:.3f}"
         print(line)
     print("\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was trained and on what.")
-
-
-@app.command
-def demo(
-    *,
-    out: Path = Path("results/demo"),
-    model: str = "smollm2-135m",
-    dtype: Dtype = "float32",
-    length: int = 128,
-    samples: int = 1,
-    seed: int = 1,
-    force: bool = False,
-) -> None:
-    """Show the fading prefix and what LaPA2 does to it, on a real model, in about three minutes on two cores.
-
-    Continues the paper's 15 sentiment prompts behind "Very positive:" and "Very negative:" with and without LaPA2, and
-    writes a run folder with tables/, figures/ and report.html.
-
-    Args:
-        out: The run's folder.
-        model: A name of `lapa2 models`, a hub id or a folder.
-        dtype: Precision of weights and computation.
-        length: Tokens of a text, its prompt included.
-        samples: Continuations per prompt, attribute and arm.
-        seed: Of the random streams.
-        force: Replace a finished run.
-    """
-    from lapa2_interp.demo import run_demo
-
-    print(run_demo(out, model_name=model, dtype=dtype, length=length, samples=samples, seed=seed, force=force))
 
 
 @app.command

@@ -1,0 +1,311 @@
+"""The page of a run: everything that is there, from one file that loads nothing and lets no text act."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lapa2_interp.cli_report import report
+from lapa2_interp.errors import RunError
+from lapa2_interp.experiments.engines import Here
+from lapa2_interp.experiments.grids import load_grid
+from lapa2_interp.experiments.items import Claim
+from lapa2_interp.experiments.store import SAMPLES
+from lapa2_interp.experiments.sweep import Failure, load_run, sweep
+from lapa2_interp.models import load_tokenizer
+from lapa2_interp.report import UNIT, pieces, run_report
+from lapa2_interp.trace import branch_name, pooled
+
+GRID = """model = "tiny-gpt2"
+task = "sentiment"
+attribute = "positive"
+prompts = 2
+length = 30
+samples = 2
+trace = "{trace}"
+
+[[block]]
+method = ["prefix", "air-decoding"]
+augmentation = ["none", "paper"]
+
+[[block]]
+method = "none"
+"""
+HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>&amp; '\"\u2028"
+PIXEL = b"\x89PNG\r\n\x1a\n not drawn, only embedded"
+
+
+class Parts(HTMLParser):
+    """What a browser would see: elements with their attributes, text outside scripts, and scripts by id."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.elements, self.text, self.scripts, self.inside = [], "", {}, None
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self.inside = dict(attrs).get("id") or tag
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self.inside = None
+
+    def handle_data(self, data):
+        if self.inside is None:
+            self.text += data
+        else:
+            self.scripts[self.inside] = self.scripts.get(self.inside, "") + data
+
+    @property
+    def data(self):
+        """The embedded texts."""
+        return json.loads(self.scripts["data"])
+
+
+def make_run(folder, trace="pooled"):
+    file = folder / f"{trace}.toml"
+    file.write_text(GRID.format(trace=trace))
+    sweep(folder / "run", [load_grid(str(file))], Here("cpu"))
+    return folder / "run"
+
+
+def claim(item, text, verdict, here=1.5, expected="more"):
+    nothing = float("nan")
+    low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
+    return vars(Claim(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4))
+
+
+def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
+    tables = folder / "tables"
+    tables.mkdir(exist_ok=True)
+    table = pd.DataFrame(rows, columns=columns)
+    facts = {"item": item, "title": title or item, "notes": list(notes), "rows": table.astype(str).to_dict("split")}
+    (tables / f"{item}.json").write_text(json.dumps(facts), encoding="utf-8")
+    pd.DataFrame({"task": ["sentiment"] * len(table), "method": "prefix"}).to_csv(tables / f"{item}.csv", index=False)
+    pd.DataFrame(claims, columns=list(Claim.__dataclass_fields__)).to_csv(tables / f"{item}.claims.csv", index=False)
+
+
+def write_items(folder):
+    rows = [
+        ["prefix", "baseline", "37.5 [1.25, 73.8]", "0.560 [0.450, 0.697]"],
+        ["prefix", "alpha 0.5 paper", "**75.1** [60.0, 90.2]", "missing"],
+    ]
+    claims = [
+        claim("sent_topic", "LaPA2 raises accuracy: prefix, sentiment", "as in the paper"),
+        claim("sent_topic", "LaPA2 costs perplexity: prefix, sentiment", "against the paper", -2.5),
+        claim("sent_topic", "a comparison without cells", "missing", float("nan")),
+    ]
+    columns = ["method", "augmentation", "acc", "dist1"]
+    write_item(folder, "sent_topic", rows, columns, claims, notes=["what stands under it"])
+    write_item(folder, "another", [["a", HOSTILE]], ["x", "text"], [claim("another", HOSTILE, "inconclusive")], HOSTILE)
+    write_item(folder, "eval", [], ["rater", "mean"])
+    (folder / "figures").mkdir()
+    (folder / "figures/sent_topic.png").write_bytes(PIXEL)
+
+
+def page(folder):
+    return run_report(load_run(folder), folder / "tables", folder / "figures")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run with tables, nothing changed in it."""
+    folder = make_run(tmp_path_factory.mktemp("finished"))
+    write_items(folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def html(finished):
+    return page(finished)
+
+
+def test_the_same_folders_give_the_same_page(html, run):
+    assert page(run) == html
+
+
+def test_every_number_of_the_tables_is_there(html, finished):
+    text = Parts(html).text
+    for file in (finished / "tables").glob("*.json"):
+        facts = json.loads(file.read_text())
+        cells = [cell for row in facts["rows"]["data"] for cell in row]
+        for cell in [facts["title"], *facts["notes"], *(facts["rows"]["columns"] if cells else ()), *cells]:
+            assert re.sub(r"^\*\*(.*?)\*\*", r"\1", cell) in text
+    assert "<b>75.1</b>" in html
+    assert '<span class="ci"> [1.25, 73.8]</span>' in html
+    assert '<span class="gap">missing</span>' in html
+
+
+def test_claims_come_with_interval_p_power_and_verdict(html):
+    text = Parts(html).text
+    assert (
+        "Of 4 claims the paper makes: 1 as in the paper, 1 against the paper, 1 inconclusive, 1 missing."
+        in " ".join(text.split())
+    )
+    for number in ("+1.5", "[+0.5, +2.5]", "-2.5", "[-3.5, -1.5]", "+2.25", "0.125", "3.5"):
+        assert number in text
+    assert "not corrected for multiple comparisons" in text
+    rows = [attrs for tag, attrs in Parts(html).elements if tag == "tr" and attrs.get("data-verdict")]
+    assert [row["data-verdict"] for row in rows] == ["as in the paper", "against the paper", "missing", "inconclusive"]
+    assert rows[0] == {
+        "data-item": "sent_topic",
+        "data-verdict": "as in the paper",
+        "data-task": "sentiment",
+        "data-method": "prefix",
+    }
+
+
+def test_the_run_is_told(html, finished):
+    text = Parts(html).text
+    manifest = json.loads(next(finished.glob("cells/*/manifest.json")).read_text())
+    for fact in (
+        manifest["model"]["weights"],
+        manifest["lapa2_interp"],
+        manifest["versions"]["torch"],
+        manifest["commit"] or "outside",
+    ):
+        assert fact in text
+    assert "5 of 5 cells are finished: 20 texts" in " ".join(text.split())
+    assert all(key in text for key in load_run(finished).plan)
+    assert "no judge" in text
+
+
+def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
+    run, data = load_run(finished), Parts(html).data
+    seen = 0
+    for group in data["groups"]:
+        for arm in group["arms"]:
+            cell = run.cell(arm["cell"])
+            branch = list(cell.trace["branch"].values).index(branch_name(cell.trace))
+            assert arm["branch"] == branch_name(cell.trace)
+            for prompt, text in zip(group["prompts"], arm["texts"], strict=True):
+                row = cell.samples[(cell.samples["prompt"] == prompt) & (cell.samples["sample"] == 0)].iloc[0]
+                n = row["n_tokens"]
+                assert len(text["t"]) == n
+                assert "".join(text["t"]) == row["continuation"]
+                for short, name in (("p", "prefix"), ("b", "bos")):
+                    mass = pooled(cell.trace, name)[branch, row.name, :n]
+                    if short == "p" and group["method"] == "none":
+                        assert text["p"] is None
+                    else:
+                        # float32 masses, rounded to the unit
+                        np.testing.assert_allclose(np.array(text[short]) * UNIT, mass, atol=0.5 * UNIT + 1e-7)
+                seen += 1
+    assert seen == 5 * 2
+    assert [arm["arm"] for arm in data["groups"][0]["arms"]] == ["baseline", "alpha 0.5 paper"]
+    assert "Very positive" in data["groups"][0]["arms"][0]["prefix"]
+
+
+def test_it_loads_nothing(html):
+    for tag, attrs in Parts(html).elements:
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+        for name in ("src", "href", "srcset", "data", "action"):
+            assert re.match(r"#|data:image/png;base64,", attrs.get(name) or "#"), (tag, attrs)
+    styles = Parts(html).scripts["style"]
+    assert "url(" not in styles
+    assert "@import" not in styles
+    assert "default-src 'none'" in html
+
+
+def test_what_a_model_wrote_does_not_act(run):
+    tokens = np.array(load_tokenizer("tiny-gpt2")(HOSTILE)["input_ids"])
+    for file in run.glob(f"cells/*/{SAMPLES}"):
+        samples = pd.read_parquet(file)
+        samples["tokens"] = [tokens[: int(n)] for n in samples["n_tokens"]]
+        samples.loc[0, "finish"] = HOSTILE
+        samples.to_parquet(file, index=False)
+    html = page(run)
+    parts = Parts(html)
+    scripts = [attrs for tag, attrs in parts.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]
+    assert [attrs for tag, attrs in parts.elements if "onerror" in attrs] == []
+    assert [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"] == ["data:image/png;"]
+    assert HOSTILE in parts.text
+    text = parts.data["groups"][0]["arms"][0]["texts"][0]
+    assert text["end"] == HOSTILE
+    assert HOSTILE.startswith("".join(text["t"]))
+    assert "innerHTML" not in html
+
+
+def test_missing_cells_are_listed_with_the_reason(run):
+    failed, missing = list(load_run(run).plan)[1:3]
+    for key in (failed, missing):
+        shutil.rmtree(run / "cells" / key)
+    record = Failure(when="2026-01-02T03:04:05Z", traceback="Traceback ...\nZeroDivisionError: <by> zero")
+    (run / "failed").mkdir()
+    (run / "failed" / f"{failed}.json").write_text(record.model_dump_json())
+    parts = Parts(page(run))
+    text = " ".join(parts.text.split())
+    assert "3 of 5 cells are finished, 1 failed, 1 missing: 12 texts" in text
+    assert "ZeroDivisionError: <by> zero" in text
+    assert text.index("ZeroDivisionError") < text.index(missing)
+    arms = {(group["method"], arm["arm"]) for group in parts.data["groups"] for arm in group["arms"]}
+    assert len(arms) == 3
+
+
+def test_without_traces_it_says_that_tokens_are_not_coloured(tmp_path):
+    folder = make_run(tmp_path, "none")
+    parts = Parts(page(folder))
+    assert "tokens are not coloured" in parts.text
+    assert "There are no tables and figures yet" in parts.text
+    texts = [text for group in parts.data["groups"] for arm in group["arms"] for text in arm["texts"]]
+    assert len(texts) == 10
+    assert all(text["p"] is None and text["b"] is None and text["t"] for text in texts)
+
+
+def test_a_run_with_nothing_finished_has_a_page(run):
+    shutil.rmtree(run / "cells")
+    shutil.rmtree(run / "figures")
+    parts = Parts(page(run))
+    assert "0 of 5 cells are finished, 5 missing" in " ".join(parts.text.split())
+    assert parts.data["groups"] == []
+
+
+def test_only_arms_of_one_size_are_side_by_side(run, tmp_path):
+    file = tmp_path / "shorter.toml"
+    head = GRID.partition("[[")[0].format(trace="none")
+    file.write_text(head.replace("length = 30", "length = 25") + "method = 'none'\n")
+    sweep(run, [load_grid(str(file))], Here("cpu"))
+    raw = [group for group in Parts(page(run)).data["groups"] if group["method"] == "none"]
+    assert [(group["size"], len(group["arms"])) for group in raw] == [("2 x 30 tokens", 1), ("2 x 25 tokens", 1)]
+
+
+def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
+    text = " né 中文字 😀👩‍👧\n\n\tend"
+    tokens = gpt2_tokenizer(text)["input_ids"]
+    found = pieces(gpt2_tokenizer, "The lake", tokens)
+    assert "".join(found) == text
+    assert len(found) == len(tokens) > len([piece for piece in found if piece])
+    assert not any("\ufffd" in piece for piece in found)
+    cut = pieces(gpt2_tokenizer, "The lake", gpt2_tokenizer(" 😀")["input_ids"][:-1])
+    assert "".join(cut) == " \ufffd"
+
+
+def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, capsys):
+    report(run)
+    assert (run / "report.html").read_text("utf-8") == page(run)
+    assert "report.html" in capsys.readouterr().out
+    elsewhere = tmp_path / "again"
+    elsewhere.mkdir()
+    (run / "tables").rename(elsewhere / "tables")
+    with pytest.raises(RunError, match="reproduce.py"):
+        report(run)
+    report(run, tables=elsewhere / "tables", out=tmp_path / "new/page.html")
+    assert "75.1" in (tmp_path / "new/page.html").read_text("utf-8")
+    with pytest.raises(RunError, match="is a folder"):
+        report(run, tables=elsewhere / "tables", out=tmp_path)
+    (elsewhere / "tables/sent_topic.json").write_text("{}")
+    with pytest.raises(RunError, match=r"sent_topic.json is not a table of an item.*analyses/sent_topic.py"):
+        report(run, tables=elsewhere / "tables")
