@@ -99,7 +99,9 @@ def main() -> int:
                 failed[f"{file.parent.name}/{file.name}"] = problem
                 break
     claims = collect_verdicts(out / "tables")
-    (out / "results.json").write_text(results_of(load_run(out), out / "tables").model_dump_json(indent=1) + "\n", "utf-8")
+    (out / "results.json").write_text(
+        results_of(load_run(out), out / "tables").model_dump_json(indent=1) + "\n", "utf-8"
+    )
     lapa2(["report", str(out)])
     for name, problem in failed.items():
         print(f"\n{name} failed:\n{problem}", file=sys.stderr)

@@ -35,14 +35,14 @@ for (task, method), group in cells[cells["alpha"] > 0].groupby(["task", "method"
     arms = [
         {"task": task, "method": method, "arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])
     ]
-    for metric, expected, words in (("acc", "more", "raises accuracy"), ("ppl", "more", "costs perplexity")):
+    for metric, words in (("acc", "accuracy"), ("ppl", "perplexity")):
         known = [
             paper_number("sent_topic", task=task, method=method, lapa2=lapa2, length=512, metric=metric)
             for lapa2 in (False, True)
         ]
-        text = f"LaPA2 {words}: {method}, {task}, {longest} tokens (paper: 512)"
-        direction = "more" if known[1] > known[0] else "less"
-        bench.claim(text, scores, *arms, metric, direction if metric == "ppl" else expected, known[1] - known[0])
+        expected = "more" if known[1] > known[0] else "less"
+        text = f"LaPA2 {'raises' if expected == 'more' else 'lowers'} {words}: {method}, {task}, {longest} tokens (paper: 512)"
+        bench.claim(text, scores, *arms, metric, expected, known[1] - known[0])
 
 # %%
 bench.write(table)

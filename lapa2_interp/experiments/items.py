@@ -2,13 +2,16 @@
 
 An item is a figure or table of the paper. Its script in `analyses/` opens a `Bench` on a run folder, scores the cells of the
 item's grid (scores are kept in RUN/scores, so nothing is scored twice), writes RUN/tables/ITEM.csv, .md and .tex, and judges
-the claims the paper makes with it (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here generates.
+the claims the paper makes with it (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here
+generates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -144,7 +147,7 @@ class Bench:
 
     @property
     def cells(self) -> pd.DataFrame:
-        """The grid's cells, one row each, finished or not."""
+        """The grid's cells in its order, one row each, finished or not."""
         names = [name for name in self.run.listing.grids if name.rpartition("/")[2] == self.grid]
         if not names:
             have = ", ".join(self.run.listing.grids) or "none"
@@ -152,13 +155,12 @@ class Bench:
                 f"{self.run.folder} has no grid {self.grid!r}, which {self.item} is made of; it has: {have}. "
                 f"`lapa2 sweep quick/{self.grid} --out {self.run.folder}` adds it"
             )
-        keys = {key for name in names for key in self.run.listing.grids[name]}
-        table = self.run.cells
-        return table[table["key"].isin(keys)].reset_index(drop=True)
+        keys = list(dict.fromkeys(key for name in names for key in self.run.listing.grids[name]))
+        return self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
 
-    def lengths(self, longest: int) -> tuple[int, ...]:
-        """The five lengths of a longest one."""
-        return tuple(round(longest * share) for share in FRACTIONS)
+    def lengths(self, cells: pd.DataFrame) -> tuple[int, ...]:
+        """The five lengths of the longest of these cells."""
+        return tuple(round(int(cells["max_length"].max()) * share) for share in FRACTIONS)
 
     def scores(
         self, cells: pd.DataFrame, lengths: Iterable[int] = (), parts: int = 1, metrics: Sequence[str] | None = None
@@ -282,14 +284,14 @@ class Bench:
     def _paper(self, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
         if row["attribute"] not in ("all", "nontoxic") or row["model"] not in PAPER_MODELS or pd.isna(row["length"]):
             return float("nan")
-        named = variants.get(row["variant"], variants.get(row["arm"], ""))
-        item = {"prefix_preadd_components": "components", "hard_prefix_robustness": "hard_prefix"}.get(
-            self.item, self.item
-        )
-        part = {1: "first", 2: "second"}.get(int(row["part"]), "")
+        named = variants.get(row["variant"]) or variants.get(row["arm"], "")
+        if variants and not named:
+            return float("nan")
+        longer = {"prefix_preadd_components": "components", "hard_prefix_robustness": "hard_prefix"}
+        variant = {1: "first", 2: "second"}.get(int(row["part"]), named)
         return paper_number(
-            item, task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"], lapa2=row["arm"] != "baseline",
-            length=int(row["length"]), metric=row["metric"], **({"variant": named or part} if named or part else {}),
+            longer.get(self.item, self.item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
+            lapa2=row["arm"] != "baseline", length=int(row["length"]), metric=row["metric"], variant=variant,
         )  # fmt: skip
 
     def compare(
@@ -387,15 +389,15 @@ class Bench:
 
 
 def open_bench(item: str, title: str, grid: str = "") -> Bench:
-    """The bench of a script, from its command line: `python analyses/ITEM.py RUN`.
+    """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook RUN is `LAPA2_RUN`.
 
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
     """
+    default = Path(os.environ.get("LAPA2_RUN", "results/quick"))
+    in_notebook = Path(sys.argv[0]).name.startswith("ipykernel")
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument(
-        "run", type=Path, nargs="?", default=Path("results/quick"), help="a run folder of `lapa2 sweep`"
-    )
+    parser.add_argument("run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`")
     parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
     parser.add_argument(
         "--scorers", nargs="+", default=["accuracy", "toxicity", "perplexity"],
@@ -405,7 +407,7 @@ def open_bench(item: str, title: str, grid: str = "") -> Bench:
         "--perplexity", type=int, default=PERPLEXITY_TEXTS, help="texts of an arm whose perplexity is measured"
     )
     parser.add_argument("--device", help="of scorers that run a model")
-    options, _ = parser.parse_known_args()
+    options, _ = parser.parse_known_args([] if in_notebook else None)
     return Bench(
         load_run(options.run), item, grid or item, options.out or options.run, tuple(options.scorers), options.perplexity,
         options.device, title=title,
