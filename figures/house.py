@@ -34,7 +34,7 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
     files = [out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))]
     if not all(file.is_file() for file in files):
         subprocess.run([sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=True)
-    tables = [pd.read_csv(file, keep_default_na=False, na_values=[""]).fillna({"variant": ""}) for file in files]
+    tables = [pd.read_csv(file) for file in files]
     figure = draw(*tables)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for ending in ("png", "pdf"):

@@ -16,6 +16,7 @@ _HOMES = {
     "augmented": "attention.hooked",
     "generate": "decoding",
     "load_model": "models",
+    "load_run": "experiments.sweep",
     "load_task": "tasks",
     "load_tokenizer": "models",
     "model_card": "models",
@@ -28,6 +29,7 @@ __all__ = [
     "augmented",
     "generate",
     "load_model",
+    "load_run",
     "load_task",
     "load_tokenizer",
     "model_card",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
     from lapa2_interp.decoding import generate
     from lapa2_interp.errors import Lapa2Error
+    from lapa2_interp.experiments.sweep import load_run
     from lapa2_interp.models import load_model, load_tokenizer, model_card
     from lapa2_interp.tasks import load_task
 

@@ -48,7 +48,7 @@ def score(
     Writes scores.parquet (one row per text and metric), table.csv, and differences.csv (each arm against the baseline). For
     example
 
-        lapa2 score results/demo --scorers accuracy perplexity distinct --out results/demo-scores
+        lapa2 score results/lake --scorers accuracy perplexity distinct --out results/lake-scores
         lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
         lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
         lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
