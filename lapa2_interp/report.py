@@ -46,15 +46,12 @@ class Section:
     table: pd.DataFrame | None = None
 
 
-def page(
-    title: str, lead: str, sections: Sequence[Section], texts: pd.DataFrame | None, facts: Mapping[str, str]
-) -> str:
+def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
     """The page as one string; it loads nothing from anywhere.
 
     Args:
         title, lead: What the run was and its main finding.
         sections: In order.
-        texts: Sample texts side by side: one row per prompt, one column per arm; the index labels the rows. None: no texts.
         facts: Settings, by name.
     """
     return _template("report.html.j2").render(
@@ -64,7 +61,6 @@ def page(
             {"title": s.title, "text": s.text, "image": s.figure and _png(s.figure), "table": _cells(s.table)}
             for s in sections
         ],
-        texts=None if texts is None else _cells(texts.reset_index()),
         facts=facts,
     )
 

@@ -9,7 +9,7 @@ from lapa2_interp.report import Section, page
 def test_model_text_is_escaped():
     bad = "<script>alert('x')</script> & <b>bold</b>"
     texts = pd.DataFrame({"arm": [bad]}, index=pd.Index([bad], name="prompt"))
-    html = page(bad, bad, [Section(bad, bad, table=texts)], texts, {bad: bad})
+    html = page(bad, bad, [Section(bad, bad, table=texts)], {bad: bad})
     assert "<script>" not in html
     assert "<b>" not in html
     assert "&lt;script&gt;" in html

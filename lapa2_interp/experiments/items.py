@@ -48,7 +48,7 @@ BETTER = {"acc": 1, "tox": -1, "ppl": -1, "dist1": 1, "dist2": 1, "dist3": 1}
 """Whether more of a metric is better."""
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
-PERPLEXITY_TEXTS = 240
+PERPLEXITY_TEXTS = 120
 """Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
 

@@ -404,7 +404,7 @@ def _report(
     sections.append(
         Section("Verdicts", "A verdict is the 95 % interval against the margin around the claim.", None, shown)
     )
-    return page("Do the propositions hold?", lead, sections, None, facts)
+    return page("Do the propositions hold?", lead, sections, facts)
 
 
 def _facts(study: Study, found: Verified) -> dict[str, str]:
