@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +14,7 @@ from cyclopts import Parameter
 
 from lapa2_interp.errors import GridError, Lapa2Error, RunError
 
+STATES = ("finished", "failed", "partly", "missing")
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
@@ -24,9 +28,7 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
         changes: KEY=VALUE replaces a key in every block, such as samples=2 or length=64; repeat the option for more.
         as_json: Print JSON, cells in full.
     """
-    import os
-
-    from lapa2_interp.experiments.estimates import estimate, machine_memory, shown_size, shown_time
+    from lapa2_interp.experiments.estimates import estimate, machine_memory, machine_workers, shown_size, shown_time
     from lapa2_interp.experiments.grids import EXAMPLE, built_in, load_grid, parse_changes
 
     found = [load_grid(name, parse_changes(changes), check=False) for name in names or built_in()]
@@ -40,7 +42,7 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
             )
         )
         return
-    workers = len(os.sched_getaffinity(0))
+    workers = machine_workers()
     print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9}  {'disk':>8}")
     basis, notes = [], []
     for grid in found:
@@ -92,13 +94,14 @@ def sweep(
         changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for more.
         engine: local, or ray: workers on the machines of a Ray cluster.
         workers: By default one per GPU, or per CPU core.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model over all GPUs of a worker.
         threads: CPU threads of a worker. Another number may change the last bits of a logit, and so a text.
         address: Of a Ray cluster to join ("auto": the one this machine belongs to); by default one on this machine.
         gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span several.
     """
+    from lapa2_interp.experiments.checks import check_device, check_grids
     from lapa2_interp.experiments.engines import make_engine
-    from lapa2_interp.experiments.estimates import cost, estimate, remember_rate, shown_size, shown_time
+    from lapa2_interp.experiments.estimates import estimate, remember_rate, shown_size, shown_time
     from lapa2_interp.experiments.grids import load_grid, parse_changes
     from lapa2_interp.experiments.sweep import load_run
     from lapa2_interp.experiments.sweep import sweep as fill
@@ -108,6 +111,9 @@ def sweep(
     if threads < 1:
         raise RunError(f"--threads must be at least 1, found {threads}")
     found = [load_grid(name, parse_changes(changes)) for name in names]
+    check_grids(found)
+    if engine == "local":
+        check_device(device)
     runner = make_engine(engine, workers, device, threads, address, gpus_per_worker)
     cells = {cell.key: cell for grid in found for cell in grid.cells}
     there = load_run(out).finished if (out / "run.json").is_file() else {}
@@ -120,14 +126,9 @@ def sweep(
             file=sys.stderr,
         )
     try:
-        done = fill(
-            out,
-            found,
-            runner,
-            {key: cost(cell) for key, cell in cells.items()},
-            lambda text: print(text, file=sys.stderr),
-        )
-    except KeyboardInterrupt:
+        with _stopped_by_sigterm():
+            done = fill(out, found, runner, lambda text: print(text, file=sys.stderr))
+    except (KeyboardInterrupt, SystemExit):
         finished = load_run(out).finished if (out / "run.json").is_file() else {}
         print(
             f"\n{sum(key in finished for key in cells)} of {len(cells)} cells are finished; the same command goes on",
@@ -135,7 +136,7 @@ def sweep(
         )
         raise
     kinds = {(cell.model, cell.dtype) for cell in left}
-    if done.row_tokens and done.seconds > 20 and len(kinds) == 1:
+    if engine == "local" and done.row_tokens and done.seconds > 20 and len(kinds) == 1:
         ((model, dtype),) = kinds
         where = device or _device()
         remember_rate(model, dtype, where, done.row_tokens / done.seconds / runner.slots)
@@ -144,6 +145,20 @@ def sweep(
         raise RunError(
             f"{len(done.failed)} cells failed; `lapa2 runs {out}` says why, and the same command tries them again"
         )
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Batch systems stop a program by SIGTERM: as Ctrl-C, workers are closed and what is finished is told."""
+
+    def stop(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _device() -> str:
@@ -177,14 +192,13 @@ def runs(
         print(shown.to_json(orient="records", indent=1))
         return
     for grid, keys in found.listing.grids.items():
-        counts = table[table["key"].isin(keys)]["state"].value_counts()
-        print(f"{grid}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        states = table[table["key"].isin(keys)]["state"].tolist()
+        print(f"{grid}: " + ", ".join(f"{states.count(name)} {name}" for name in STATES if name in states))
     print()
     for row in shown.to_dict("records"):
         made = f"{row['tokens']:.0f} tokens, {row['seconds']:.0f} s" if row["state"] == "finished" else row["why"]
-        print(
-            f"{row['key']}  {row['state']:<8}  {found.plan[row['key']].where}, {row['samples']} x {row['max_length']}  {made}".rstrip()
-        )
+        where = f"{found.plan[row['key']].where}, {row['samples']} x {row['max_length']}"
+        print(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip())
     failures = found.failures
     if traceback:
         for key in shown["key"]:

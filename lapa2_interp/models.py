@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -86,7 +86,8 @@ def load_model(
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a local folder.
         dtype: "float32", "bfloat16", "float16" or "float64".
-        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default.
+        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the layers of a model that is
+            larger than one GPU over all there are (transformers' device_map).
         model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights unprocessed).
         trust_remote_code: Run code that comes with the model.
 
@@ -104,12 +105,17 @@ def load_model(
     wrap = {"TransformerBridge": _bridge, "HookedTransformer": _hooked_transformer}
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code)
-    try:
-        network = network.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+    spread = device == "auto"
+    if device is None or spread:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code, "auto" if spread else None)
+    if getattr(network, "hf_device_map", None):
+        _check_spread(network.hf_device_map, model_class)
+    else:
+        try:
+            network = network.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     architecture = type(network).__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
@@ -130,10 +136,25 @@ def load_model(
     return model
 
 
+def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:
+    places = {str(place) for place in device_map.values()}
+    if places & {"cpu", "disk"}:
+        raise ModelError(
+            "the model is larger than the GPUs here together; give it more of them (--gpus-per-worker on a Ray cluster), or half "
+            "the precision (dtype bfloat16)"
+        )
+    if model_class == "HookedTransformer" and len(places) > 1:
+        raise ModelError("a HookedTransformer is on one device; use TransformerBridge for a model larger than one GPU")
+
+
 def load_transformers(
-    name: str, dtype: str = "float32", trust_remote_code: bool = False
+    name: str, dtype: str = "float32", trust_remote_code: bool = False, device_map: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """The plain transformers model on the CPU with eager attention, its tokenizer, and where its weights come from."""
+    """The plain transformers model with eager attention, its tokenizer, and where its weights come from.
+
+    Args:
+        device_map: Of transformers; by default the model is on the CPU. The tiny models are, in any case.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -154,6 +175,7 @@ def load_transformers(
                 attn_implementation="eager",
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
+                device_map=device_map,
             )
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error

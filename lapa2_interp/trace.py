@@ -109,7 +109,7 @@ class Recorder:
         n_keys = first + pattern.shape[2]
         if layer == 0:
             self._begin_pass(n_keys, first, pattern.device)
-        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(torch.float32)
+        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(self.weights.device, torch.float32)
         parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
         last = torch.where(self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0)
         nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]

@@ -242,7 +242,8 @@ def test_a_finished_run_needs_force(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["", *["models", "layout", "probe", "generate", "trace", "methods", "tasks", "grids", "sweep", "runs", "report"]]
+    "command",
+    ["", *["models", "layout", "probe", "generate", "trace", "methods", "tasks", "grids", "sweep", "runs", "report"]],
 )
 def test_help_teaches(command, capsys):
     assert lapa2(f"{command} --help") == 0

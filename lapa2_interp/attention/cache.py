@@ -159,6 +159,8 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif self.keys.device != key_states.device:  # a soft prefix, put here before the layer's own device was known
+            self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
         end = self.used + key_states.shape[-2]
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
@@ -167,6 +169,7 @@ class SlotLayer(CacheLayerMixin):
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
         wider = SlotLayer(capacity)
+        index = index.to(self.keys.device)
         wider.update(self.keys[index, :, : self.used], self.values[index, :, : self.used])
         return wider
 

@@ -114,7 +114,7 @@ class _Bias:
             bias = bias * rearrange(self.heads[layer], "row head -> row head 1 1")
         wide = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(wide, copy=True)
-        scores[..., : self.last_key] += bias.to(wide)
+        scores[..., : self.last_key] += bias.to(scores.device, wide)  # a model may span several GPUs
         return scores
 
 

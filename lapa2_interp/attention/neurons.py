@@ -180,7 +180,7 @@ def _with_each(
 
     def put(activation: Tensor, hook: Any) -> Tensor:
         activation = activation.clone()
-        activation[rows, :, neurons.to(rows.device)] = STRONG
+        activation[rows.to(activation.device), :, neurons.to(activation.device)] = STRONG
         return activation
 
     with model.hooks(fwd_hooks=[(neuron_point(model, layer), put)]):

@@ -1,35 +1,41 @@
 """Where cells are computed: in this process, in several on this machine, or on a Ray cluster.
 
-A job is a cell, or one group of its rows (`plan.Plan.groups`), which is what design calls the unit that is never split: who shares
-a batch belongs to the cell, so any number of workers on any number of machines of one kind makes the same bytes. A `Worker` holds
-one model; engines move jobs to workers and outcomes back, and give a job of a worker that died to another one.
+A job is a cell to open, or one group of its rows (`plan.Plan.groups`) to generate. A group is never split: who shares a batch
+belongs to the cell, so any number of workers on any number of machines of one kind makes the same bytes. A `Worker` holds one
+model; engines move jobs to workers and outcomes back, and give a job of a worker that died to another one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
 from lapa2_interp.errors import RunError
 from lapa2_interp.experiments.grids import Cell
+from lapa2_interp.prefixes import SoftName
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
     from lapa2_interp.attention.hooked import Model
+    from lapa2_interp.kit import ModelKit
     from lapa2_interp.plan import Plan
 
 ATTEMPTS = 3
 """Times a job is given out when its workers die."""
+PLANS = 8
+"""Plans a worker keeps: groups of several cells may come in turns."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,8 @@ class Worker:
         if self.device == "cpu":
             torch.set_num_threads(threads)
         self.threads = threads
-        self._model: tuple[tuple[str, ...], Model] | None = None
-        self._plan: tuple[str, Plan] | None = None
+        self._model: tuple[tuple[str, ...], Model, ModelKit] | None = None
+        self._plans: dict[str, Plan] = {}
 
     def do(self, job: Job) -> Outcome:
         """A job's outcome; every error is one."""
@@ -99,31 +105,39 @@ class Worker:
             return self._open(job.cell) if job.group is None else self._generate(job.cell, job.group)
         except Exception as error:
             out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
-            note = "\nfewer rows share a batch with --set max_rows=N" if out_of_memory else ""
-            return Failed(traceback.format_exc() + note)
+            note = "; fewer rows share a batch with --set max_rows=N" if out_of_memory else ""
+            return Failed(traceback.format_exc().rstrip() + note)
 
     def model(self, cell: Cell) -> Model:
         """The cell's model; the one before it is let go first."""
+        return self._model_and_kit(cell)[0]
+
+    def _model_and_kit(self, cell: Cell) -> tuple[Model, ModelKit]:
+        from lapa2_interp.kit import ModelKit
         from lapa2_interp.models import load_model
 
         wanted = (cell.model, cell.dtype, cell.model_class)
         if self._model is None or self._model[0] != wanted:
-            self._model = self._plan = None
+            self._model = None
+            self._plans.clear()
             loaded = load_model(cell.model, cell.dtype, self.device, cell.model_class)
-            self._model = (wanted, loaded)
-        return self._model[1]
+            self._model = (wanted, loaded, ModelKit(loaded))
+        return self._model[1:]
 
     def plan(self, cell: Cell) -> Plan:
-        """The cell's plan."""
+        """The cell's plan; plans of one model share what their methods have prepared."""
         from lapa2_interp.plan import plan
 
-        if self._plan is None or self._plan[0] != cell.key:
-            found = plan(
-                self.model(cell), cell.decoder, cell.task, cell.attribute, cell.task.prompts.texts, cell.augmentation,
-                cell.length, cell.samples, cell.max_rows, cell.doubled_bos,
+        model, kit = self._model_and_kit(cell)
+        if cell.key not in self._plans:
+            made = plan(
+                model, cell.decoder, cell.task, cell.attribute, cell.task.prompts.texts, cell.augmentation, cell.length,
+                cell.samples, cell.max_rows, cell.doubled_bos, kit,
             )  # fmt: skip
-            self._plan = (cell.key, found)
-        return self._plan[1]
+            while len(self._plans) >= PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[cell.key] = made
+        return self._plans[cell.key]
 
     def _open(self, cell: Cell) -> Opened:
         from lapa2_interp.experiments.store import library_versions, source_commit
@@ -131,8 +145,11 @@ class Worker:
 
         began = perf_counter()
         todo = self.plan(cell)
+        _check_files(cell, todo)
+        card = model_card(self.model(cell))
         facts = {
-            "model": model_card(self.model(cell)),
+            # Without the number of the GPU: workers with other GPUs make the cell's other groups.
+            "model": card.model_copy(update={"device": card.device.partition(":")[0]}),
             "branches": {cell.attribute: todo.prefix_names},
             "prepared": {cell.attribute: todo.summaries} if todo.summaries else {},
             "merged": tuple(todo.merged),
@@ -163,6 +180,24 @@ class Worker:
         return Part(made.samples, made.trace, tuple(problems), perf_counter() - began)
 
 
+def _check_files(cell: Cell, todo: Plan) -> None:
+    """A file that is another one here than where the grid was resolved would make other texts under the cell's key.
+
+    Raises:
+        RunError: A soft prefix or a word list has another sha256 than the cell says.
+    """
+    here = {branch: name.sha256 for branch, name in todo.prefix_names.items() if isinstance(name, SoftName)}
+    for parameter in cell.files.keys() & cell.parameters.keys():
+        here[parameter] = hashlib.sha256(Path(str(cell.parameters[parameter])).read_bytes()).hexdigest()
+    for name, found in here.items():
+        if found != cell.files[name]:
+            raise RunError(
+                f"the file behind {name!r} has sha256 {found[:16]} here, and had {cell.files[name][:16]} when the grid was "
+                "resolved; the same command resolves it anew, and gives what it makes keys of its own"
+            )
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Does jobs.
 
@@ -223,10 +258,22 @@ _worker: Worker | None = None
 def _begin(device: str | None, threads: int) -> None:
     """A process of `Processes` starts: its worker, and silence for Ctrl-C, which the coordinator answers."""
     import signal
+    import threading
 
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_coordinator, daemon=True).start()
     _worker = Worker(device, threads)
+
+
+def _end_with_coordinator() -> None:
+    """A worker whose coordinator was killed would wait for jobs, and keep its model in memory, for ever."""
+    import multiprocessing
+
+    coordinator = multiprocessing.parent_process()
+    assert coordinator is not None
+    coordinator.join()
+    os._exit(1)
 
 
 def _do(job: Job) -> Outcome:
@@ -245,6 +292,7 @@ class Processes:
         self._device, self._threads = device, threads
         self._pools: list[Any] = []
         self._running: dict[Any, tuple[int, Job, int]] = {}
+        self._latest: dict[int, str] = {}
 
     def __enter__(self) -> Processes:
         self._pools = [self._new(i) for i in range(self.slots)]
@@ -257,7 +305,7 @@ class Processes:
         import torch
 
         device = self._device
-        if device is None and torch.cuda.is_available():
+        if device in (None, "cuda") and torch.cuda.is_available():
             device = f"cuda:{number % torch.cuda.device_count()}"
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(device, self._threads))
@@ -267,17 +315,28 @@ class Processes:
             _close(pool, kill=kind is not None)
 
     def submit(self, job: Job, attempt: int = 1) -> None:
+        from concurrent.futures.process import BrokenProcessPool
+
         busy = {number for number, _, _ in self._running.values()}
         # The worker that has this cell's plan, if it is free.
         free = [number for number in range(self.slots) if number not in busy]
-        mine = [number for number in free if self._last.get(number) == job.cell.key]
+        mine = [number for number in free if self._latest.get(number) == job.cell.key]
         number = (mine or free)[0]
-        self._last[number] = job.cell.key
-        self._running[self._pools[number].submit(_do, job)] = (number, job, attempt)
+        self._latest[number] = job.cell.key
+        try:
+            future = self._start(number, job)
+        except BrokenProcessPool:  # it died with nothing to do
+            self._renew(number)
+            future = self._start(number, job)
+        self._running[future] = (number, job, attempt)
 
-    @property
-    def _last(self) -> dict[int, str]:
-        return self.__dict__.setdefault("_cells", {})
+    def _start(self, number: int, job: Job) -> Any:
+        with _deaf_children():
+            return self._pools[number].submit(_do, job)
+
+    def _renew(self, number: int) -> None:
+        _close(self._pools[number], kill=True)
+        self._pools[number] = self._new(number)
 
     def wait(self) -> Iterator[tuple[Job, Outcome]]:
         from concurrent.futures import FIRST_COMPLETED, wait
@@ -286,15 +345,31 @@ class Processes:
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
             number, job, attempt = self._running.pop(future)
-            try:
+            error = future.exception()
+            if error is None:
                 yield job, future.result()
-            except BrokenProcessPool:
-                _close(self._pools[number], kill=True)
-                self._pools[number] = self._new(number)
+            elif not isinstance(error, BrokenProcessPool):
+                yield job, Failed("".join(traceback.format_exception(error)))
+            else:
+                self._renew(number)
                 if attempt == ATTEMPTS:
                     yield job, died(attempt)
                 else:
                     self.submit(job, attempt + 1)
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started in the block do not hear Ctrl-C, which would reach them while they import, too."""
+    import signal
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _close(pool: Any, kill: bool) -> None:
@@ -337,5 +412,5 @@ def make_engine(
     return Here(device, threads) if workers == 1 else Processes(workers, device, threads)
 
 
-__all__ = ["ATTEMPTS", "Engine", "Failed", "Here", "Job", "Opened", "Outcome", "Part", "Processes", "Sequence", "Worker",
-           "died", "make_engine"]  # fmt: skip
+__all__ = ["ATTEMPTS", "Engine", "Failed", "Here", "Job", "Opened", "Outcome", "Part", "Processes", "Worker", "died",
+           "make_engine"]  # fmt: skip

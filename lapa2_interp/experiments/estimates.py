@@ -1,28 +1,37 @@
 """How long a grid takes on this machine, and how much it writes, before anything runs.
 
 The unit is the row-token: one token through the model in one branch. Its rate on this machine comes from the last sweep of the
-same model and precision where there was one; else from a sweep of another model, or a matrix product, by the number of parameters.
+same model and precision where there was one; else, by the number of parameters, from a sweep of a model of like size, or from a
+matrix product.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import perf_counter
 
+from pydantic import TypeAdapter
+
 from lapa2_interp.errors import ModelError
 from lapa2_interp.experiments.grids import Cell
+from lapa2_interp.models import TINY, cache_folder, keep_file
 from lapa2_interp.trace import trace_bytes
 
 BATCHED = 0.2
 """Share of a large matrix product's speed that decoding reaches where nothing was measured."""
 TEXT_BYTES = 5
 """Of a token in samples.parquet: its id and its letters, compressed."""
+CELL_BYTES = 40_000
+"""Of a cell's three files before the first text."""
+ALIKE = 30
+"""How many times larger or smaller a model may be than the one whose measured rate tells its own."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def model_size(name: str) -> Size:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lapa2_interp.models import TINY, _source, _tiny_config, load_tokenizer
+    from lapa2_interp.models import _source, _tiny_config, load_tokenizer
 
     try:
         config = (
@@ -90,14 +99,24 @@ def model_size(name: str) -> Size:
     return Size(parameters, config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings)
 
 
-def cost(cell: Cell, tokens_per_prompt: float = 5.0) -> int:
-    """A cell's row-tokens: its prompts once, and every new token, in every branch."""
-    method = cell.decoder
-    branches = len(method.branches(cell.task, cell.attribute))
-    prompts = len(cell.task.prompts.texts)
-    new = max(1, cell.length - (int(tokens_per_prompt) if cell.task.length_counts_prompt else 0))
-    each = new * (new + 1) // 2 if method.reads_anew else new
-    return branches * prompts * (cell.samples * each + int(tokens_per_prompt))
+def cost(cell: Cell) -> int:
+    """A cell's row-tokens, padding included: every prompt once, and every new token but the last, which nothing reads.
+
+    A method that reads its text anew at every step reads all of it every time.
+    """
+    method, task = cell.decoder, cell.task
+    branches = method.branches(task, cell.attribute)
+    prompts = [_tokens(prompt, cell.model) for prompt in task.prompts.texts]
+    fronts = [each.prefix + each.join for each in branches if isinstance(each.prefix, str)]
+    before = 1 + cell.doubled_bos + max(prompts) + max((_tokens(text, cell.model) for text in fronts), default=0)
+    new = max(1, cell.length - (min(prompts) if task.length_counts_prompt else 0))
+    steps = (new - 1) * before + new * (new - 1) // 2 if method.reads_anew else new - 1
+    return len(branches) * len(prompts) * (before + cell.samples * steps)
+
+
+def _tokens(text: str, model: str) -> int:
+    """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in the tiny models."""
+    return len(text.encode()) if model in TINY else len(re.findall(r"\w+|[^\w\s]", text))
 
 
 def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> Estimate:
@@ -108,7 +127,9 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
     """
     import torch
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
+        device = here
     rates = {(cell.model, cell.dtype): rate(cell.model, cell.dtype, device) for cell in cells}
     seconds = sum(cost(cell) / rates[cell.model, cell.dtype][0] for cell in cells) / max(1, workers)
     disk = 0
@@ -116,7 +137,7 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
         size, texts = model_size(cell.model), len(cell.task.prompts.texts) * cell.samples
         rows = texts * len(cell.decoder.branches(cell.task, cell.attribute))
         trace = trace_bytes(cell.trace, rows, cell.length, size.n_layers, size.n_heads, 0, 0)  # type: ignore[arg-type]
-        disk += texts * cell.length * TEXT_BYTES + trace
+        disk += CELL_BYTES + texts * cell.length * TEXT_BYTES + trace
     widths = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     return Estimate(
         cells=len(cells),
@@ -140,31 +161,35 @@ def rate(model: str, dtype: str, device: str) -> tuple[float, str]:
     if found:
         return found, f"{model} {dtype} as measured here"
     parameters = model_size(model).parameters
+    others: dict[float, tuple[str, float]] = {}  # by how much larger the other model is
     for name, speed in known.items():
         other, width, where = name.rsplit(" ", 2)
         if where == kind and width == dtype:
             with suppress(ModelError):
-                return speed * model_size(other).parameters / parameters, f"{model} by its size, from {other}"
+                others[model_size(other).parameters / parameters] = (other, speed)
+    times = min(others, key=lambda each: max(each, 1 / each), default=float("inf"))
+    if 1 / ALIKE <= times <= ALIKE:
+        other, speed = others[times]
+        return speed * times, f"{model} by its size, from {other}"
     return BATCHED * _flops(dtype, kind) / (2 * parameters), f"{model} by its size, from a matrix product"
 
 
 def remember_rate(model: str, dtype: str, device: str, speed: float) -> None:
     """Keep a measured rate for the next estimate."""
     known = _known() | {f"{model} {dtype} {device.partition(':')[0]}": round(speed, 2)}
-    with suppress(OSError):
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        _file().write_text(json.dumps(known), encoding="utf-8")
+    with suppress(ModelError):  # a cache that cannot be written
+        keep_file(_file(), lambda path: path.write_text(json.dumps(known), encoding="utf-8"))
 
 
 def _file() -> Path:
-    from lapa2_interp.models import cache_folder
-
     return cache_folder() / "rates.json"
 
 
-def _known() -> Mapping[str, float]:
+def _known() -> dict[str, float]:
+    """Measured rates by model, dtype and kind of device; what a damaged file says is passed over."""
     with suppress(OSError, ValueError):
-        return {str(name): float(speed) for name, speed in json.loads(_file().read_text("utf-8")).items()}
+        found = TypeAdapter(dict[str, float]).validate_json(_file().read_bytes())
+        return {name: speed for name, speed in found.items() if speed > 0 and name.count(" ") >= 2}
     return {}
 
 
@@ -188,6 +213,13 @@ def _flops(dtype: str, device: str) -> float:
         torch.set_num_threads(before)
 
 
+def machine_workers() -> int:
+    """Workers that this machine has room for: one per GPU, or per CPU core."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+
+
 def machine_memory() -> int:
     """Bytes of memory: of one GPU where there is one."""
     import torch
@@ -205,6 +237,6 @@ def shown_time(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def shown_size(size: float) -> str:
+def shown_size(size: int) -> str:
     """Bytes for reading."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

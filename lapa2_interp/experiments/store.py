@@ -52,11 +52,13 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     """Versions of the libraries that compute."""
     model: ModelCard
+    """The model, its weights, precision and device."""
     method: str
     """Decoding method."""
     parameters: dict[str, float | bool | str]
     """The method's parameters, defaults included."""
     task: str
+    """Control task."""
     attributes: tuple[str, ...]
     """Attributes steered towards."""
     branches: dict[str, dict[str, str | SoftName | None]]
@@ -65,15 +67,19 @@ class Manifest(BaseModel):
     prepared: dict[str, dict[str, dict[str, Any]]] = {}
     """By attribute, then prompt ("all prompts" where it is the same): what the method worked out, such as DATG's words."""
     prompts: tuple[str, ...]
+    """What is continued."""
     arms: dict[str, Augmentation | None]
     """The augmentations compared; None is the base method. Column `arm` of the samples names one."""
     length: int
     """Tokens of a text, the prompt's included where the task counts them."""
     length_counts_prompt: bool
+    """Whether a text begins with its prompt and `length` counts it."""
     samples: int
     """Continuations per prompt."""
     seed: int
+    """Of the random streams."""
     top_k: int
+    """Tokens kept of the controlled weights."""
     eos: str
     """EOS policy: keep, stop or block."""
     doubled_bos: bool = False
@@ -187,8 +193,13 @@ def write_run(folder: Path, run: Run) -> None:
     run.samples.to_parquet(folder / SAMPLES, index=False)
     if run.trace is not None:
         lasting = run.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
-        run.trace.assign_attrs(manifest=lasting).to_netcdf(folder / TRACE, engine="h5netcdf")
+        write_trace(folder / TRACE, run.trace.assign_attrs(manifest=lasting))
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def write_trace(file: Path, trace: xr.Dataset) -> None:
+    """A trace as netCDF, by way of memory: HDF5 takes the process down when the disk is full."""
+    file.write_bytes(trace.to_netcdf(engine="h5netcdf"))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -3,7 +3,8 @@
     RUN/run.json                    format, version, and which cells each grid has
     RUN/plan/KEY.json               a cell's resolved configuration
     RUN/cells/KEY/                  a finished cell: manifest.json, samples.parquet, trace.nc (a folder as `lapa2 generate` makes)
-    RUN/parts/KEY/N/                a finished group of rows of a cell that is not finished
+    RUN/parts/KEY/opened.json       of a cell that is not finished: its groups of rows, and with what they are made
+    RUN/parts/KEY/N/                a finished group
     RUN/failed/KEY.json             a cell that raised, with its traceback
 
 Everything appears whole or not at all: files are written aside, flushed to the disk and renamed. So a run may be stopped at any
@@ -20,8 +21,8 @@ import shutil
 import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -30,21 +31,35 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.decoding import join_traces, progress_bar
 from lapa2_interp.errors import RunError, first_problem, one_of
-from lapa2_interp.experiments.engines import Engine, Failed, Job, Opened, Part
+from lapa2_interp.experiments.engines import Engine, Failed, Job, Opened, Outcome, Part
+from lapa2_interp.experiments.estimates import cost
 from lapa2_interp.experiments.grids import CELL, Cell, Grid
-from lapa2_interp.experiments.store import SAMPLES, TRACE, Manifest, Run, read_manifest, read_run, write_run
+from lapa2_interp.experiments.store import (
+    MANIFEST,
+    SAMPLES,
+    TRACE,
+    Manifest,
+    Run,
+    read_manifest,
+    read_run,
+    write_run,
+    write_trace,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
 
 FORMAT = 1
 """Of run folders. A run of another format is not read: its cells' keys would mean something else."""
+OURS = ("plan", "cells", "parts", "failed")
+OPENED = "opened.json"
+"""How the groups of an unfinished cell are made."""
 
 
 class Listing(BaseModel):
@@ -61,12 +76,14 @@ class Listing(BaseModel):
 
 
 class Failure(BaseModel):
-    """failed/KEY.json."""
+    """failed/KEY.json: why the last attempt at a cell raised."""
 
     model_config = ConfigDict(extra="forbid")
 
     when: datetime
+    """UTC."""
     traceback: str
+    """Of the worker; its last line is the error."""
 
     @property
     def reason(self) -> str:
@@ -80,7 +97,7 @@ class Failure(BaseModel):
 @contextmanager
 def durable_folder(place: Path) -> Iterator[Path]:
     """A folder that is at `place`, whole and on the disk, when the block has ended; nothing is there before."""
-    place.parent.mkdir(parents=True, exist_ok=True)
+    _durable_parents(place)
     fresh = Path(tempfile.mkdtemp(prefix=".writing-", dir=place.parent))
     try:
         yield fresh
@@ -95,37 +112,76 @@ def durable_folder(place: Path) -> Iterator[Path]:
 
 
 def durable_file(place: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
-    place.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that is whole or not there; one that was there stays until then."""
+    _durable_parents(place)
     fresh = place.with_name(f".writing-{place.name}")
-    fresh.write_text(text, encoding="utf-8")
-    _flush(fresh)
-    fresh.replace(place)
-    _flush(place.parent)
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        _flush(fresh)
+        fresh.replace(place)
+        _flush(place.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _durable_parents(place: Path) -> None:
+    for folder in [each for each in reversed(place.parents) if not each.is_dir()]:
+        folder.mkdir(exist_ok=True)
+        _flush(folder.parent)
 
 
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if not (error.errno == errno.EINVAL and path.is_dir()):  # what some network disks say of folders
+            raise
     finally:
         os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    """Take a folder away whole: a process that dies in the middle leaves none that looks like a whole one."""
+    aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+    folder.rename(aside / folder.name)
+    shutil.rmtree(aside)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say what an operating system has against writing a run.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise RunError(
+            f"the disk of {folder} is full; every finished cell and group of rows is kept: make room and repeat the command"
+        ) from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other processes off the run; the operating system lets go when this one ends, however it ends."""
-    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+    with _writing(folder):
+        file = (folder / ".lock").open("a+", encoding="utf-8")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             file.seek(0)
             raise RunError(
                 f"{folder} is being filled by {file.read().strip() or 'another process'}; wait for it, or give another --out"
             ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with _writing(folder):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         yield
 
 
@@ -148,18 +204,21 @@ class SweepRun:
 
     @property
     def finished(self) -> dict[str, Cell]:
-        """Cells that are there."""
-        return {key: cell for key, cell in self.plan.items() if (self.place(key) / SAMPLES).is_file()}
+        """Cells that are there, now."""
+        return {key: cell for key, cell in self.plan.items() if _is_whole(self.place(key), cell)}
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """Why cells that raised did."""
-        found = {}
-        for key in self.plan:
-            file = self.folder / "failed" / f"{key}.json"
-            if file.is_file():
-                found[key] = Failure.model_validate_json(file.read_text("utf-8"))
-        return found
+        """Why cells that are not finished raised when they were last tried."""
+        found, finished = {}, self.finished
+        for key in self.plan.keys() - finished.keys():
+            with suppress(FileNotFoundError):  # never tried, or tried again meanwhile
+                text = (self.folder / "failed" / f"{key}.json").read_text("utf-8")
+                try:
+                    found[key] = Failure.model_validate_json(text)
+                except ValidationError as error:
+                    raise RunError(f"{self.folder}/failed/{key}.json is damaged: {first_problem(error)}") from error
+        return {key: found[key] for key in self.plan if key in found}
 
     def place(self, key: str) -> Path:
         """The folder of a finished cell."""
@@ -167,8 +226,9 @@ class SweepRun:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """One row per cell: key, grids, its configuration, state (finished, failed, partly, missing), texts, tokens, seconds."""
-        failures, finished, rows = self.failures, self.finished, []
+        """One row per cell: key, state (finished, failed, partly, missing), grids, its configuration, and of a finished one
+        tokens, seconds and commit, of a failed one why. As it is when first asked for."""
+        finished, failures, rows = self.finished, self.failures, []
         for key, cell in self.plan.items():
             grids = [name for name, keys in self.listing.grids.items() if key in keys]
             if key in finished:
@@ -186,15 +246,25 @@ class SweepRun:
         return pd.DataFrame(rows)
 
     def samples(self, cells: Sequence[str] | None = None) -> pd.DataFrame:
-        """The texts of finished cells: one row per text, with the cell's columns (key, model, method, task, arm, ...).
+        """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns (model, method, arm, ...).
 
         Args:
             cells: Keys; by default all that are finished.
+
+        Raises:
+            RunError: A cell is not finished, or damaged.
         """
-        frames = [
-            pd.read_parquet(self.place(key) / SAMPLES).drop(columns="arm").assign(**_columns(self.plan[key]), cell=key)
-            for key in (self.finished if cells is None else cells)
-        ]
+        finished, frames = self.finished, []
+        for key in finished if cells is None else cells:
+            if key not in finished:
+                raise RunError(self._not_there(key))
+            try:
+                table = pd.read_parquet(self.place(key) / SAMPLES)
+            except (OSError, ValueError) as error:
+                raise RunError(
+                    f"{self.place(key) / SAMPLES} is damaged; remove its folder, and the sweep makes the cell again"
+                ) from error
+            frames.append(table.drop(columns="arm").assign(**_columns(self.plan[key]), cell=key))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def trace(self, key: str) -> xr.Dataset | None:
@@ -207,9 +277,20 @@ class SweepRun:
         Raises:
             RunError: It is not finished, or damaged.
         """
-        if key not in self.plan:
-            raise RunError(f"{self.folder} has no cell {key!r}; `lapa2 runs {self.folder}` lists them")
+        if key not in self.finished:
+            raise RunError(self._not_there(key))
         return read_run(self.place(key))
+
+    def _not_there(self, key: str) -> str:
+        if key not in self.plan:
+            return f"{self.folder} has no cell {key!r}; `lapa2 runs {self.folder}` lists them"
+        return (
+            f"{self.folder}: cell {key} ({self.plan[key].where}) is not finished; `lapa2 sweep` with its grid makes it"
+        )
+
+
+def _is_whole(folder: Path, cell: Cell) -> bool:
+    return all((folder / name).is_file() for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3])
 
 
 def _columns(cell: Cell) -> dict[str, Any]:
@@ -237,6 +318,8 @@ def load_run(folder: str | Path) -> SweepRun:
         )
     try:
         raw = json.loads(file.read_text("utf-8"))
+        if not isinstance(raw, dict) or raw.get("kind") != "sweep":
+            raise RunError(f"{folder} is not the folder of a sweep: its run.json is something else's")
         if raw.get("format") != FORMAT:
             raise RunError(
                 f"{folder} is a run of format {raw.get('format')} (lapa2_interp {raw.get('lapa2_interp')}), and this is "
@@ -266,16 +349,19 @@ def add_grids(folder: Path, grids: Sequence[Grid]) -> SweepRun:
     Raises:
         RunError: Something else is there, it is of another version, or cannot be written.
     """
-    if folder.exists() and not (folder / "run.json").exists() and any(p.name != ".lock" for p in folder.iterdir()):
-        raise RunError(f"{folder} exists and is not the folder of a sweep; choose another --out")
-    listing = load_run(folder).listing if (folder / "run.json").exists() else Listing()
+    there = (folder / "run.json").exists()
+    listing = load_run(folder).listing if there else Listing()
+    if there and listing.lapa2_interp != __version__:
+        raise RunError(
+            f"{folder} was begun by lapa2_interp {listing.lapa2_interp}, and this is {__version__}, which may make other texts; "
+            "finish it with that version, or sweep into a new folder"
+        )
     for grid in grids:
         for cell in grid.cells:
             file = folder / "plan" / f"{cell.key}.json"
             if not file.is_file():
                 durable_file(file, cell.model_dump_json(indent=1) + "\n")
-        before = listing.grids.get(grid.name, ())
-        listing.grids[grid.name] = tuple(dict.fromkeys([*before, *(cell.key for cell in grid.cells)]))
+        listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
     durable_file(folder / "run.json", listing.model_dump_json(indent=1) + "\n")
     return load_run(folder)
 
@@ -291,56 +377,57 @@ class Swept:
     row_tokens: int
 
 
-def sweep(
-    folder: Path,
-    grids: Sequence[Grid],
-    engine: Engine,
-    costs: Mapping[str, int] | None = None,
-    notify: Callable[[str], None] = print,
-) -> Swept:
+def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print) -> Swept:
     """Finish every cell of the grids in a run folder.
 
     Args:
-        costs: By key, row-tokens of a cell: for the progress bar.
         notify: Told about cells that fail.
 
     Raises:
         RunError: The folder is somebody else's, or cannot be written (a full disk); what is finished stays.
     """
-    try:
+    with _writing(folder):
+        if folder.is_dir() and not (folder / "run.json").exists() and any(not _ours(each) for each in folder.iterdir()):
+            raise RunError(f"{folder} exists and is not the folder of a sweep; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+    with _locked(folder):
+        with _writing(folder):
             run = add_grids(folder, grids)
-            for left in folder.glob("*/**/.writing-*"):  # of a process that was killed
-                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink()
-            wanted = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
-            return _Sweep(run, wanted, engine, costs or {}, notify).all()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
-        raise RunError(
-            f"the disk of {folder} is full; every finished cell and group of rows is kept: make room and repeat the command"
-        ) from error
+            _tidy(run)
+        wanted = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
+        return _Sweep(run, wanted, engine, notify).all()
+
+
+def _ours(path: Path) -> bool:
+    """What a process that was killed before it wrote run.json leaves."""
+    return path.name in (".lock", "plan") or path.name.startswith(".writing-")
+
+
+def _tidy(run: SweepRun) -> None:
+    """Take away what a process that was killed left half done."""
+    ours = [run.folder.glob(".writing-*"), *((run.folder / name).rglob(".writing-*") for name in OURS)]
+    for left in [each for found in ours for each in found]:
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    for key, cell in run.plan.items():
+        if _is_whole(run.place(key), cell):
+            shutil.rmtree(run.folder / "parts" / key, ignore_errors=True)
+            (run.folder / "failed" / f"{key}.json").unlink(missing_ok=True)
 
 
 class _Sweep:
     """The coordinator: keeps the engine busy, and alone writes."""
 
-    def __init__(
-        self,
-        run: SweepRun,
-        wanted: Sequence[str],
-        engine: Engine,
-        costs: Mapping[str, int],
-        notify: Callable[[str], None],
-    ) -> None:
-        self.run, self.engine, self.costs, self.notify = run, engine, costs, notify
+    def __init__(self, run: SweepRun, wanted: Sequence[str], engine: Engine, notify: Callable[[str], None]) -> None:
+        self.run, self.engine, self.notify = run, engine, notify
         finished = run.finished
         self.todo = [run.plan[key] for key in wanted if key not in finished]
         self.before = len(wanted) - len(self.todo)
+        self.costs = {cell.key: cost(cell) for cell in self.todo}
+        self.ahead = dict(self.costs)
         self.opened: dict[str, Opened] = {}
         self.left: dict[str, set[int]] = {}
         self.failed: list[str] = []
+        self.weights: dict[str, str] = {}
         self.made = self.row_tokens = 0
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
@@ -350,25 +437,22 @@ class _Sweep:
         if not self.todo:
             return Swept(self.before, 0, (), 0.0, 0)
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
-        with self._bar() as bar, self.engine as engine:
+        with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
             while waiting or ready or under_way:
                 while under_way < engine.slots and (ready or waiting):
                     engine.submit(ready.popleft() if ready else Job(waiting.popleft()))
                     under_way += 1
                 for job, outcome in engine.wait():
                     under_way -= 1
-                    ready.extend(self._take(job, outcome, bar))
+                    with _writing(self.run.folder):
+                        ready.extend(self._take(job, outcome, bar))
                     if job.cell.key in self.failed:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
+                    state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
+                    bar.set_postfix_str(state, refresh=False)
         return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.row_tokens)
 
-    def _bar(self) -> tqdm:
-        total = sum(self.costs.get(cell.key, 1) for cell in self.todo)
-        bar = progress_bar(total, f"{len(self.todo)} cells")
-        bar.set_postfix_str(f"0/{len(self.todo)} cells", refresh=False)
-        return bar
-
-    def _take(self, job: Job, outcome: Opened | Part | Failed, bar: tqdm) -> list[Job]:
+    def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; the jobs it gives rise to."""
         key = job.cell.key
         match outcome:
@@ -378,40 +462,58 @@ class _Sweep:
                 self.failed.append(key)
                 record = Failure(when=datetime.now(UTC), traceback=outcome.traceback)
                 durable_file(self.run.folder / "failed" / f"{key}.json", record.model_dump_json(indent=1) + "\n")
+                bar.total -= self.ahead.pop(key)
                 bar.clear()
                 self.notify(f"failed: {job.cell.where} ({key}): {record.reason}")
                 return []
             case Opened():
                 self._check_same_weights(job.cell, outcome)
-                self.opened[key] = outcome
-                there = {int(part.name) for part in (self.run.folder / "parts" / key).glob("[0-9]*")}
-                self.left[key] = set(range(len(outcome.groups))) - there
-                done = sum(outcome.groups[i] for i in there)
-                bar.update(self.costs.get(key, 1) * done // sum(outcome.groups))
-                if not self.left[key]:
-                    self._finish(job.cell, bar)
-                return [Job(job.cell, i) for i in sorted(self.left.get(key, ()))]
+                there = self._parts(key, outcome)
+                self.opened[key], self.left[key] = outcome, set(range(len(outcome.groups))) - there
+                for group in there:
+                    bar.total -= self._share(key, group)
+                if self.left[key]:
+                    return [Job(job.cell, group) for group in sorted(self.left[key])]
+                self._finish(job.cell)
             case Part():
                 assert job.group is not None
                 self._keep(key, job.group, outcome)
-                sizes = self.opened[key].groups
-                cost = self.costs.get(key, 1) * sizes[job.group] // sum(sizes)
-                self.row_tokens += cost
-                bar.update(cost)
+                share = self._share(key, job.group)
+                self.row_tokens += share
+                bar.update(share)
                 self.left[key].discard(job.group)
                 if not self.left[key]:
-                    self._finish(job.cell, bar)
-                return []
+                    self._finish(job.cell)
+        return []
+
+    def _share(self, key: str, group: int) -> int:
+        """Row-tokens of a group, of which the bar shows no more than its cell has ahead."""
+        total, sizes = self.costs[key], self.opened[key].groups
+        share = total * sum(sizes[: group + 1]) // sum(sizes) - total * sum(sizes[:group]) // sum(sizes)
+        self.ahead[key] -= share
+        return share
+
+    def _parts(self, key: str, opened: Opened) -> set[int]:
+        """Groups of a cell that are there from an earlier call, if they were made as they would be now."""
+        folder = self.run.folder / "parts" / key
+        now = {"groups": opened.groups, "facts": opened.facts}
+        note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
+        if folder.is_dir():
+            if (folder / OPENED).is_file() and (folder / OPENED).read_text("utf-8") == note:
+                return {int(each.name) for each in folder.glob("[0-9]*")}
+            _remove(folder)
+        durable_file(folder / OPENED, note)
+        return set()
 
     def _keep(self, key: str, group: int, part: Part) -> None:
         with durable_folder(self.run.folder / "parts" / key / str(group)) as fresh:
             part.samples.to_parquet(fresh / SAMPLES, index=False)
             if part.trace is not None:
-                part.trace.to_netcdf(fresh / TRACE, engine="h5netcdf")
+                write_trace(fresh / TRACE, part.trace)
             facts = {"seconds": part.seconds, "problems": part.problems}
             (fresh / "part.json").write_text(json.dumps(facts), encoding="utf-8")
 
-    def _finish(self, cell: Cell, bar: tqdm) -> None:
+    def _finish(self, cell: Cell) -> None:
         """Join a cell's groups; always from the disk, so that a resumed cell is the same as another."""
         import xarray as xr
 
@@ -425,7 +527,8 @@ class _Sweep:
         traces = []
         for folder in folders if cell.trace != "none" else []:
             with xr.open_dataset(folder / TRACE, engine="h5netcdf") as stored:
-                traces.append(stored.load())
+                # The joined trace may need another type than the part was stored with: NaN is no integer.
+                traces.append(stored.load().drop_encoding())
         facts = [json.loads((folder / "part.json").read_text("utf-8")) for folder in folders]
         manifest = Manifest(
             created=datetime.now(UTC),
@@ -450,24 +553,25 @@ class _Sweep:
             problems=tuple(problem for each in facts for problem in each["problems"]),
             **opened.facts,
         )
-        with durable_folder(self.run.place(key)) as fresh:
+        place = self.run.place(key)
+        if place.exists():  # a file of it was taken away
+            _remove(place)
+        with durable_folder(place) as fresh:
             write_run(fresh, Run(manifest, table, join_traces(traces, table) if traces else None))
         shutil.rmtree(parts)
         (self.run.folder / "failed" / f"{key}.json").unlink(missing_ok=True)
         self.made += 1
-        bar.set_postfix_str(f"{self.made}/{len(self.todo)} cells", refresh=False)
 
     def _check_same_weights(self, cell: Cell, opened: Opened) -> None:
         """A model whose weights changed since other cells of the run were made does not belong to it."""
-        known = self.__dict__.setdefault("_weights", {})
-        if cell.model not in known:
-            others = (key for key, other in self.run.finished.items() if other.model == cell.model)
-            known[cell.model] = next((read_manifest(self.run.place(key)).model.weights for key in others), None)
         now = opened.facts["model"].weights
-        known[cell.model] = known[cell.model] or now
-        if known[cell.model] != now:
+        if cell.model not in self.weights:
+            others = (key for key, other in self.run.finished.items() if other.model == cell.model)
+            self.weights[cell.model] = next((read_manifest(self.run.place(key)).model.weights for key in others), now)
+        if self.weights[cell.model] != now:
             raise RunError(
-                f"{self.run.folder} was made with {cell.model} of {known[cell.model]}, and it is now {now}; sweep into a new folder"
+                f"{self.run.folder} was made with {cell.model} of {self.weights[cell.model]}, and it is now {now}; sweep into a "
+                "new folder"
             )
 
 

@@ -76,9 +76,9 @@ class Block(BaseModel):
     """The task's hard prefixes ("task"), or a form with {attribute} or {Attribute}."""
     attribute: str = "all"
     prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
-    """The task's, the first so many of them, or those of a file."""
+    """The task's, the first so many of them at most, or those of a file."""
     augmentation: str | dict[str, Any] = "none"
-    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha being the method's if absent."""
+    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha the method's if absent."""
     length: Annotated[int, Field(ge=1)]
     samples: Annotated[int, Field(ge=1)]
     seed: int = 1
@@ -87,6 +87,14 @@ class Block(BaseModel):
     trace: Literal["none", "pooled", "full"] = "pooled"
     max_rows: Annotated[int, Field(ge=1)] | None = None
     doubled_bos: bool = False
+
+
+FORMS = {
+    "method": "a name, or { name = ..., PARAMETER = VALUE }",
+    "prompts": "task, a number of at least 1, a file's path, or { file = ..., n = ... }",
+    "augmentation": "none, paper, released, or { alpha = ..., law = ..., ... }",
+}
+"""What the keys of several forms take, for error messages."""
 
 
 class Cell(BaseModel):
@@ -138,8 +146,10 @@ class Cell(BaseModel):
         default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
         changed = [f"{name}={value}" for name, value in self.parameters.items() if default.get(name) != value]
         own = self.task.attributes[self.attribute].prefix
-        if own != usual.attributes[self.attribute].prefix and self.parameters.get("prefixes", "hard") == "hard":
-            changed.append(f"prefix={own}")
+        other = usual.attributes.get(self.attribute, Attribute(prefix=own))
+        if own != other.prefix and self.parameters.get("prefixes", "hard") == "hard":
+            form = own.replace(self.attribute.capitalize(), "{Attribute}").replace(self.attribute, "{attribute}")
+            changed.append(f"prefix {form}")
         return ", ".join(changed)
 
     @property
@@ -197,18 +207,23 @@ def load_grid(name: str, changes: Mapping[str, Any] | None = None, *, check: boo
         raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
     description = str(raw.pop("description", ""))
     blocks = raw.pop("block", [{}])
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise GridError(f"grid {name}: a block begins with [[block]], in double brackets")
     needs: list[str] = []
     cells: dict[str, Cell] = {}
     for number, block in enumerate(blocks, 1):
         where = f"grid {name}, block {number}"
         keys = raw | block | dict(changes or {})
         _check_keys(keys, where)
+        for key, value in keys.items():
+            if value == []:
+                raise GridError(f"{where}: {key} is an empty list, so the block has no cell")
         axes = [value if isinstance(value, list) else [value] for value in keys.values()]
         for point in itertools.product(*axes):
             for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs):
                 cells.setdefault(cell.key, cell)
     if not cells:
-        raise GridError(f"grid {name} has no cell; an axis is empty")
+        raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
     if needs and check:
         raise GridError(f"grid {name} cannot run yet: {'; '.join(dict.fromkeys(needs))}")
     return Grid(title, description, tuple(cells.values()), tuple(dict.fromkeys(needs)))
@@ -225,7 +240,7 @@ def _resolve(point: dict[str, Any], where: str, needs: list[str]) -> list[Cell]:
     try:
         block = Block.model_validate(point)
     except ValidationError as error:
-        raise GridError(f"{where}: {first_problem(error, fields=Block.model_fields)}") from None
+        raise GridError(f"{where}: {first_problem(error, FORMS, Block.model_fields)}") from None
     try:
         task = _task(block, needs)
         given = {"name": block.method} if isinstance(block.method, str) else dict(block.method)
@@ -234,6 +249,7 @@ def _resolve(point: dict[str, Any], where: str, needs: list[str]) -> list[Cell]:
         method = for_task(given.pop("name"), load_task(block.task), **given)
         augmentation = _augmentation(block.augmentation, method)
         attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
+        _check_wording(block, task, method, attributes)
         return [_cell(block, task, attribute, method, augmentation, needs) for attribute in attributes]
     except Lapa2Error as error:
         raise GridError(f"{where}: {error}") from None
@@ -249,8 +265,10 @@ def _task(block: Block, needs: list[str]) -> Task:
         case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
             needs.append(f"{file} ({n} prompts: {what}) in the folder you are in")
             prompts = tuple(f"prompt {i} of a file that is not there yet, as long as most" for i in range(n))
-        case FromFile(file=file):
+        case FromFile(file=file, n=n):
             prompts = read_prompts(Path(file))
+            if len(prompts) != n:
+                raise GridError(f"{file} has {len(prompts)} prompts, and the grid says {n}")
         case file:
             prompts = read_prompts(Path(str(file)))
     attributes = task.attributes
@@ -262,6 +280,19 @@ def _task(block: Block, needs: list[str]) -> Task:
             for name in attributes
         }
     return task.model_copy(update={"attributes": attributes, "prompts": Prompts(texts=prompts)})
+
+
+def _check_wording(block: Block, task: Task, method: Method, attributes: Sequence[str]) -> None:
+    """A wording that the method does not read would give cells of other keys and the same texts."""
+    usual = load_task(block.task)
+    if task.attributes == usual.attributes:
+        return
+    for attribute in attributes:
+        if method.branches(task, attribute) == method.branches(usual, attribute):
+            raise GridError(
+                f"wording {block.wording!r} changes nothing for {method.name}, which puts no prefix of {task.name}'s attributes "
+                "in front; give it wording task"
+            )
 
 
 def _augmentation(asked: str | dict[str, Any], method: Method) -> Augmentation | None:

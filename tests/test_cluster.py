@@ -1,0 +1,297 @@
+"""The Ray engine, on a real cluster of several nodes on this machine; models larger than one GPU."""
+
+import socket
+import sys
+from time import monotonic
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import HAS_HOOKED, load
+
+from lapa2_interp import Augmentation, models
+from lapa2_interp.decoding import run_plan
+from lapa2_interp.errors import ModelError, RunError
+from lapa2_interp.experiments import cluster as clusters
+from lapa2_interp.experiments.cluster import Cluster
+from lapa2_interp.experiments.engines import Failed, Here, Job, Opened
+from lapa2_interp.experiments.grids import Cell, load_grid
+from lapa2_interp.experiments.store import library_versions
+from lapa2_interp.experiments.sweep import sweep
+from lapa2_interp.methods import for_task
+from lapa2_interp.plan import plan
+from lapa2_interp.tasks import load_task
+
+GRID = """
+model = "tiny-gpt2"
+task = "sentiment"
+attribute = "positive"
+prompts = 4
+samples = 4
+length = 64
+max_rows = 8
+[[block]]
+method = ["prefix", "preadd"]
+augmentation = "paper"
+"""
+"""Two cells, of two and four groups."""
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """A cluster: a head that only coordinates, and two nodes of one core."""
+    from ray.cluster_utils import Cluster as Machines
+
+    quickly = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quickly}
+    machines = Machines(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        machines.add_node(num_cpus=1)
+    yield machines
+    machines.shutdown()
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    file = tmp_path_factory.mktemp("grid") / "two.toml"
+    file.write_text(GRID)
+    return load_grid(str(file))
+
+
+@pytest.fixture(scope="module")
+def here(grid, tmp_path_factory):
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("here") / "run"
+    assert sweep(folder, [grid], Here("cpu")).made == 2
+    return folder
+
+
+def assert_equal(run, other):
+    for cell in sorted((other / "cells").iterdir()):
+        for name in ("samples.parquet", "trace.nc"):
+            assert (run / "cells" / cell.name / name).read_bytes() == (cell / name).read_bytes(), (cell.name, name)
+
+
+class LosesAMachine(Cluster):
+    """One of its machines is cut off while it does the sixth job."""
+
+    def __init__(self, machines):
+        super().__init__(address=machines.address)
+        self.machines, self.given, self.lost = machines, 0, []
+
+    def submit(self, job):
+        super().submit(job)
+        self.given += 1
+        if self.given == 6:
+            busy = next(seat for seat in self._seats if seat.job)
+            node = next(node for node in self.machines.worker_nodes if node.node_id == busy.node)
+            self.machines.remove_node(node, allow_graceful=False)
+
+    def _lost(self, seat, given, error):
+        self.lost.append(given)
+        return super()._lost(seat, given, error)
+
+
+def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(machines, grid, here, tmp_path):
+    engine = LosesAMachine(machines)
+    assert engine.slots == 2
+    try:
+        swept = sweep(tmp_path / "run", [grid], engine)
+    finally:
+        machines.add_node(num_cpus=1)
+    assert (swept.made, swept.failed) == (2, ())
+    assert [attempt for _, attempt in filter(None, engine.lost)] == [1], "a job was under way there"
+    assert_equal(tmp_path / "run", here)
+
+
+class Deadly(Cell):
+    """Kills the worker that reads it."""
+
+    def __reduce_ex__(self, protocol):
+        import os
+
+        return os._exit, (1,)
+
+
+def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_workers(machines, grid, monkeypatch):
+    monkeypatch.setattr(clusters, "ATTEMPTS", 2)
+    cell = grid.cells[0]
+    with Cluster(address=machines.address) as engine:
+        before = engine.slots
+        engine.submit(Job(Deadly.model_validate(cell.model_dump())))
+        engine.submit(Job(cell))
+        outcomes = []
+        while len(outcomes) < 2:
+            outcomes += engine.wait()
+        found = {type(job.cell): outcome for job, outcome in outcomes}
+        assert isinstance(found[Cell], Opened)
+        assert isinstance(found[Deadly], Failed)
+        assert "died 2 times" in found[Deadly].traceback
+        machines.add_node(num_cpus=1)
+        engine.submit(Job(cell))
+        list(engine.wait())
+        engine._grow()
+        assert engine.slots == before + 1
+
+
+def test_a_cluster_that_is_not_there_is_refused_soon(monkeypatch):
+    monkeypatch.setattr(clusters, "ANSWER", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        busy = f"127.0.0.1:{silent.getsockname()[1]}"
+        for address, reason in (("127.0.0.1:1", "refused"), (busy, "no answer in 4 s")):
+            began = monotonic()
+            with pytest.raises(RunError, match=f"cannot join the Ray cluster at {address} .*{reason}.*ray start"):
+                Cluster(address=address)
+            assert monotonic() - began < 8
+    for address in ("nonsense", "ray://127.0.0.1:10001", "127.0.0.1:http"):
+        with pytest.raises(RunError, match="allowed: HOST:PORT of the cluster's head, auto"):
+            Cluster(address=address)
+
+
+def test_without_ray_the_error_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RunError, match=r"pip install 'lapa2-interp\[ray\]', or use --engine local"):
+        Cluster()
+
+
+class Machines:
+    """Stands for Ray, connected to machines that have these resources, and other libraries."""
+
+    def __init__(self, *resources):
+        self.resources = resources
+
+    def nodes(self):
+        gone = {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 9.0}}
+        return [{"NodeID": i, "Alive": True, "Resources": each} for i, each in enumerate(self.resources)] + [gone]
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: 0)
+
+    def remote(self, kind):
+        actor = SimpleNamespace(place=SimpleNamespace(remote=object))
+        return SimpleNamespace(options=lambda **needs: SimpleNamespace(remote=lambda *settings: actor))
+
+    def wait(self, refs, timeout):
+        return refs[:1], refs[1:]
+
+    def get(self, ref):
+        return "node", "far", library_versions() | {"torch": "1.13.0+cu117"}
+
+    def kill(self, actor):
+        pass
+
+    def shutdown(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, 5),
+        ({"gpus_per_worker": 2.0}, 2),
+        ({"gpus_per_worker": 0.25}, 20),
+        ({"device": "cpu", "threads": 2}, 7),
+        ({"workers": 9}, 9),
+    ],
+)
+def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
+    monkeypatch.setattr(
+        clusters, "_join", lambda address: Machines({"GPU": 3.0, "CPU": 7.0}, {"GPU": 2.0, "CPU": 8.0}, {"CPU": 1.0})
+    )
+    assert Cluster(**settings).slots == slots
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threads": 5}, "needs 5 CPU where the largest has 4"),
+        ({"device": "auto"}, "has no GPU for device 'auto'; give --device cpu"),
+        ({"device": "cuda:1"}, "allowed: cpu, cuda, auto"),
+        ({"gpus_per_worker": 1.5}, "found 1.5"),
+        ({"workers": 0}, "found 0"),
+    ],
+)
+def test_what_no_machine_can_do_is_refused(monkeypatch, settings, message):
+    monkeypatch.setattr(clusters, "_join", lambda address: Machines({"CPU": 4.0}))
+    with pytest.raises(RunError, match=message):
+        Cluster(**settings)
+
+
+def test_a_machine_with_other_libraries_is_refused(monkeypatch):
+    monkeypatch.setattr(clusters, "_join", lambda address: Machines({"CPU": 1.0}))
+    refused = pytest.raises(RunError, match=r"far has torch 1\.13\.0 and this machine \d.*install the same versions")
+    with refused, Cluster() as engine:
+        next(engine.wait())
+
+
+def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
+    machines = Machines({"CPU": 1.0})
+    monkeypatch.setattr(clusters, "_join", lambda address: machines)
+    with pytest.raises(RunError, match="Ray has ended on this machine.*the same command goes on"), Cluster() as engine:
+        engine.submit(Job(grid.cells[0]))
+        machines.resources = ()
+        next(engine.wait())
+
+
+# --- models larger than one GPU
+
+
+def spread(network, place, folder):
+    """A model as transformers leaves it when its layers are on several devices, the third on `place`."""
+    from accelerate import dispatch_model
+
+    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    device_map |= {f"model.layers.{i}": place if i == 2 else "cpu" for i in range(4)}
+    return dispatch_model(network, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_path):
+    if place == "disk" and HAS_HOOKED:
+        pytest.skip("transformer-lens 3.9 refuses weights on the disk")
+    network, tokenizer, _ = models.load_transformers("tiny-llama")
+    network = spread(network, place, str(tmp_path))
+    assert hasattr(network.model.layers[2], "_hf_hook")
+    assert next(network.model.layers[2].parameters()).device.type == ("meta" if place == "disk" else "cpu")
+    task = load_task("sentiment")
+    made = []
+    for model in (models._bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(), load("tiny-llama")):
+        model.cfg.default_prepend_bos = True
+        method, rule = for_task("preadd", task), Augmentation(alpha=1.0)
+        todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
+        made.append(run_plan(model, todo, seed=1, trace="full"))
+    assert made[0].samples.equals(made[1].samples)
+    assert made[0].trace.equals(made[1].trace)
+
+
+def test_device_auto_leaves_the_placing_to_transformers(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    network, tokenizer, _ = models.load_transformers("tiny-gpt2")
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    asked = []
+    inner = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args, **kwargs):
+        asked.append(kwargs["device_map"])
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    ids = torch.arange(8)[None]
+    logits = models.load_model(str(tmp_path), device="auto")(ids)
+    assert asked == ["auto"]
+    assert torch.equal(logits, load("tiny-gpt2")(ids))
+    assert models.load_model("tiny-gpt2", device="auto").cfg.device == load("tiny-gpt2").cfg.device
+
+
+def test_a_model_that_the_gpus_do_not_hold_is_refused(tmp_path, monkeypatch):
+    network, tokenizer, weights = models.load_transformers("tiny-llama")
+    network = spread(network, "cpu", str(tmp_path))
+    monkeypatch.setattr(models, "load_transformers", lambda *_: (network, tokenizer, weights))
+    network.hf_device_map |= {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ModelError, match="larger than the GPUs here together.*--gpus-per-worker"):
+        models.load_model("tiny-llama", device="auto")
+    network.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(ModelError, match="use TransformerBridge for a model larger than one GPU"):
+        models.load_model("tiny-llama", device="auto", model_class="HookedTransformer")

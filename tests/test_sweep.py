@@ -1,0 +1,1035 @@
+"""A run that is stopped anywhere becomes what an undisturbed one is; what goes wrong is said, and harms nothing else."""
+
+import errno
+import functools
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from conftest import MODEL_CLASSES, load
+
+from lapa2_interp import generate
+from lapa2_interp.cli import main
+from lapa2_interp.errors import RunError
+from lapa2_interp.experiments import engines
+from lapa2_interp.experiments.engines import ATTEMPTS, Failed, Here, Job, Opened, Processes, Worker
+from lapa2_interp.experiments.grids import load_grid
+from lapa2_interp.experiments.store import MANIFEST, SAMPLES, TRACE, Manifest, read_manifest
+from lapa2_interp.experiments.sweep import add_grids, durable_file, durable_folder, load_run, pick, sweep
+
+HEAD = """
+model = "tiny-gpt2"
+task = "sentiment"
+attribute = "positive"
+prompts = 3
+samples = 2
+length = 22
+max_rows = 4
+"""
+ONE = f"""{HEAD}
+method = "prefix"
+augmentation = ["none", "paper"]
+"""
+TWO = f"""{HEAD}
+[[block]]
+method = "prefix"
+augmentation = ["none", {{ layers = "top" }}]
+[[block]]
+method = "air-decoding"
+augmentation = "paper"
+samples = 1
+"""
+"""Four cells of two or three groups each; both grids have the baseline of prefix."""
+PRELOAD = [
+    "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
+    "lapa2_interp.attention.liveness", "lapa2_interp.cli", "lapa2_interp.decoding", "lapa2_interp.experiments.checks",
+    "lapa2_interp.experiments.sweep",
+]  # fmt: skip
+
+
+class Recording(Here):
+    """Keeps what its worker makes."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.made = {}
+
+    def wait(self):
+        for job, outcome in super().wait():
+            self.made[job.cell.key, job.group] = outcome
+            yield job, outcome
+
+
+class Replaying:
+    """Gives what was made before, which takes no time."""
+
+    def __init__(self, made, slots=1):
+        self.made, self.slots, self.jobs, self.done = made, slots, [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, job):
+        self.jobs.append(job)
+
+    def wait(self):
+        job = self.jobs.pop(0)
+        self.done.append((job.cell.key, job.group))
+        yield job, self.made[job.cell.key, job.group]
+
+
+def write_grids(folder, trace):
+    for name, text in (("one", ONE), ("two", TWO)):
+        (folder / f"{name}.toml").write_text(f'trace = "{trace}"\n{text}')
+    return [folder / "one.toml", folder / "two.toml"]
+
+
+def grids_of(files):
+    return [load_grid(str(file)) for file in files]
+
+
+def made_in_one_go(files, folder):
+    engine = Recording()
+    done = sweep(folder, grids_of(files), engine, pytest.fail)
+    assert (done.before, done.made, done.failed) == (0, 4, ())
+    assert len(engine.made) == 4 + 2 + 2 + 2 + 3
+    return folder, engine.made
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_grids(tmp_path_factory.mktemp("grids"), "none")
+
+
+@pytest.fixture(scope="module")
+def traced_files(tmp_path_factory):
+    return write_grids(tmp_path_factory.mktemp("grids"), "pooled")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, files):
+    """A run folder, made in one go, and the outcomes it was made of."""
+    return made_in_one_go(files, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, traced_files):
+    """The same with traces, which take longer to write than these texts to generate."""
+    return made_in_one_go(traced_files, tmp_path_factory.mktemp("traced") / "run")
+
+
+def in_a_file(made, folder):
+    """Outcomes for another process."""
+    (folder / "outcomes.pickle").write_bytes(pickle.dumps(made))
+    return folder / "outcomes.pickle"
+
+
+@functools.cache
+def warm():
+    """A context whose processes have everything imported: they start in no time, and torch has no threads in them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def start(function, *arguments):
+    process = warm().Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def contents(run):
+    """What a run consists of: the bytes of its texts and traces, and the names of everything else."""
+    found = {}
+    for file in sorted(each for each in run.rglob("*") if each.is_file() and each.name != ".lock"):
+        same = file.name in (SAMPLES, TRACE) or file.parent.name == "plan"
+        found[str(file.relative_to(run))] = file.read_bytes() if same else None
+    return found
+
+
+def assert_equal_runs(run, other):
+    ours, theirs = contents(run), contents(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+    assert sorted(load_run(run).finished) == sorted(load_run(other).finished) == sorted(load_run(run).plan)
+
+
+def stamps(run):
+    return {
+        str(file): file.stat().st_mtime_ns
+        for folder in run.glob("cells/[0-9a-f]*")
+        for file in [folder, *folder.iterdir()]
+    }
+
+
+def lapa2(line, *more):
+    return main([*shlex.split(line), *map(str, more)])
+
+
+# --- stopping
+
+
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "tempfile.mkdtemp")
+
+
+def replay_until(folder, files, outcomes, at):
+    """Sweep, and be killed just before the file system is changed or a file of the run is opened for the `at`-th time."""
+    number = count(1)
+
+    def killer(event, arguments):
+        if (event in CHANGES or (event == "open" and str(arguments[0]).startswith(str(folder)))) and next(number) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made, grids = pickle.loads(outcomes.read_bytes()), grids_of(files)
+    sys.addaudithook(killer)
+    sweep(folder, grids, Replaying(made))
+
+
+def assert_sound(run, other):
+    """A run that was killed: what it calls finished is whole and right."""
+    if (run / "run.json").exists():
+        for key in load_run(run).finished:
+            read_manifest(run / "cells" / key)
+            for file in (other / "cells" / key).iterdir():
+                assert file.name == MANIFEST or (run / "cells" / key / file.name).read_bytes() == file.read_bytes()
+    return stamps(run)
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("undisturbed", 12), ("traced", 1)])
+def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(request, tmp_path, kind, rounds):
+    whole, made = request.getfixturevalue(kind)
+    files = request.getfixturevalue("files" if kind == "undisturbed" else "traced_files")
+    outcomes = in_a_file(made, tmp_path)
+    rng, killed = random.Random(5), 0
+    for number in range(rounds):
+        run = tmp_path / str(number)
+        for at in (rng.randrange(1, 260), rng.randrange(1, 60)):  # the second time soon after it went on
+            process = start(replay_until, run, files, outcomes, at)
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL)
+            killed += process.exitcode != 0
+            before = assert_sound(run, whole)
+        engine = Replaying(made)
+        done = sweep(run, grids_of(files), engine, pytest.fail)
+        assert (done.before + done.made, done.failed) == (4, ())
+        assert not {key for key, _ in engine.done} & {Path(name).name for name in before}
+        assert_equal_runs(run, whole)
+        assert before.items() <= stamps(run).items()
+        shutil.rmtree(run)
+    assert killed > rounds
+
+
+def really_sweep(folder, files):
+    sweep(folder, grids_of(files), Here("cpu"))
+
+
+def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(traced, traced_files, tmp_path):
+    rng, run, parts = random.Random(2), tmp_path / "run", 0
+    for _ in range(3):
+        process = start(really_sweep, run, traced_files)
+        wanted = len(list(run.glob("*/*"))) + rng.randrange(1, 8)
+        while process.is_alive() and len(list(run.glob("*/*"))) + len(list(run.glob("parts/*/[0-9]"))) < wanted:
+            time.sleep(0.005)
+        process.join(rng.random() * 0.4)
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        before = assert_sound(run, traced[0])
+        parts = max(parts, len(list(run.glob("parts/*/[0-9]"))))
+    process = start(really_sweep, run, traced_files)
+    process.join()
+    assert process.exitcode == 0
+    assert parts, "it was never killed inside a cell"
+    assert_equal_runs(run, traced[0])
+    assert before.items() <= stamps(run).items()
+    assert not list(run.rglob(".writing-*"))
+
+
+def command(run, files, *more):
+    program = "from lapa2_interp.cli import main; raise SystemExit(main())"
+    return [sys.executable, "-c", program, "sweep", *map(str, files), "--out", str(run), "--device", "cpu", *more]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Start the command in a session of its own, as a terminal would; what it prints goes to the file `printed`."""
+    started = []
+
+    def begin(*arguments):
+        with (tmp_path / "printed").open("w") as stream:
+            started.append(subprocess.Popen(command(*arguments), stdout=stream, stderr=stream, start_new_session=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if not is_over(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(condition, seconds=120.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def is_over(session):
+    """Whether no process of it runs."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == session and state != "Z":
+                return False
+    return True
+
+
+@pytest.fixture
+def quick_processes(monkeypatch):
+    """Workers that have everything imported."""
+    real, context = multiprocessing.get_context, warm()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda name=None: context if name == "spawn" else real(name))
+
+
+def test_workers_end_with_a_coordinator_that_was_killed_and_another_number_of_them_makes_the_same(
+    traced, traced_files, tmp_path, quick_processes, alone
+):
+    run = tmp_path / "run"
+    process = alone(run, traced_files[::-1], "--workers", "2")
+    wait_for(lambda: list(run.glob("parts/*/[0-9]")) or process.poll() is not None)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert_sound(run, traced[0])
+    wait_for(lambda: is_over(process.pid), 20)
+    done = sweep(run, grids_of(traced_files), Processes(2, "cpu"), pytest.fail)
+    assert (done.before + done.made, done.failed) == (4, ())
+    assert_equal_runs(run, traced[0])
+
+
+def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_path, alone):
+    """A terminal interrupts the workers, too."""
+    process = alone(tmp_path / "run", files, "--workers", "2")
+    wait_for(lambda: (tmp_path / "run" / "run.json").exists() or process.poll() is not None)
+    time.sleep(0.7)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    printed = (tmp_path / "printed").read_text()
+    assert "0 of 4 cells are finished; the same command goes on" in printed
+    assert printed.splitlines()[-1] == "lapa2: interrupted"
+    assert "Traceback" not in printed
+    wait_for(lambda: is_over(process.pid), 20)
+
+
+def run_command(run, files, log):
+    """`lapa2 sweep`, here."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in the background of a script
+    with log.open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    raise SystemExit(main(command(run, files, "--workers", "1")[3:]))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_path, number, code):
+    run, log = tmp_path / "run", tmp_path / "log"
+    process = start(run_command, run, files, log)
+    wait_for(lambda: list(run.glob("cells/[0-9a-f]*")) or not process.is_alive())
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == code, log.read_text()
+    finished = load_run(run).finished
+    assert 1 <= len(finished) < 4
+    assert f"\n{len(finished)} of 4 cells are finished; the same command goes on\n" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert not list(run.rglob(".writing-*")), "it had the time to clean up"
+    done = sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
+    assert done.before == len(finished)
+    assert_equal_runs(run, undisturbed[0])
+
+
+# --- workers
+
+
+def in_any_order(outcomes):
+    """An engine of three workers whose jobs end in another order than they began."""
+    engine = Replaying(outcomes, slots=3)
+
+    def wait():
+        job = engine.jobs.pop(len(engine.jobs) // 2)
+        yield job, outcomes[job.cell.key, job.group]
+
+    engine.wait = wait
+    return engine
+
+
+def test_the_order_of_grids_and_of_outcomes_changes_nothing(undisturbed, files, tmp_path):
+    whole, made = undisturbed
+    sweep(tmp_path / "a", grids_of(files)[::-1], Replaying(made), pytest.fail)
+    sweep(tmp_path / "b", grids_of(files), in_any_order(made), pytest.fail)
+    for run in ("a", "b"):
+        assert_equal_runs(tmp_path / run, whole)
+
+
+def test_a_cell_that_two_grids_have_is_made_once(undisturbed, files):
+    whole, made = undisturbed
+    one, two = grids_of(files)
+    shared = {cell.key for cell in one.cells} & {cell.key for cell in two.cells}
+    assert [load_run(whole).plan[key].arm for key in shared] == ["baseline"]
+    assert len(load_run(whole).plan) == 4
+    assert [key for key, group in made if group is None] == list(dict.fromkeys(key for key, _ in made))
+
+
+def deadly(folder, victim, always, job):
+    """`engines._do`, but a job (by key and group) kills its process, the first time or always."""
+    with (folder / f"{job.cell.key} {job.group}").open("a") as file:
+        file.write(".")
+    if (job.cell.key, job.group) == victim and (always or (folder / f"{job.cell.key} {job.group}").stat().st_size == 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return engines._worker.do(job)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
+    undisturbed, files, tmp_path, monkeypatch, quick_processes, always
+):
+    whole, made = undisturbed
+    victim = list(made)[1]
+    assert victim[1] == 0
+    (tmp_path / "log").mkdir()
+    monkeypatch.setattr(engines, "_do", functools.partial(deadly, tmp_path / "log", victim, always))
+    told = []
+    done = sweep(tmp_path / "run", grids_of(files), Processes(2, "cpu"), told.append)
+    tries = {tuple(file.name.split()): file.stat().st_size for file in (tmp_path / "log").iterdir()}
+    assert tries[victim[0], "0"] == (ATTEMPTS if always else 2)
+    assert {n for (key, _), n in tries.items() if key != victim[0]} == {1}, "nobody else's job was lost"
+    if always:
+        assert (done.made, done.failed) == (3, (victim[0],))
+        assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
+        (line,) = told
+        assert line.startswith(f"failed: {load_run(whole).plan[victim[0]].where} ({victim[0]}): ")
+        monkeypatch.undo()
+        sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, quick_processes):
+    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    with Processes(1, "cpu") as engine:
+        for _ in range(2):
+            engine.submit(Job(cell))
+            ((job, outcome),) = engine.wait()
+            assert isinstance(outcome, Opened)
+            assert outcome.groups == undisturbed[1][job.cell.key, None].groups
+            (process,) = engine._pools[0]._processes.values()
+            process.kill()
+            process.join()
+            time.sleep(0.3)
+
+
+def leave(_):
+    raise SystemExit("leaving")
+
+
+def test_whatever_a_worker_raises_is_a_failure_of_its_job_alone(undisturbed, quick_processes, monkeypatch):
+    monkeypatch.setattr(engines, "_do", leave)
+    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    with Processes(1, "cpu") as engine:
+        engine.submit(Job(cell))
+        ((_, outcome),) = engine.wait()
+    assert isinstance(outcome, Failed)
+    assert "SystemExit: leaving" in outcome.traceback
+
+
+def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, monkeypatch):
+    from lapa2_interp.methods import Prepared
+    from lapa2_interp.methods.prefix import PrefixConditioning
+
+    made = []
+
+    def prepare(self, kit, task, attribute, prompt):
+        kit.once("table", lambda: made.append(prompt))
+        return Prepared()
+
+    monkeypatch.setattr(PrefixConditioning, "prepare", prepare)
+    worker = Worker("cpu")
+    cells = [cell for cell in load_run(undisturbed[0]).plan.values() if cell.method == "prefix"]
+    for _ in range(2):
+        for cell in cells:
+            assert isinstance(worker.do(Job(cell)), Opened)
+    assert len(made) == 1
+    assert len({id(worker.plan(cell)) for cell in cells for _ in range(2)}) == len(cells)
+
+
+def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
+    def plan(*_):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("lapa2_interp.plan.plan", plan)
+    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    outcome = Worker("cpu").do(Job(cell))
+    assert outcome.traceback.splitlines()[-1] == "MemoryError: no more; fewer rows share a batch with --set max_rows=N"
+
+
+def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path):
+    from conftest import soft_prefix, soft_set
+
+    from lapa2_interp import load_task
+    from lapa2_interp.prefixes import save_prefix
+
+    model = load("tiny-gpt2")
+    folder = soft_set(tmp_path / "set", model, load_task("sentiment"))
+    (tmp_path / "g.toml").write_text(ONE.replace('"prefix"', f'{{ name = "prefix", prefixes = "{folder}" }}'))
+    cell = load_grid(str(tmp_path / "g.toml")).cells[0]
+    assert isinstance(Worker("cpu").do(Job(cell)), Opened)
+    save_prefix(soft_prefix(model, seed=9), Path(folder), "float32")
+    outcome = Worker("cpu").do(Job(cell))
+    assert isinstance(outcome, Failed)
+    assert "here, and had" in outcome.traceback.splitlines()[-1]
+    assert load_grid(str(tmp_path / "g.toml")).cells[0].key != cell.key
+
+
+# --- what goes wrong
+
+
+def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it_again(
+    undisturbed, files, tmp_path, monkeypatch, capsys
+):
+    from lapa2_interp import decoding
+
+    real, made = decoding.run_plan, []
+
+    def failing(model, todo, **settings):
+        made.append(todo.groups)
+        if any(each is not None and each.layers == "top" for each in todo.augmentations) and len(todo.groups[0]) == 2:
+            raise ValueError("out of luck")
+        return real(model, todo, **settings)
+
+    monkeypatch.setattr(decoding, "run_plan", failing)
+    (tmp_path / "two.toml").write_text(TWO)
+    line = f"sweep {tmp_path / 'two.toml'} --out {tmp_path / 'run'} --workers 1 --device cpu"
+    assert lapa2(line) == 2
+    printed = capsys.readouterr()
+    assert "2 cells made" in printed.out
+    (bad,) = pick(load_run(tmp_path / "run"), layers="top")
+    assert f"({bad}): ValueError: out of luck" in printed.err
+    assert "lapa2: 1 cells failed; `lapa2 runs" in printed.err.splitlines()[-1]
+    run = load_run(tmp_path / "run")
+    assert run.cells.set_index("key")["state"].value_counts().to_dict() == {"finished": 2, "failed": 1}
+    assert run.failures[bad].traceback.startswith("Traceback (most recent call last)")
+    assert 'raise ValueError("out of luck")' in run.failures[bad].traceback
+    assert lapa2("runs", tmp_path / "run", "--traceback", "--state", "failed") == 0
+    printed = capsys.readouterr().out
+    assert "two: 2 finished, 1 failed" in printed
+    assert "raise ValueError" in printed
+    assert printed.count("baseline") == 0
+    before = stamps(tmp_path / "run")
+
+    monkeypatch.setattr(decoding, "run_plan", lambda *a, **k: made.append(None) or real(*a, **k))
+    made.clear()
+    assert lapa2(line) == 0
+    assert "1 cells made" in capsys.readouterr().out
+    assert len(made) == 1, "the group that had been finished was kept"
+    assert load_run(tmp_path / "run").failures == {}
+    assert not (tmp_path / "run" / "failed" / f"{bad}.json").exists()
+    assert before.items() <= stamps(tmp_path / "run").items()
+    assert lapa2("runs", tmp_path / "run") == 0
+    assert "two: 3 finished" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_opened_fails_its_cells_alone(undisturbed, files, tmp_path):
+    (tmp_path / "g.toml").write_text(TWO.replace("layers", "profile").replace('"top"', '"paper", layers = [9]'))
+    told = []
+    done = sweep(tmp_path / "run", grids_of([tmp_path / "g.toml"]), Here("cpu"), told.append)
+    assert done.made == 2
+    assert len(done.failed) == 1
+    assert "layer 9 does not exist; the model has layers 0-3" in told[0]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("at", [1, 4, 15, 40, 73])
+def test_a_disk_that_is_full_stops_cleanly_and_goes_on(undisturbed, files, tmp_path, monkeypatch, number, at):
+    whole, made = undisturbed
+    real, calls = os.fsync, count(1)
+
+    def fsync(handle):
+        if next(calls) >= at:
+            raise OSError(number, os.strerror(number))
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        message = "cannot write .*: Read-only" if number == errno.EROFS else "is full; .* is kept: make room and repeat"
+        with pytest.raises(RunError, match=message):
+            sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
+    assert next(calls) > at
+    assert not list((tmp_path / "run").rglob(".writing-*"))
+    before = assert_sound(tmp_path / "run", whole)
+    sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
+    assert_equal_runs(tmp_path / "run", whole)
+    assert before.items() <= stamps(tmp_path / "run").items()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill_disk(folder, files, outcomes):
+    try:
+        sweep(folder, grids_of(files), Replaying(pickle.loads(outcomes.read_bytes())))
+    except RunError as error:
+        raise SystemExit(7 if "is full" in str(error) else 8) from error
+
+
+def test_a_real_full_disk_stops_cleanly_and_goes_on(traced, traced_files, tmp_path, small_disk):
+    """In another process, because HDF5 has been seen to take one down."""
+    process = start(fill_disk, small_disk / "run", traced_files, in_a_file(traced[1], tmp_path))
+    process.join()
+    assert process.exitcode == 7
+    assert assert_sound(small_disk / "run", traced[0]), "some cells are finished"
+    subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)
+    sweep(small_disk / "run", grids_of(traced_files), Replaying(traced[1]), pytest.fail)
+    assert_equal_runs(small_disk / "run", traced[0])
+
+
+def hold(folder, files, outcomes, until):
+    """Sweep, and stay in the middle of it until a file is there."""
+    engine = Replaying(pickle.loads(outcomes.read_bytes()))
+    real, number = engine.wait, count(1)
+
+    def wait():
+        if next(number) == 5:
+            (until.parent / "waiting").touch()
+            wait_for(until.exists)
+        return real()
+
+    engine.wait = wait
+    sweep(folder, grids_of(files), engine)
+
+
+def test_two_processes_on_one_run_the_second_is_refused(undisturbed, files, tmp_path, capsys):
+    run = tmp_path / "run"
+    process = start(hold, run, files, in_a_file(undisturbed[1], tmp_path), tmp_path / "go")
+    wait_for((tmp_path / "waiting").exists)
+    before = contents(run)
+    with pytest.raises(RunError, match=f"is being filled by process {process.pid} on .*; wait for it, or give another"):
+        sweep(run, grids_of(files), Replaying(undisturbed[1]))
+    assert lapa2("runs", run) == 0, "it may be read meanwhile"
+    assert contents(run) == before
+    (tmp_path / "go").touch()
+    process.join()
+    assert process.exitcode == 0
+    assert_equal_runs(run, undisturbed[0])
+    assert sweep(run, grids_of(files), Replaying({})).before == 4, "who has ended holds nothing"
+
+
+@pytest.fixture
+def copy(undisturbed, tmp_path):
+    """A finished run that may be spoiled."""
+    return shutil.copytree(undisturbed[0], tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "run of format 2 .*this is .*format 1; read it with that version, or sweep into a new folder"),
+        ({"kind": "tables"}, "is not the folder of a sweep: its run.json is something else's"),
+        ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
+        ({"nonsense": 3}, "is damaged or of another version: nonsense"),
+        ({"grids": {"one": ["0123456789abcdef"]}}, "is damaged or of another version: .*0123456789abcdef.json"),
+    ],
+)
+def test_a_run_of_another_version_is_not_read(copy, files, change, message):
+    raw = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(raw | change))
+    before = contents(copy)
+    for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
+        with pytest.raises(RunError, match=message):
+            act(copy)
+    assert contents(copy) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "sweep", "form', "\x00\xff"])
+def test_a_damaged_list_of_cells_is_refused(copy, text):
+    (copy / "run.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(RunError, match="is damaged or of another version|something else's"):
+        load_run(copy)
+
+
+def test_a_run_that_another_version_began_is_read_and_not_filled(copy, files):
+    text = (copy / "run.json").read_text()
+    (copy / "run.json").write_text(text.replace('"lapa2_interp": "', '"lapa2_interp": "9.'))
+    assert len(load_run(copy).finished) == 4
+    with pytest.raises(
+        RunError, match=r"was begun by lapa2_interp 9\..*finish it with that version, or sweep into a new"
+    ):
+        sweep(copy, grids_of(files), Replaying({}))
+
+
+def test_a_plan_that_was_changed_is_refused(copy, files):
+    file = next((copy / "plan").iterdir())
+    file.write_text(file.read_text().replace('"seed": 1', '"seed": 2'))
+    for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
+        with pytest.raises(RunError, match=f"the configuration of cell {file.stem} gives the key .* here"):
+            act(copy)
+
+
+def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="exists and is not the folder of a sweep; choose another --out"):
+        sweep(tmp_path / "thesis", grids_of(files), Replaying({}))
+    assert [each.name for each in (tmp_path / "thesis").iterdir()] == ["chapter1.txt"]
+    with pytest.raises(RunError, match="cannot write .*file: File exists"):
+        sweep(tmp_path / "file", grids_of(files), Replaying({}))
+    with pytest.raises(RunError, match="is not the folder of a sweep: it has no run.json; `lapa2 sweep GRID --out"):
+        load_run(tmp_path / "thesis")
+    (tmp_path / "empty").mkdir()
+    assert len(add_grids(tmp_path / "empty", grids_of(files)).plan) == 4
+
+
+def test_weights_that_changed_since_the_run_was_made_are_refused(undisturbed, files, copy):
+    made = undisturbed[1]
+    key = next(iter(load_run(copy).plan))
+    shutil.rmtree(copy / "cells" / key)
+    opened = made[key, None]
+    other = opened.facts["model"].model_copy(update={"weights": "sha256 of others"})
+    changed = made | {(key, None): Opened(opened.groups, opened.facts | {"model": other}, 0.0)}
+    with pytest.raises(
+        RunError, match="was made with tiny-gpt2 of random, seed 0, and it is now sha256 of others; sweep into"
+    ):
+        sweep(copy, grids_of(files), Replaying(changed))
+
+
+def half_done(run, files, made, jobs):
+    """A run that was stopped after so many jobs; its first cell has some groups."""
+    engine = Replaying(made)
+    real = engine.wait
+
+    def wait():
+        if len(engine.done) == jobs:
+            raise KeyboardInterrupt
+        return real()
+
+    engine.wait = wait
+    with pytest.raises(KeyboardInterrupt):
+        sweep(run, grids_of(files), engine, pytest.fail)
+
+
+def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_path):
+    whole, made = undisturbed
+    half_done(tmp_path / "run", files, made, 2)
+    (key,) = (folder.name for folder in (tmp_path / "run" / "parts").iterdir())
+    opened = made[key, None]
+    assert opened.groups == (4, 2)
+    assert (tmp_path / "run" / "parts" / key / "0").is_dir()
+    for other in (
+        Opened((3, 2, 1), opened.facts, 0.0),
+        Opened(opened.groups, opened.facts | {"threads": 7}, 0.0),
+        Opened(opened.groups, opened.facts | {"versions": {"torch": "1.0"}}, 0.0),
+    ):
+        place = shutil.copytree(tmp_path / "run", tmp_path / "other", dirs_exist_ok=True)
+        engine = Replaying(made | {(key, None): other, (key, 2): made[key, 1]})
+        sweep(place, grids_of(files), engine, pytest.fail)
+        assert (key, 0) in engine.done
+        shutil.rmtree(place)
+    engine = Replaying(made)
+    sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
+    assert (key, 0) not in engine.done
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_a_cell_that_lost_a_file_is_made_again(traced, traced_files, tmp_path):
+    run = shutil.copytree(traced[0], tmp_path / "run")
+    for key, name in zip(load_run(run).plan, (SAMPLES, TRACE, MANIFEST), strict=False):
+        (run / "cells" / key / name).unlink()
+    assert load_run(run).cells["state"].tolist() == ["missing"] * 3 + ["finished"]
+    done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
+    assert (done.before, done.made) == (1, 3)
+    assert_equal_runs(run, traced[0])
+
+
+def test_what_a_kill_left_beside_finished_cells_is_taken_away(undisturbed, files, copy):
+    key = next(iter(load_run(copy).plan))
+    durable_file(copy / "failed" / f"{key}.json", '{"when": "2026-01-01T00:00:00Z", "traceback": "ValueError: old"}')
+    (copy / "parts" / key / "1").mkdir(parents=True)
+    (copy / "scores" / ".writing-of-another").mkdir(parents=True)
+    assert load_run(copy).failures == {}
+    sweep(copy, grids_of(files), Replaying({}), pytest.fail)
+    assert not (copy / "parts" / key).exists()
+    assert not (copy / "failed" / f"{key}.json").exists()
+    assert (copy / "scores" / ".writing-of-another").exists(), "not the sweep's"
+
+
+def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    log, real_fsync, real_rename = [], os.fsync, os.rename
+
+    def fsync(handle):
+        log.append(Path(f"/proc/self/fd/{handle}").readlink())
+        real_fsync(handle)
+
+    def rename(source, target, **settings):
+        log.append((Path(source), Path(target)))
+        real_rename(source, target, **settings)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
+    with durable_folder(tmp_path / "deep" / "er" / "place") as fresh:
+        (fresh / "a").write_text("a")
+        (fresh / "b").write_text("b")
+        assert not (tmp_path / "deep" / "er" / "place").exists()
+    parent = tmp_path / "deep" / "er"
+    assert log[:2] == [tmp_path, tmp_path / "deep"], "new folders are in their parents"
+    assert set(log[2:4]) == {fresh / "a", fresh / "b"}
+    assert log[4:] == [fresh, (fresh, parent / "place"), parent]
+    log.clear()
+    durable_file(parent / "new" / "file", "text")
+    (above, aside, (source, target), after) = log
+    assert (above, aside, target, after) == (parent, source, parent / "new" / "file", parent / "new")
+    assert [each.name for each in (parent / "new").iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    durable_file(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        durable_file(tmp_path / "file", "new")
+    with pytest.raises(OSError, match="full"), durable_folder(tmp_path / "folder"):
+        pass
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+
+
+# --- reading
+
+
+def test_samples_and_traces_are_those_of_generate(traced):
+    run = load_run(traced[0])
+    samples = run.samples()
+    for cell in run.plan.values():
+        alone = generate(
+            load("tiny-gpt2"), cell.decoder, cell.task, "positive", cell.task.prompts.texts, augmentation=cell.augmentation,
+            length=22, samples=cell.samples, seed=1, trace="pooled", max_rows=4,
+        )  # fmt: skip
+        ours = samples[samples["cell"] == cell.key]
+        assert ours["text"].tolist() == alone.samples["text"].tolist()
+        assert [list(tokens) for tokens in ours["tokens"]] == alone.samples["tokens"].tolist()
+        assert (ours["arm"] == cell.arm).all()
+        trace = run.trace(cell.key)
+        assert set(trace.variables) - {"arm"} == set(alone.trace.variables)
+        for name, values in alone.trace.variables.items():
+            assert trace[name].dims == values.dims, name
+            if values.dtype.kind == "f":
+                np.testing.assert_allclose(trace[name], values, atol=1e-5, err_msg=name)
+            else:
+                assert trace[name].to_numpy().tolist() == values.to_numpy().tolist(), name
+        assert np.isnan(trace["l_kv"]).any() == np.isnan(alone.trace["l_kv"]).any()
+    assert any(np.isnan(run.trace(key)["l_kv"]).any() for key in run.plan), "the parts are not all equally long"
+
+
+def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a reader loads no model")
+
+    for name in (
+        "models.load_model",
+        "models.load_transformers",
+        "models.load_tokenizer",
+        "decoding.run_plan",
+        "plan.plan",
+    ):
+        monkeypatch.setattr(f"lapa2_interp.{name}", never)
+    run = load_run(traced[0])
+    samples, cells = run.samples(), run.cells
+    assert len(samples) == 3 * 6 + 3
+    assert not samples.duplicated(["cell", "prompt", "sample"]).any()
+    assert samples.groupby("cell", sort=False).size().to_dict() == {
+        key: 3 * cell.samples for key, cell in run.plan.items()
+    }
+    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [22] * 21, "a byte is a token"
+    assert list(samples["sample"].unique()) == [0, 1]
+    assert list(cells["key"]) == list(run.plan)
+    assert (cells["state"] == "finished").all()
+    assert cells["grids"].tolist().count("one, two") == 1
+    assert cells.set_index("key")["tokens"].to_dict() == samples.groupby("cell")["n_tokens"].sum().to_dict()
+    assert (cells["seconds"] > 0).all()
+    row = cells[cells["layers"] == "top"].iloc[0]
+    assert (row["model"], row["dtype"], row["task"], row["attribute"]) == (
+        "tiny-gpt2",
+        "float32",
+        "sentiment",
+        "positive",
+    )
+    assert (row["method"], row["alpha"], row["law"], row["profile"]) == ("prefix", 0.5, "log", "paper")
+    assert (row["max_length"], row["samples"], row["seed"], row["why"]) == (22, 2, 1, "")
+    assert isinstance(run.trace(row["key"]), xr.Dataset)
+    only = run.samples([row["key"]])
+    pd.testing.assert_frame_equal(only, samples[samples["cell"] == row["key"]].reset_index(drop=True))
+    assert pick(run, method="prefix", arm=["baseline", row["arm"]], task="sentiment") == [
+        key for key, cell in run.plan.items() if cell.arm in ("baseline", row["arm"])
+    ]
+    with pytest.raises(RunError, match="unknown column 'methd'; allowed: .*did you mean 'method'"):
+        pick(run, methd="prefix")
+
+
+def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsys):
+    half_done(tmp_path / "run", files, undisturbed[1], 5)
+    run = load_run(tmp_path / "run")
+    assert run.cells["state"].tolist() == ["finished", "partly", "missing", "missing"]
+    key = run.cells["key"][2]
+    assert set(run.samples()["cell"]) == {run.cells["key"][0]}
+    for read in (run.cell, run.trace, lambda missing: run.samples([missing])):
+        with pytest.raises(RunError, match=f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"):
+            read(key)
+        with pytest.raises(RunError, match="has no cell 'nonsense'; `lapa2 runs .*` lists them"):
+            read("nonsense")
+    assert lapa2("runs", tmp_path / "run", "--json", "--state", "missing") == 0
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["missing"] * 2
+    assert lapa2("runs", tmp_path / "run") == 0
+    assert "one: 1 finished, 1 partly\ntwo: 1 finished, 2 missing\n" in capsys.readouterr().out
+    file = tmp_path / "run" / "cells" / run.cells["key"][0] / SAMPLES
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(RunError, match="samples.parquet is damaged; remove its folder, and the sweep makes"):
+        run.samples()
+
+
+def test_a_run_without_a_finished_cell_reads_as_empty(files, tmp_path):
+    run = add_grids(tmp_path / "run", grids_of(files))
+    assert len(run.samples()) == 0
+    assert run.finished == {}
+    assert run.cells["state"].tolist() == ["missing"] * 4
+
+
+def test_a_manifest_says_what_made_the_cell(traced):
+    import importlib.metadata
+
+    run = load_run(traced[0])
+    for key, cell in run.plan.items():
+        found = run.cell(key).manifest
+        assert (found.kind, found.cell, found.method, found.task) == ("run", key, cell.method, "sentiment")
+        assert found.parameters == cell.parameters
+        assert found.arms == {cell.arm: cell.augmentation}
+        assert (found.length, found.samples, found.seed, found.max_rows, found.trace) == (
+            22,
+            cell.samples,
+            1,
+            4,
+            "pooled",
+        )
+        assert found.prompts == cell.task.prompts.texts == ("Once upon a time", "The book", "The chicken")
+        assert (found.model.name, found.model.weights) == ("tiny-gpt2", "random, seed 0")
+        assert (found.model.dtype, found.model.device, found.threads) == ("float32", "cpu", 1)
+        assert found.versions["torch"] == importlib.metadata.version("torch")
+        assert found.new_tokens == run.samples([key])["n_tokens"].sum()
+        assert found.seconds > 0
+        assert found.branches["positive"]["prefix" if cell.method == "prefix" else "target"] == "Very positive:"
+        inside = json.loads(run.trace(key).attrs["manifest"])
+        assert inside["cell"] == key
+        assert not {"created", "seconds", "commit"} & inside.keys(), "equal runs have equal bytes"
+
+
+def test_a_manifest_has_the_sha_of_its_soft_prefixes(tmp_path):
+    import hashlib
+
+    from conftest import soft_set
+
+    from lapa2_interp import load_task
+
+    folder = soft_set(tmp_path / "set", load("tiny-gpt2"), load_task("sentiment"))
+    (tmp_path / "g.toml").write_text(HEAD + f'method = {{ name = "prefix", prefixes = "{folder}" }}')
+    (grid,) = grids_of([tmp_path / "g.toml"])
+    sweep(tmp_path / "run", [grid], Here("cpu"), pytest.fail)
+    (cell,) = grid.cells
+    sha = hashlib.sha256(Path(folder, "positive.safetensors").read_bytes()).hexdigest()
+    assert load_run(tmp_path / "run").cell(cell.key).manifest.branches["positive"]["prefix"].sha256 == sha
+    assert cell.files == {"prefix": sha}
+
+
+def test_every_field_of_a_manifest_is_documented():
+    import ast
+    import inspect
+
+    (body,) = (
+        node.body for node in ast.walk(ast.parse(inspect.getsource(sys.modules[Manifest.__module__])))
+        if isinstance(node, ast.ClassDef) and node.name == "Manifest"
+    )  # fmt: skip
+    bare = [
+        node.target.id
+        for node, after in zip(body, [*body[1:], None], strict=True)
+        if isinstance(node, ast.AnnAssign)
+        and not (
+            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        )
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, model_class):
+    text = HEAD.replace("prompts = 3", "prompts = 1").replace("samples = 2", "samples = 1")
+    text += f'model_class = "{model_class}"\ndtype = "float64"\neos = "stop"\ntop_k = 5\nseed = 3\ntrace = "none"\n'
+    text += 'method = "prefix"\n'
+    (tmp_path / "g.toml").write_text(text)
+    (grid,) = grids_of([tmp_path / "g.toml"])
+    done = sweep(tmp_path / "run", [grid], Here("cpu"), pytest.fail)
+    assert done.made == 1
+    run, (cell,) = load_run(tmp_path / "run"), grid.cells
+    found = run.cell(cell.key)
+    assert (found.trace, run.trace(cell.key)) == (None, None)
+    assert (found.manifest.model.model_class, found.manifest.model.dtype) == (model_class, "float64")
+    alone = generate(
+        load("tiny-gpt2", "float64", model_class), cell.decoder, cell.task, "positive", cell.task.prompts.texts, length=22,
+        seed=3, top_k=5, eos="stop", trace="none",
+    )  # fmt: skip
+    assert found.samples["text"].tolist() == alone.samples["text"].tolist()
+
+
+def test_the_bar_ends_where_the_work_does(undisturbed, files, tmp_path, monkeypatch):
+    """Of a run that goes on it counts what is left, and a failed cell's work is taken out."""
+    from lapa2_interp.experiments import sweep as module
+    from lapa2_interp.experiments.estimates import cost
+
+    whole, made = undisturbed
+    bars, real = [], module.progress_bar
+
+    def progress_bar(total, label):
+        bars.append((total, real(total, label)))
+        return bars[-1][1]
+
+    monkeypatch.setattr(module, "progress_bar", progress_bar)
+    half_done(tmp_path / "run", files, made, 2)
+    key = list(load_run(whole).plan)[3]
+    failing = made | {(key, 1): Failed("Traceback\nValueError: no")}
+    done = sweep(tmp_path / "run", grids_of(files), Replaying(failing), lambda _: None)
+    assert done.failed == (key,)
+    costs = {each: cost(cell) for each, cell in load_run(whole).plan.items()}
+    (_, _), (total, bar) = bars
+    assert total == sum(costs.values())
+    assert bar.n == bar.total == done.row_tokens
+    first = costs[next(iter(costs))]
+    assert bar.n == total - first * 4 // 6 - (costs[key] - costs[key] // 3), "4 of 6 texts were there; 2 of 3 failed"
+    assert "3/4 cells, 1 failed" in bar.postfix
