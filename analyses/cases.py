@@ -26,13 +26,10 @@ from lapa2_interp.experiments.items import open_bench
 from lapa2_interp.scoring import Cache, Item, run_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 
-bench = open_bench("cases", "Case studies: the pair of texts at the median of LaPA2's change", "")
+bench = open_bench("cases", "Case studies: the pair of texts at the median of LaPA2's change", "sent_topic", "detox")
 LENGTH, TARGETS = 64, {"sentiment": "positive", "topic": "world", "detox": "nontoxic"}
-keys = [key for key in bench.run.finished if bench.run.plan[key].method not in ("freectrl", "datg")]
-grids = {name.rpartition("/")[2]: set(cells) for name, cells in bench.run.listing.grids.items()}
-wanted = grids.get("sent_topic", set()) | grids.get("detox", set())
-cells = bench.run.cells
-cells = cells[cells["key"].isin([key for key in keys if key in wanted])]
+cells = bench.cells
+cells = cells[(cells["state"] == "finished") & ~cells["method"].isin(["freectrl", "datg"])]
 cells = cells[
     [TARGETS.get(task) == attribute for task, attribute in zip(cells["task"], cells["attribute"], strict=True)]
 ]

@@ -28,7 +28,7 @@ from lapa2_interp.experiments.items import open_bench
 from lapa2_interp.experiments.ratings import stored_ratings
 from lapa2_interp.stats import mean_interval
 
-bench = open_bench("eval", "Ratings by people and by a judge model", "")
+bench = open_bench("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(bench.run.folder)
 columns = ["rater", "task", "method", "arm", "criterion", "mean", "low", "high", "n", "prompts"]
 rows = []

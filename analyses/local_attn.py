@@ -22,17 +22,16 @@
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.experiments.items import Bench, open_bench
+from lapa2_interp.experiments.items import open_bench
 from lapa2_interp.stats import bounds, paired_difference
 from lapa2_interp.trace import NEAREST, local_ratio
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
-main = open_bench("local_attn", "Share of the nearest k keys in the attention outside the prefix", "sent_topic")
-parts = [main.cells[main.cells["method"] == "air-decoding"]]
-large = Bench(main.run, "local_attn", "detox", main.out)
-if any(name.rpartition("/")[2] == "detox" for name in main.run.listing.grids):
-    parts.append(large.cells[large.cells["method"] == "preadd"])
-cells = pd.concat(parts, ignore_index=True)
+bench = open_bench(
+    "local_attn", "Share of the nearest k keys in the attention outside the prefix", "sent_topic", "detox"
+)
+cells = bench.cells
+cells = cells[cells["method"] == cells["task"].map({"detox": "preadd"}).fillna("air-decoding")]
 
 
 def ratios(trace, samples):
@@ -48,11 +47,11 @@ def ratios(trace, samples):
     return pd.concat(frames, ignore_index=True)
 
 
-table = main.steps(cells, ratios)
+table = bench.steps(cells, ratios)
 
 # %%
 values = {}
-for arm, trace, samples in main.curves(cells):
+for arm, trace, samples in bench.curves(cells):
     for k in NEAREST:
         found = np.nanmean(local_ratio(trace, k)[0], axis=1)
         values.setdefault((arm["task"], arm["method"], k), {})[arm["arm"]] = (found, samples["prompt"])
@@ -61,13 +60,13 @@ for (task, method, k), arms in values.items():
     if after and "baseline" in arms:
         found = paired_difference(*arms["baseline"], *arms[after])
         text = f"the share of the nearest {k} is the same within {MARGIN:g}: {method}, {task}"
-        main.note(text, "local ratio", "same", found, paper=0.0, margin=MARGIN)
+        bench.note(text, "local ratio", "same", found, paper=0.0, margin=MARGIN)
 
 # %%
 rows = table[(table["k"] == 4) & ~table["without_bos"] & table["step"].isin([0, 16, 64, 120, 248])]
 shown = rows.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy()])
 shown = shown.pivot_table(index=["task", "method", "arm"], columns="step", values="cell", aggfunc="first", sort=False)
 shown.columns = [f"step {step}" for step in shown.columns]
-main.write(
+bench.write(
     table, ["k = 4 of the paper's 2, 4, 6, 8, over 1 - prefix; the CSV has all."], shown.reset_index().fillna("")
 )

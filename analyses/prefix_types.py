@@ -21,7 +21,7 @@ import pandas as pd
 from lapa2_interp.experiments.items import open_bench
 from lapa2_interp.experiments.store import read_manifest
 
-bench = open_bench("prefix_types", "Prefixes used by the run's methods", "")
+bench = open_bench("prefix_types", "Prefixes used by the run's methods")
 cells = bench.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:

@@ -314,7 +314,7 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
         {"model": "m", "task": "sentiment", "method": "prefix", "variant": "", "arm": list(gains), "attribute": "positive",
          "state": "finished", "profile": "", "max_length": 64}
     )  # fmt: skip
-    bench = items.Bench(load_run(run), "scaling", "scaling", run)
+    bench = items.Bench(load_run(run), "scaling", ("scaling",), run)
     found = bench.table(texts, cells)
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])

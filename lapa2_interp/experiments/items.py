@@ -130,14 +130,14 @@ class Bench:
     Attributes:
         run: The run folder, read.
         item: The item's name.
-        grid: The grid whose cells it shows, without its folder (quick/, paper/).
+        grids: The grids whose cells it shows, without their folder (quick/, paper/).
         out: Where tables go.
         scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
     """
 
     run: SweepRun
     item: str
-    grid: str
+    grids: tuple[str, ...]
     out: Path
     scorers: tuple[str, ...] = ("accuracy", "toxicity", "perplexity")
     perplexity_texts: int = PERPLEXITY_TEXTS
@@ -147,13 +147,13 @@ class Bench:
 
     @property
     def cells(self) -> pd.DataFrame:
-        """The grid's cells in its order, one row each, finished or not."""
-        names = [name for name in self.run.listing.grids if name.rpartition("/")[2] == self.grid]
+        """The cells of the grids that are there, in their order, one row each, finished or not."""
+        names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
         if not names:
-            have = ", ".join(self.run.listing.grids) or "none"
+            wanted, have = " or ".join(map(repr, self.grids)), ", ".join(self.run.listing.grids) or "none"
             raise RunError(
-                f"{self.run.folder} has no grid {self.grid!r}, which {self.item} is made of; it has: {have}. "
-                f"`lapa2 sweep quick/{self.grid} --out {self.run.folder}` adds it"
+                f"{self.run.folder} has no grid {wanted}, which {self.item} is made of; it has: {have}. "
+                f"`lapa2 sweep quick/{self.grids[0]} --out {self.run.folder}` adds it"
             )
         keys = list(dict.fromkeys(key for name in names for key in self.run.listing.grids[name]))
         return self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
@@ -388,7 +388,7 @@ class Bench:
         print(f"\n{folder / self.item}.csv, .md, .tex")
 
 
-def open_bench(item: str, title: str, grid: str = "") -> Bench:
+def open_bench(item: str, title: str, *grids: str) -> Bench:
     """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook RUN is `LAPA2_RUN`.
 
     Raises:
@@ -409,7 +409,7 @@ def open_bench(item: str, title: str, grid: str = "") -> Bench:
     parser.add_argument("--device", help="of scorers that run a model")
     options, _ = parser.parse_known_args([] if in_notebook else None)
     return Bench(
-        load_run(options.run), item, grid or item, options.out or options.run, tuple(options.scorers), options.perplexity,
+        load_run(options.run), item, grids or (item,), options.out or options.run, tuple(options.scorers), options.perplexity,
         options.device, title=title,
     )  # fmt: skip
 
