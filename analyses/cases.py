@@ -63,14 +63,18 @@ with Cache(bench.run.folder / "scores") as cache:
                  "sample": at[1], "value": both["value"][name][at], "median change": change.median(), "pairs": len(change),
                  "text": both["text"][name][at]}
             )  # fmt: skip
-table = pd.DataFrame(rows)
+columns = ["model", "task", "attribute", "method", "arm", "prompt", "sample", "value", "median change", "pairs", "text"]
+table = pd.DataFrame(rows, columns=columns)
 
 # %%
-shown = table.assign(value=[f"{x:.2f}" for x in table["value"]], text=table["text"].str.replace("\n", " ⏎ "))
+shown = table.assign(
+    value=[f"{x:.2f}" for x in table["value"]], text=table["text"].astype(str).str.replace("\n", " ⏎ ")
+)
 bench.write(
     table,
     [
-        f"value: P(attribute) by the embedded classifier, toxicity on detox; {LENGTH} tokens. The texts are a model's, unedited."
+        "value: P(attribute) by the embedded classifier, toxicity on detox. The texts are a model's, unedited, of at most "
+        f"{LENGTH} tokens."
     ],
-    shown[["task", "method", "arm", "prompt", "sample", "value", "text"]],
+    shown[["model", "task", "method", "arm", "prompt", "sample", "value", "text"]],
 )

@@ -37,18 +37,13 @@ rows = cells.assign(variant="", arm=cells["component"].replace("none", "baseline
 table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%
-for task in dict.fromkeys(rows["task"]):
-    metric = "tox" if task == "detox" else "acc"
+for where, words, _ in bench.groups(rows):
+    metric = "tox" if where["task"] == "detox" else "acc"
+    at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
     for one, two in (("none", "pre"), ("pre", "pre+pro")):
-        known = [
-            paper_number("components", task=task, method="air-decoding", variant=each, metric=metric)
-            for each in (one, two)
-        ]
-        direction = "more" if known[1] > known[0] else "less"
-        sides = [{"task": task, "arm": each.replace("none", "baseline")} for each in (one, two)]
-        bench.claim(
-            f"{two} has {direction} {metric} than {one}: {task}", scores, *sides, metric, direction, known[1] - known[0]
-        )
+        known = [paper_number(**at, variant=each) for each in (one, two)]
+        sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
+        bench.as_reported(f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known)
 
 # %%
 bench.write(table)

@@ -30,14 +30,13 @@ table = table[~table["metric"].str.startswith("dist")]
 # The same texts at two lengths, so the comparison is paired.
 
 # %%
-for (task, method), group in cells.groupby(["task", "method"], sort=False):
+for where, words, group in bench.groups(cells):
     longest = int(group["max_length"].max())
     first = min(length for length in lengths if length <= longest)
-    sides = [{"task": task, "method": method, "length": length} for length in (first, longest)]
-    known = [
-        paper_number("sent_topic", task=task, method=method, lapa2=False, length=x, metric="acc") for x in (64, 512)
-    ]
-    text = f"accuracy falls from {first} to {longest} tokens: {method}, {task} (paper: 64 to 512)"
+    sides = [where | {"length": length} for length in (first, longest)]
+    at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "lapa2": False, "metric": "acc"}
+    known = [paper_number(**at, length=length) for length in (64, 512)]
+    text = f"accuracy falls from {first} to {longest} tokens: {words} (paper: 64 to 512)"
     bench.claim(text, scores, *sides, "acc", "less", known[1] - known[0])
 
 # %%

@@ -27,19 +27,13 @@ scores = bench.scores(cells, lengths)
 table = bench.table(scores, cells)
 
 # %%
-for (model, method), group in cells[cells["alpha"] > 0].groupby(["model", "method"], sort=False):
-    arms = [
-        {"model": model, "method": method, "arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])
-    ]
-    theirs = PAPER_MODELS.get(model, "llama-2-7b")
-    for metric, words in (("tox", "toxicity"), ("ppl", "perplexity")):
-        known = [
-            paper_number("detox", model=theirs, method=method, lapa2=lapa2, length=512, metric=metric)
-            for lapa2 in (False, True)
-        ]
-        direction = "more" if known[1] > known[0] else "less"
-        text = f"LaPA2 {'raises' if direction == 'more' else 'lowers'} {words}: {method} (paper: {theirs}, 512)"
-        bench.claim(text, scores, *arms, metric, direction, known[1] - known[0])
+for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
+    sides = [where | {"arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])]
+    theirs = PAPER_MODELS.get(where["model"], "llama-2-7b")
+    at = {"table": "detox", "model": theirs, "method": where["method"], "length": 512}
+    for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):
+        known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
+        bench.as_reported(f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)", scores, *sides, metric, known)
 
 # %%
 bench.write(table)

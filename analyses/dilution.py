@@ -39,43 +39,26 @@ def curve(trace, samples):
 table = bench.steps(cells, curve)
 
 # %% [markdown]
-# ## The fits
+# ## The fits, on every step, and is the last step below the first?
 
 # %%
+words = {tuple(where.values()): text for where, text, _ in bench.groups(cells)}
 fits = []
-for (task, method), part in table[table["name"] == "prefix"].groupby(["task", "method"], sort=False):
-    fit = fit_decay(part["step"].to_numpy(), part["mean"].to_numpy())
-    falls = float((np.diff(part["mean"]) < 0).mean())
-    fits.append(
-        {
-            "task": task,
-            "method": method,
-            "C": fit.c,
-            "D": fit.d,
-            "R2": fit.r2,
-            "steps that fall": falls,
-            "n": part["n"].iloc[0],
-        }
-    )
+for arm, trace, samples in bench.curves(cells):
+    prefix = pooled(trace, "prefix")[0]
+    prefix = prefix[:, ~np.isnan(prefix).any(axis=0)]
+    mean, last = prefix.mean(axis=0), prefix.shape[1] - 1
+    fit = fit_decay(np.arange(last + 1), mean)
+    falls = float((np.diff(mean) < 0).mean())
+    place = {name: arm[name] for name in ("model", "task", "method")}
+    fits.append(place | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)})
+    found = paired_difference(prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"])
+    text = f"attention on the prefix is less at step {last} than at step 0: {words[tuple(place.values())]}"
+    bench.note(text, "prefix attention", "less", found)
 fits = pd.DataFrame(fits)
 
 # %%
-for arm, trace, samples in bench.curves(cells):
-    prefix = pooled(trace, "prefix")[0]
-    last = int((~np.isnan(prefix).any(axis=0)).sum()) - 1
-    found = paired_difference(prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"])
-    bench.note(
-        f"attention on the prefix is less at step {last} than at step 0: {arm['method']}, {arm['task']}",
-        "prefix attention",
-        "less",
-        found,
-    )
-
-# %%
 shown = fits.assign(**{name: [f"{value:.3f}" for value in fits[name]] for name in ("C", "D", "R2", "steps that fall")})
-bench.write(
-    table,
-    ["Mean over layers and heads of the exact prefix span, 95 % bands over prompts; C/(t + D) by least squares."],
-    shown,
-)
+note = "Mean over layers and heads of the exact prefix span, 95 % bands over prompts; C/(t + D) by least squares."
+bench.write(table, [note], shown)
 fits.to_csv(bench.out / "tables" / "dilution.fits.csv", index=False, float_format="%.6g")

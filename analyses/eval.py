@@ -30,25 +30,33 @@ from lapa2_interp.stats import mean_interval
 
 bench = open_bench("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(bench.run.folder)
-columns = ["rater", "task", "method", "arm", "criterion", "mean", "low", "high", "n", "prompts"]
+places = ["rater", "model", "task", "method", "variant", "length"]
+columns = [*places, "arm", "criterion", "mean", "low", "high", "n", "prompts"]
 rows = []
-for values, part in ratings.groupby(columns[:5], sort=False):
-    found = mean_interval(part["value"].to_numpy(), part["prompt"].to_numpy())
+for values, part in ratings.groupby(columns[:8], sort=False):
+    found = mean_interval(part["value"].to_numpy(float), part["prompt"].to_numpy())
     rows.append([*values, found.mean, found.low, found.high, found.n, found.clusters])
 table = pd.DataFrame(rows, columns=columns)
 
 # %%
-for (rater, task, method), part in ratings.groupby(["rater", "task", "method"], sort=False):
+MARGIN = 0.25  # "comparable" as a number: a quarter of a point
+PAPER = {("people", "sentiment", "prefix"): 0.22, ("people", "topic", "air-decoding"): 0.24}
+for values, part in ratings.groupby(places, sort=False):
+    where = dict(zip(places, values, strict=True))
+    words = ", ".join(str(where[name]) for name in ("method", "task", "variant", "length", "model") if where[name])
     for arm in dict.fromkeys(part["arm"][part["arm"] != "baseline"]):
-        known = {("sentiment", "prefix"): 0.22, ("topic", "air-decoding"): 0.24}.get((task, method), float("nan"))
-        for criterion, expected in (("relevance", "more"), ("fluency", "same")):
+        arms = ({"arm": "baseline"}, {"arm": arm})
+        known = PAPER.get((where["rater"], where["task"], where["method"]), float("nan"))
+        for criterion in ("relevance", "fluency"):
             scores = part[part["criterion"] == criterion].assign(metric=criterion)
-            words = f"{criterion} with LaPA2: {method}, {task} ({rater})"
-            paper = known if criterion == "relevance" else 0.0
-            arms = ({"arm": "baseline"}, {"arm": arm})
-            bench.claim(words, scores, *arms, criterion, expected, paper, margin=0.25)
+            if criterion == "relevance":
+                text = f"relevance is higher with LaPA2: {words} ({where['rater']})"
+                bench.claim(text, scores, *arms, criterion, "more", known)
+            else:
+                text = f"fluency is the same within {MARGIN:g} with LaPA2: {words} ({where['rater']})"
+                bench.claim(text, scores, *arms, criterion, "same", margin=MARGIN)
 
 # %%
 cell = [f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
-shown = table[columns[:5]].assign(rating=cell, n=table["n"])
+shown = table[columns[:8]].assign(rating=cell, n=table["n"])
 bench.write(table, ["no judge: this run has no stored ratings."] if table.empty else [], shown)

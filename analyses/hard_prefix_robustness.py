@@ -17,6 +17,8 @@
 #     python analyses/hard_prefix_robustness.py results/quick
 
 # %%
+import pandas as pd
+
 from lapa2_interp.experiments.items import open_bench, paper_number
 from lapa2_interp.stats import paired_difference
 
@@ -28,31 +30,24 @@ table = bench.table(scores, cells, THEIRS)
 table["variant"] = table["variant"].map(THEIRS)
 
 # %%
-means = {}
-for (method, variant), group in cells.groupby(["method", "variant"], sort=False):
-    arms = [{"method": method, "variant": variant, "arm": arm} for arm in dict.fromkeys(group["arm"])]
-    known = [
-        paper_number("hard_prefix", method=method, variant=THEIRS[variant], lapa2=lapa2, metric="acc")
-        for lapa2 in (False, True)
-    ]
-    bench.claim(
-        f"LaPA2 raises accuracy under {THEIRS[variant]!r}: {method}", scores, *arms, "acc", "more", known[1] - known[0]
-    )
-    part = scores[(scores["method"] == method) & (scores["variant"] == variant) & (scores["metric"] == "acc")]
-    if part["arm"].nunique() == 2:
-        by = part.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
-        means[method, variant] = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
-for method in dict.fromkeys(cells["method"]):
-    if (method, "") in means and (method, "prefix A {attribute} text:") in means:
-        first, last = means[method, ""], means[method, "prefix A {attribute} text:"]
+WORDINGS = ("prefix A {attribute} text:", "")
+gains, reported = {}, {}
+for where, words, group in bench.groups(cells, "variant"):
+    sides = [where | {"arm": arm} for arm in dict.fromkeys(group["arm"])]
+    at = {"table": "hard_prefix", "method": where["method"], "variant": THEIRS[where["variant"]], "metric": "acc"}
+    known = [paper_number(**at, lapa2=lapa2) for lapa2 in (False, True)]
+    bench.as_reported(f"LaPA2 {{raises}} accuracy under {at['variant']!r}: {words}", scores, *sides, "acc", known)
+    part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1) & (scores["metric"] == "acc")]
+    by = part.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
+    if len(by.columns) == 2:
+        gains[words, where["variant"]] = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
+    reported[words, where["variant"]] = known[1] - known[0]
+for words in dict.fromkeys(name for name, _ in gains):
+    if all((words, each) in gains for each in WORDINGS):
+        last, first = (gains[words, each] for each in WORDINGS)
         found = paired_difference(last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy())
-        text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {method}"
-        gains = [
-            paper_number("hard_prefix", method=method, variant=each, lapa2=True, metric="acc")
-            - paper_number("hard_prefix", method=method, variant=each, lapa2=False, metric="acc")
-            for each in ("A positive text:", "Very positive:")
-        ]
-        bench.note(text, "acc", "more", found, paper=gains[1] - gains[0])
+        text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
+        bench.note(text, "acc", "more", found, paper=reported[words, ""] - reported[words, WORDINGS[0]])
 
 # %%
 bench.write(table)

@@ -27,26 +27,16 @@ names = {arm: THEIRS.get(layers, "") for arm, layers in cells.drop_duplicates("a
 table = bench.table(scores, cells, names)
 
 # %%
-for (task, method), group in cells.groupby(["task", "method"], sort=False):
-    metric = "tox" if task == "detox" else "acc"
-    arms = group.drop_duplicates("layers").set_index("layers")["arm"].to_dict()
+for where, words, group in bench.groups(cells):
+    metric = "tox" if where["task"] == "detox" else "acc"
+    arms = dict(zip(group["layers"], group["arm"], strict=True))
+    at = {"table": "layers", "task": where["task"], "method": where["method"], "metric": metric}
     for layers in ("", "bottom", "top", "even"):
-        one, two = ({"task": task, "method": method, "arm": arms[each]} for each in (layers, "all"))
-        known = [
-            paper_number("layers", task=task, method=method, variant=THEIRS[each], metric=metric)
-            for each in (layers, "all")
-        ]
-        direction = "more" if known[1] > known[0] else "less"
-        words = THEIRS[layers] if layers else "none"
-        bench.claim(
-            f"all layers have {direction} {metric} than {words}: {method}",
-            scores,
-            one,
-            two,
-            metric,
-            direction,
-            known[1] - known[0],
-        )
+        if layers in arms and "all" in arms:
+            one, two = (where | {"arm": arms[each]} for each in (layers, "all"))
+            known = [paper_number(**at, variant=THEIRS[each]) for each in (layers, "all")]
+            text = f"all layers have {{more}} {metric} than {THEIRS[layers]}: {words}"
+            bench.as_reported(text, scores, one, two, metric, known)
 
 # %%
 bench.write(table)

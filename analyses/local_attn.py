@@ -22,7 +22,7 @@
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.experiments.items import at_few_steps, open_bench
 from lapa2_interp.stats import bounds, paired_difference
 from lapa2_interp.trace import NEAREST, local_ratio
 
@@ -50,23 +50,20 @@ def ratios(trace, samples):
 table = bench.steps(cells, ratios)
 
 # %%
+words = {tuple(where.values()): text for where, text, _ in bench.groups(cells)}
 values = {}
 for arm, trace, samples in bench.curves(cells):
     for k in NEAREST:
         found = np.nanmean(local_ratio(trace, k)[0], axis=1)
-        values.setdefault((arm["task"], arm["method"], k), {})[arm["arm"]] = (found, samples["prompt"])
-for (task, method, k), arms in values.items():
-    after = next((name for name in arms if name != "baseline"), None)
-    if after and "baseline" in arms:
-        found = paired_difference(*arms["baseline"], *arms[after])
-        text = f"the share of the nearest {k} is the same within {MARGIN:g}: {method}, {task}"
-        bench.note(text, "local ratio", "same", found, paper=0.0, margin=MARGIN)
+        place = words[arm["model"], arm["task"], arm["method"]]
+        values.setdefault((place, k), {})[arm["arm"]] = (found, samples["prompt"])
+for (place, k), arms in values.items():
+    for after in arms.keys() - {"baseline"}:
+        if "baseline" in arms:
+            found = paired_difference(*arms["baseline"], *arms[after])
+            text = f"the share of the nearest {k} is the same within {MARGIN:g}: {place}"
+            bench.note(text, "local ratio", "same", found, margin=MARGIN)
 
 # %%
-rows = table[(table["k"] == 4) & ~table["without_bos"] & table["step"].isin([0, 16, 64, 120, 248])]
-shown = rows.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy()])
-shown = shown.pivot_table(index=["task", "method", "arm"], columns="step", values="cell", aggfunc="first", sort=False)
-shown.columns = [f"step {step}" for step in shown.columns]
-bench.write(
-    table, ["k = 4 of the paper's 2, 4, 6, 8, over 1 - prefix; the CSV has all."], shown.reset_index().fillna("")
-)
+shown = at_few_steps(table[(table["k"] == 4) & ~table["without_bos"]])
+bench.write(table, ["k = 4 of the paper's 2, 4, 6, 8, over 1 - prefix; the CSV has all."], shown)

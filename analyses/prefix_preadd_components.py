@@ -36,19 +36,14 @@ scores["variant"], scores["arm"] = "", scores["cell"].map(rows.set_index("key")[
 table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%
-for method, metric, steps in (("prefix", "acc", ("none", "pre")), ("preadd", "tox", ("none", "pre", "pre+pro"))):
-    for one, two in pairwise(steps):
-        known = [paper_number("components", method=method, variant=each, metric=metric) for each in (one, two)]
-        direction = "more" if known[1] > known[0] else "less"
-        sides = [{"method": method, "arm": each.replace("none", "baseline")} for each in (one, two)]
-        bench.claim(
-            f"{two} has {direction} {metric} than {one}: {method}",
-            scores,
-            *sides,
-            metric,
-            direction,
-            known[1] - known[0],
-        )
+STEPS = {"prefix": ("none", "pre"), "preadd": ("none", "pre", "pre+pro")}
+for where, words, _ in bench.groups(rows):
+    metric = "tox" if where["task"] == "detox" else "acc"
+    at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
+    for one, two in pairwise(STEPS[where["method"]]):
+        known = [paper_number(**at, variant=each) for each in (one, two)]
+        sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
+        bench.as_reported(f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known)
 
 # %%
 bench.write(table, ["GPT-2+Prefix with Pro-Aug is not defined: the method has no raw branch."])

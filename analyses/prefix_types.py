@@ -31,7 +31,8 @@ for key in cells[cells["state"] == "finished"]["key"]:
             kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"
             where = {"model": cell.model, "task": cell.task.name, "method": cell.method, "attribute": cell.attribute}
             rows.append(where | {"branch": branch, "type": kind, "prefix": "(none)" if prefix is None else str(prefix)})
-table = pd.DataFrame(rows).drop_duplicates(ignore_index=True)
+columns = ["model", "task", "method", "attribute", "branch", "type", "prefix"]
+table = pd.DataFrame(rows, columns=columns).drop_duplicates(ignore_index=True)
 
 # %%
 bench.write(table, shown=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))

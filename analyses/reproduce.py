@@ -87,8 +87,9 @@ def main() -> int:
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
                 asked += [f"--{name}", value]
-        if lapa2(["sweep", *grids, *asked, "--out", str(out)]) == 130:
-            return 130
+        stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
+        if stopped == 130 or (stopped and not (out / "run.json").is_file()):
+            return stopped
     there = {name.rpartition("/")[2] for name in load_run(out).listing.grids}
     items = [item for item in options.items if item not in EXTRA or item in there]
     failed = {}

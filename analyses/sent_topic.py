@@ -30,19 +30,15 @@ table = bench.table(scores, cells)
 # ## What the paper says of it, at the longest length of each task
 
 # %%
-for (task, method), group in cells[cells["alpha"] > 0].groupby(["task", "method"], sort=False):
+for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
     longest = int(group["max_length"].max())
-    arms = [
-        {"task": task, "method": method, "arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])
-    ]
-    for metric, words in (("acc", "accuracy"), ("ppl", "perplexity")):
-        known = [
-            paper_number("sent_topic", task=task, method=method, lapa2=lapa2, length=512, metric=metric)
-            for lapa2 in (False, True)
-        ]
-        expected = "more" if known[1] > known[0] else "less"
-        text = f"LaPA2 {'raises' if expected == 'more' else 'lowers'} {words}: {method}, {task}, {longest} tokens (paper: 512)"
-        bench.claim(text, scores, *arms, metric, expected, known[1] - known[0])
+    sides = [where | {"arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])]
+    at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "length": 512}
+    for metric, name in (("acc", "accuracy"), ("ppl", "perplexity")):
+        known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
+        bench.as_reported(
+            f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)", scores, *sides, metric, known
+        )
 
 # %%
 bench.write(table)

@@ -383,11 +383,15 @@ Panels = list[tuple[str, Axes, pd.DataFrame]]
 
 
 def _tasks(table: pd.DataFrame, width: float = COLUMN, height: float = 2.4) -> tuple[Drawing, Panels]:
-    """One panel per task, side by side."""
-    tasks = list(dict.fromkeys(table["task"]))
-    figure = _figure(width * max(1, len(tasks)), height)
-    panels = np.atleast_1d(figure.subplots(1, max(1, len(tasks))))
-    return figure, [(task, panel, table[table["task"] == task]) for task, panel in zip(tasks, panels, strict=False)]
+    """One panel per task (and model, where there are several), side by side."""
+    several = table["model"].nunique() > 1
+    groups = [
+        (f"{task}, {str(model).rpartition('/')[2]}" if several else str(task), part)
+        for (model, task), part in table.groupby(["model", "task"], sort=False)
+    ]
+    figure = _figure(width * max(1, len(groups)), height)
+    panels = np.atleast_1d(figure.subplots(1, max(1, len(groups))))
+    return figure, [(title, panel, part) for panel, (title, part) in zip(panels, groups, strict=False)]
 
 
 def _legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
@@ -433,7 +437,8 @@ def dilution_curves(table: pd.DataFrame, fits: pd.DataFrame) -> Drawing:
         for method, line in part.groupby("method", sort=False):
             colour, _ = _style(str(method))
             _band(panel, line, "step", colour, lw=1.3, label=_paper_name(str(method)))
-            c, d, r2 = fits.loc[(fits["task"] == task) & (fits["method"] == method), ["C", "D", "R2"]].iloc[0]
+            own = (fits["task"] == line["task"].iloc[0]) & (fits["model"] == line["model"].iloc[0])
+            c, d, r2 = fits.loc[own & (fits["method"] == method), ["C", "D", "R2"]].iloc[0]
             if not np.isnan(c):
                 panel.plot(line["step"], c / (line["step"] + d), color=colour, ls=":", lw=1.6)
                 panel.annotate(
@@ -482,11 +487,13 @@ def control_against_alpha(table: pd.DataFrame) -> Drawing:
     from lapa2_interp.experiments.items import overall
 
     shown = overall(table[table["mean"].notna()])
-    kinds = list(shown[["task", "method"]].drop_duplicates().itertuples(index=False, name=None))
+    kinds = list(shown[["model", "task", "method"]].drop_duplicates().itertuples(index=False, name=None))
     figure = _figure(2.6 * max(1, len(kinds)), 2.5)
     panels = np.atleast_1d(figure.subplots(1, max(1, len(kinds))))
-    for panel, (task, method) in zip(panels, kinds, strict=False):
-        part = shown[(shown["task"] == task) & (shown["method"] == method)].sort_values("alpha")
+    for panel, (model, task, method) in zip(panels, kinds, strict=False):
+        part = shown[(shown["model"] == model) & (shown["task"] == task) & (shown["method"] == method)].sort_values(
+            "alpha"
+        )
         colour, marker = _style(method)
         metric = "tox" if task == "detox" else "acc"
         control, fluency = part[part["metric"] == metric], part[part["metric"] == "ppl"]
@@ -547,14 +554,17 @@ def ratings(table: pd.DataFrame) -> Drawing:
     for panel, rater in zip(panels, raters, strict=True):
         part = table[table["rater"] == rater]
         bars = list(part[["task", "method", "criterion"]].drop_duplicates().itertuples(index=False, name=None))
-        for i, arm in enumerate(dict.fromkeys(part["arm"])):
+        arms = list(dict.fromkeys(part["arm"]))
+        for i, arm in enumerate(arms):
             own = part[part["arm"] == arm].set_index(["task", "method", "criterion"]).reindex(bars)
             error = np.abs(own[["low", "high"]].to_numpy().T - own["mean"].to_numpy())
-            x = np.arange(len(bars)) + (i - 0.5) * 0.38
+            x = np.arange(len(bars)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
             panel.bar(
-                x, own["mean"], 0.36, yerr=error, color=COLOURS[(0, 1, 3, 2)[i % 4]], label=arm, error_kw={"lw": 0.8}
+                x, own["mean"], 0.36, yerr=error, color=COLOURS[i % len(COLOURS)], label=arm, error_kw={"lw": 0.8}
             )
-        panel.set_xticks(range(len(bars)), [f"{method}\n{criterion}" for _, method, criterion in bars], fontsize=6)
+        panel.set_xticks(
+            range(len(bars)), [f"{method}\n{task}\n{criterion}" for task, method, criterion in bars], fontsize=6
+        )
         panel.set_ylim(1, 5)
         panel.set_title(rater, fontsize=9)
         panel.legend(frameon=False, fontsize=7)

@@ -259,6 +259,9 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
     assert found["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
     assert np.isnan(found["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
     shown = items.wide(script("analyses", "layers", run)["table"])
+    assert "68.1" in shown["paper acc"].tolist()  # and no difference: the scorer is not the paper's
+    monkeypatch.setitem(items.PAPER_SCORERS, "acc", "embedded")
+    shown = items.wide(script("analyses", "layers", run)["table"])
     assert shown["paper acc"].str.contains(r"68\.1 \([+-]\d").any()
 
 
@@ -312,7 +315,7 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
     texts = scores(gains)
     cells = pd.DataFrame(
         {"model": "m", "task": "sentiment", "method": "prefix", "variant": "", "arm": list(gains), "attribute": "positive",
-         "state": "finished", "profile": "", "max_length": 64}
+         "state": "finished", "profile": "", "alpha": 0.0, "max_length": 64}
     )  # fmt: skip
     bench = items.Bench(load_run(run), "scaling", ("scaling",), run)
     found = bench.table(texts, cells)

@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +39,13 @@ PAPER_MODELS = {
 }
 """Names of the paper's models as they load, and as its numbers name them."""
 
+SAME_TABLE = {
+    "prefix_preadd_components": "components",
+    "hard_prefix_robustness": "hard_prefix",
+    "decay": "sent_topic",
+    "alpha": "scaling",
+}
+"""Items whose numbers stand in another of the paper's tables."""
 METRICS = {
     "accuracy": ("acc", 100.0), "toxicity": ("tox", 100.0), "perplexity": ("ppl", 1.0),
     "distinct-1": ("dist1", 1.0), "distinct-2": ("dist2", 1.0), "distinct-3": ("dist3", 1.0),
@@ -51,6 +58,9 @@ FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 PERPLEXITY_TEXTS = 120
 """Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
+ARM = ["model", "task", "method", "variant", "arm"]
+PAPER_SCORERS = {"acc": "Air-Decoding's RoBERTa", "tox": "perspective", "ppl": "gpt2-large", "dist": "roberta-large"}
+"""What a scorer's name says where it is the paper's; differences from its numbers are told for these alone."""
 
 
 @cache
@@ -156,7 +166,18 @@ class Bench:
                 f"`lapa2 sweep quick/{self.grids[0]} --out {self.run.folder}` adds it"
             )
         keys = list(dict.fromkeys(key for name in names for key in self.run.listing.grids[name]))
-        return self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
+        found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
+        # Half an arm would be compared with a whole one: it counts when all its attributes are there.
+        whole = (found["state"] == "finished").groupby([found[name] for name in ARM]).transform("all")
+        return found.assign(state=found["state"].where(whole | (found["state"] != "finished"), "incomplete"))
+
+    def groups(self, cells: pd.DataFrame, *further: str) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
+        """The cells by model, task, method and what else is named: the columns' values, these in words, the cells."""
+        names = ["model", "task", "method", *further]
+        for values, group in cells.groupby(names, sort=False):
+            where = dict(zip(names, values, strict=True))
+            several = cells["model"].nunique() > 1
+            yield where, f"{where['method']}, {where['task']}" + f", {where['model']}" * several, group
 
     def lengths(self, cells: pd.DataFrame) -> tuple[int, ...]:
         """The five lengths of the longest of these cells."""
@@ -188,7 +209,7 @@ class Bench:
                         found = score_table(texts.drop(columns="tokens"), scorer, cache)
                     frames.append(found[found["metric"] == name])
         if not frames:
-            return pd.DataFrame(columns=[*KEYS, "prompt", "metric", "value", "skipped", "scorer"])
+            return pd.DataFrame(columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"])
         table = pd.concat(frames, ignore_index=True)
         unit = table["metric"].map(lambda metric: METRICS[metric][1])
         return table.assign(value=table["value"] * unit, metric=table["metric"].map(lambda metric: METRICS[metric][0]))
@@ -254,30 +275,33 @@ class Bench:
             joined, numbers = [*keys, "metric"], ["difference", "difference_low", "difference_high", "p", "detectable"]
             changes = changes.reindex(columns=[*joined, *numbers])
             frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
-            frames.append(self._distinct(scores, cells))
+            frames.append(self._distinct(scores))
         columns = [*KEYS, "metric", "mean", "low", "high", "n", "prompts", "skipped", "scorer", "difference", "difference_low",
                    "difference_high", "p", "detectable"]  # fmt: skip
         found = pd.concat(frames, ignore_index=True).reindex(columns=columns)
         found["state"] = "finished"
         gaps = cells[cells["state"] != "finished"]
         if len(gaps):
-            rows = gaps[["model", "task", "method", "variant", "arm", "attribute", "state"]].assign(
-                length=gaps["max_length"], part=0, metric=np.where(gaps["task"] == "detox", "tox", "acc")
-            )
+            states = gaps.groupby(ARM, sort=False)["state"].agg(lambda column: " and ".join(dict.fromkeys(column)))
+            lengths = gaps.groupby(ARM, sort=False)["max_length"].max()
+            rows = pd.DataFrame({"state": states, "length": lengths}).reset_index()
+            rows = rows.assign(attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc"))
             found = pd.concat([found, rows], ignore_index=True)
-        profiles = cells.drop_duplicates("arm").set_index("arm")["profile"]
-        found["profile"] = found["arm"].map(profiles)
+        arms = cells.drop_duplicates(ARM)[[*ARM, "profile", "alpha"]]
+        found = found.merge(arms, on=ARM, how="left")
         found["best"] = _best(found, scores)
         found["paper"] = [self._paper(row, variants or {}) for row in _records(found)]
-        return _ordered(found, cells)
+        return _ordered(found.drop(columns="alpha"), cells)
 
-    def _distinct(self, scores: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+    def _distinct(self, scores: pd.DataFrame) -> pd.DataFrame:
+        from lapa2_interp.models import load_tokenizer
         from lapa2_interp.scoring.tables import distinct_cells
 
         first = scores[scores["metric"].isin(["acc", "tox"])]
         if not len(first):
             return pd.DataFrame()
-        found = distinct_cells(first)
+        asked = next((each.partition("=")[2] for each in self.scorers if each.startswith("distinct=")), "")
+        found = distinct_cells(first, load_tokenizer(asked) if asked else None)
         names = found["metric"].map(lambda metric: METRICS[metric][0])
         return found.assign(metric=names)
 
@@ -285,12 +309,12 @@ class Bench:
         if row["attribute"] not in ("all", "nontoxic") or row["model"] not in PAPER_MODELS or pd.isna(row["length"]):
             return float("nan")
         named = variants.get(row["variant"]) or variants.get(row["arm"], "")
-        if variants and not named:
+        usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in ("", "paper")
+        if not usual or (not named and (variants or row["variant"])):
             return float("nan")
-        longer = {"prefix_preadd_components": "components", "hard_prefix_robustness": "hard_prefix"}
         variant = {1: "first", 2: "second"}.get(int(row["part"]), named)
         return paper_number(
-            longer.get(self.item, self.item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
+            SAME_TABLE.get(self.item, self.item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
             lapa2=row["arm"] != "baseline", length=int(row["length"]), metric=row["metric"], variant=variant,
         )  # fmt: skip
 
@@ -313,6 +337,21 @@ class Bench:
         """Judge what the paper says of a comparison."""
         found = self.compare(scores, before, after, metric)
         self.note(text, metric, expected, found, paper, margin)
+
+    def as_reported(
+        self, text: str, scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str,
+        known: Sequence[float],
+    ) -> None:  # fmt: skip
+        """Judge a comparison in the direction of the paper's two numbers; where it has none, it claims nothing.
+
+        Args:
+            text: With {more} or {raises} for the direction.
+            known: The paper's numbers before and after.
+        """
+        gap = known[1] - known[0]
+        if not np.isnan(gap):
+            text = text.format(more="more" if gap > 0 else "less", raises="raises" if gap > 0 else "lowers")
+            self.claim(text, scores, before, after, metric, "more" if gap > 0 else "less", gap)
 
     def note(
         self, text: str, metric: str, expected: Literal["more", "less", "same"], found: Difference | None,
@@ -339,14 +378,13 @@ class Bench:
         from lapa2_interp.decoding import join_traces
         from lapa2_interp.trace import branch_name
 
-        arm_of = ["model", "task", "method", "variant", "arm"]
-        for values, group in cells[cells["state"] == "finished"].groupby(arm_of, sort=False):
+        for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
             runs = [self.run.cell(key) for key in group["key"]]
             found = [run.trace for run in runs if run.trace is not None]
             traces = [each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"]) for each in found]
             if traces:
                 samples = pd.concat([run.samples for run in runs], ignore_index=True)
-                yield dict(zip(arm_of, values, strict=True)), join_traces(traces, samples), samples
+                yield dict(zip(ARM, values, strict=True)), join_traces(traces, samples), samples
 
     def steps(self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
         """What `make` reads off every arm's trace at the first 16 steps and every fourth after, with the arm's columns."""
@@ -360,6 +398,39 @@ class Bench:
                 f"{self.run.folder} has no finished cell with a trace for {self.item}; `lapa2 runs` lists what is missing"
             )
         return pd.concat(frames, ignore_index=True)
+
+    def attention(self, cells: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Prefix attention against step of every arm, and the same at a few steps for reading.
+
+        Judges on the way: is it higher with LaPA2, and is more of the first step's left at the last one?
+        """
+        from lapa2_interp.trace import pooled, step_table
+
+        def curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
+            steps = step_table(trace, samples.assign(arm="one"))
+            return steps[steps["name"] == "prefix"].drop(columns="arm")
+
+        table = self.steps(cells, curve)
+        kept: dict[str, dict[str, tuple[np.ndarray, pd.Series]]] = {}
+        words = {tuple(where.values()): text for where, text, _ in self.groups(cells)}
+        for arm, trace, samples in self.curves(cells):
+            prefix = pooled(trace, "prefix")[0]
+            prefix = prefix[:, : int((~np.isnan(prefix).any(axis=0)).sum())]
+            place = words[arm["model"], arm["task"], arm["method"]]
+            kept.setdefault(place, {})[arm["arm"]] = (prefix, samples["prompt"])
+        for place, arms in kept.items():
+            for name in arms.keys() - {"baseline"}:
+                if "baseline" not in arms:
+                    continue
+                (before, one), (after, two) = arms["baseline"], arms[name]
+                last = min(before.shape[1], after.shape[1]) - 1
+                higher = paired_difference(before.mean(1), one, after.mean(1), two)
+                left = paired_difference(before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two)
+                self.note(
+                    f"LaPA2 raises prefix attention, mean over steps: {place}", "prefix attention", "more", higher
+                )
+                self.note(f"with LaPA2 more of it is left at step {last}: {place}", "prefix attention", "more", left)
+        return table, at_few_steps(table)
 
     def write(self, table: pd.DataFrame, notes: Sequence[str] = (), shown: pd.DataFrame | None = None) -> None:
         """Write the item's files and print it.
@@ -417,6 +488,17 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
 # --- tables
 
 
+def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
+    """Means with intervals of a table of curves at the first, some middle and the last step, one row per arm."""
+    steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
+    rows = table[table["step"].isin(steps)]
+    cell = [f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)]
+    keys = [name for name in ARM if name in ("method", "arm") or rows[name].nunique() > 1]
+    shown = rows.assign(cell=cell).pivot_table(index=keys, columns="step", values="cell", aggfunc="first", sort=False)
+    shown.columns = [f"step {step}" for step in shown.columns]
+    return shown.reset_index().fillna("")
+
+
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
@@ -430,8 +512,7 @@ def _where(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 def overall(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of all attributes together, or of the only one."""
-    groups = [key for key in ("model", "task", "method", "variant", "arm") if key in table]
-    several = table.groupby(groups, dropna=False)["attribute"].transform(lambda column: (column == "all").any())
+    several = table.groupby(ARM, dropna=False)["attribute"].transform(lambda column: (column == "all").any())
     return table[(table["attribute"] == "all") | ~several]
 
 
@@ -519,8 +600,9 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
         found = found.merge(part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left")
         if part["paper"].notna().any():
             beside = part[[*keys, "paper"]].assign(paper=[_number(metric, value) for value in part["paper"]])
-            gap = part["mean"] - part["paper"]
-            beside["paper"] += [f" ({_signed(metric, value)})" if pd.notna(value) else "" for value in gap]
+            comparable = [PAPER_SCORERS[metric.rstrip("123")] in str(scorer) for scorer in part["scorer"]]
+            gap = np.where(comparable, part["mean"] - part["paper"], np.nan)
+            beside["paper"] += [f" ({_signed(metric, value)})" if not np.isnan(value) else "" for value in gap]
             found = found.merge(beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left")
     first = shown[np.array(counts)]
     n = first[[*keys, "n", "difference", "difference_low", "difference_high", "detectable"]]
