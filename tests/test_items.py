@@ -213,6 +213,20 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     ].tolist() == ["missing", "missing"]
 
 
+def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "half")
+    opened = load_run(copy).cells
+    arm = opened[(opened["method"] == "prefix") & (opened["law"] == "linear") & (opened["task"] == "sentiment")]
+    shutil.rmtree(copy / "cells" / arm["key"][arm["attribute"] == "negative"].item())
+    found = script("analyses", "scaling", copy)["table"]
+    row = found[(found["method"] == "prefix") & found["arm"].str.contains("linear")]
+    assert row[["attribute", "state"]].to_numpy().tolist() == [["all", "incomplete and missing"]]
+    assert np.isnan(row["mean"].item())
+    claims = table(copy / "tables" / "scaling.claims.csv")
+    mine = claims[claims["claim"].str.startswith("linear") & claims["claim"].str.contains("prefix")]
+    assert mine["verdict"].tolist() == ["missing", "missing"]
+
+
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(RunError, match=r"no grid 'related'.*lapa2 sweep quick/related --out"):
         script("analyses", "related", run)
