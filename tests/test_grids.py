@@ -3,11 +3,12 @@
 import itertools
 import json
 import shlex
+import sys
 import tomllib
 from importlib import resources
 
 import pytest
-from conftest import HAS_HOOKED, load, soft_set
+from conftest import load, soft_set
 
 from lapa2_interp import load_task
 from lapa2_interp.cli import main
@@ -458,8 +459,13 @@ def test_models_that_are_unknown_or_not_reached_are_refused_by_name(grid, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(HAS_HOOKED, reason="this transformer-lens has it")
-def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid):
+def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid, monkeypatch):
+    from types import ModuleType
+
+    from lapa2_interp.experiments import checks
+
+    monkeypatch.setitem(sys.modules, "transformer_lens", ModuleType("transformer_lens"))
+    monkeypatch.setattr(checks, "_check_class", checks._check_class.__wrapped__)
     with pytest.raises(ModelError, match="no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"):
         check_grids([grid(TINY + 'model_class = "HookedTransformer"')])
 
