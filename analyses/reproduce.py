@@ -1,6 +1,6 @@
 """Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts, write the report.
 
-    python analyses/reproduce.py --scale demo     # ten minutes of two cores: everything, far too small to tell
+    python analyses/reproduce.py --scale demo     # seven minutes of two cores: everything, far too small to tell
     python analyses/reproduce.py --scale quick    # the embedded model, about eight hours of two cores
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 
