@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.installed
 	$(VENV)/bin/python analyses/reproduce.py --scale demo --out results/demo
 
-# Every figure and table: SCALE=quick takes about eight hours of two cores, SCALE=paper GPUs. Stop and repeat as you like.
+# Every figure and table: SCALE=quick takes hours of two cores (`lapa2 grids` estimates them), SCALE=paper GPUs. Stop and repeat as you like.
 SCALE ?= quick
 reproduce: $(VENV)/.installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)

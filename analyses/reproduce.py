@@ -1,7 +1,7 @@
 """Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts, write the report.
 
     python analyses/reproduce.py --scale demo     # seven minutes of two cores: everything, far too small to tell
-    python analyses/reproduce.py --scale quick    # the embedded model, about eight hours of two cores
+    python analyses/reproduce.py --scale quick    # the embedded model, hours of two cores (`lapa2 grids`)
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 
 What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what a scale takes. Further

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp.errors import GridError, Lapa2Error, RunError
+from lapa2_interp.errors import GridError, RunError
 
 STATES = ("finished", "failed", "partly", "missing")
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
@@ -206,6 +206,3 @@ def runs(
                 print(f"\n{key}, {failures[key].when:%Y-%m-%d %H:%M} UTC\n{failures[key].traceback.rstrip()}")
     elif failures:
         print("\n--traceback shows where; `lapa2 sweep` with the same grids tries failed cells again")
-
-
-__all__ = ["Lapa2Error", "grids", "runs", "sweep"]
