@@ -464,7 +464,8 @@ def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid, monk
 
     from lapa2_interp.experiments import checks
 
-    monkeypatch.setitem(sys.modules, "transformer_lens", ModuleType("transformer_lens"))
+    # by another name: `from transformer_lens import X` also looks for a loaded module transformer_lens.X
+    monkeypatch.setitem(sys.modules, "transformer_lens", ModuleType("transformer_lens_without"))
     monkeypatch.setattr(checks, "_check_class", checks._check_class.__wrapped__)
     with pytest.raises(ModelError, match="no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"):
         check_grids([grid(TINY + 'model_class = "HookedTransformer"')])
