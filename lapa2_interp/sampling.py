@@ -31,10 +31,13 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
     k = min(k, log_weights.shape[1])
     ranked, ids = log_weights.topk(min(k + 1, log_weights.shape[1]), dim=1)
     if ranked.shape[1] > k:
-        tied = (ranked[:, k - 1] == ranked[:, k]).nonzero()[:, 0]
         ids = ids[:, :k]
-        for row in tied.tolist():
-            ids[row] = log_weights[row].sort(descending=True, stable=True).indices[:k]
+        tied = ranked[:, k - 1] == ranked[:, k]  # the common case of bfloat16 logits
+        if tied.any():
+            weights, last = log_weights[tied], ranked[tied, k - 1 : k]
+            above, level = ~(weights <= last), weights == last  # nan is above, as topk has it
+            of_level = (level.cumsum(dim=1, dtype=torch.int32) + above.sum(dim=1, keepdim=True)) <= k
+            ids[tied] = (above | level & of_level).nonzero()[:, 1].view(-1, k)
     return ids.sort(dim=1).values
 
 

@@ -34,6 +34,17 @@ def test_ties_at_rank_k_go_to_the_smaller_id():
     assert keep_top_k(log_weights, 99).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
 
 
+def test_many_ties_are_kept_as_a_stable_sort_keeps_them():
+    rng = torch.Generator().manual_seed(5)
+    log_weights = (torch.randn(200, 500, generator=rng) * 3).round() / 3
+    log_weights[:20, 40:] = -torch.inf  # fewer than k of positive weight: the rest is one tie
+    log_weights[20] = torch.arange(500.0)  # no tie
+    log_weights[21, ::7] = torch.nan  # ranked first
+    expected = log_weights.sort(dim=1, descending=True, stable=True).indices[:, :100].sort(dim=1).values
+    assert torch.equal(keep_top_k(log_weights, 100), expected)
+    assert torch.equal(keep_top_k(log_weights[20:21], 100), expected[20:21])
+
+
 def test_a_rank_swap_by_rounding_does_not_move_a_draw():
     rng = torch.Generator().manual_seed(3)
     log_weights = torch.randn(50, 400, generator=rng)
