@@ -35,9 +35,12 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
         tied = ranked[:, k - 1] == ranked[:, k]  # the common case of bfloat16 logits
         if tied.any():
             weights, last = log_weights[tied], ranked[tied, k - 1 : k]
-            above, level = ~(weights <= last), weights == last  # nan is above, as topk has it
-            of_level = (level.cumsum(dim=1, dtype=torch.int32) + above.sum(dim=1, keepdim=True)) <= k
-            ids[tied] = (above | level & of_level).nonzero()[:, 1].view(-1, k)
+            kept = ~(weights < last)  # nan ranks first, as in topk
+            row, token = (weights == last).nonzero(as_tuple=True)
+            from_end = torch.searchsorted(row, row, right=True) - torch.arange(len(row), device=row.device)
+            surplus = from_end <= (kept.sum(dim=1) - k)[row]
+            kept[row[surplus], token[surplus]] = False
+            ids[tied] = kept.nonzero()[:, 1].view(-1, k)
     return ids.sort(dim=1).values
 
 
