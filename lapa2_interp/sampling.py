@@ -38,7 +38,8 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
             kept = ~(weights < last)  # nan ranks first, as in topk
             row, token = (weights == last).nonzero(as_tuple=True)
             from_end = torch.searchsorted(row, row, right=True) - torch.arange(len(row), device=row.device)
-            surplus = from_end <= (kept.sum(dim=1) - k)[row]
+            above = (~(ranked[tied] <= last)).sum(dim=1)
+            surplus = from_end <= (above + row.bincount(minlength=len(last)) - k)[row]
             kept[row[surplus], token[surplus]] = False
             ids[tied] = kept.nonzero()[:, 1].view(-1, k)
     return ids.sort(dim=1).values
