@@ -27,6 +27,60 @@ def ids_of(found, generated=()):
     return torch.tensor([[*found.ids, *generated]])
 
 
+def test_shared_heads_are_the_repeated_tensor_whatever_is_done_with_them():
+    from transformers.models.llama.modeling_llama import repeat_kv
+
+    from lapa2_interp.attention.cache import SharedHeads
+
+    rng = torch.Generator().manual_seed(2)
+    buffer = torch.randn(4, 3, 7, 8, generator=rng, dtype=torch.float64)[:, :, :5]
+    queries, patterns = (torch.randn(4, 6, 2, n, generator=rng, dtype=torch.float64) for n in (8, 5))
+    expected, found = repeat_kv(buffer, 2), repeat_kv(buffer.as_subclass(SharedHeads), 2)
+    assert isinstance(found, SharedHeads)
+    assert found.shape == expected.shape == (4, 6, 5, 8)
+    done = [
+        lambda kv: torch.matmul(queries, kv.transpose(-2, -1)),
+        lambda kv: torch.matmul(patterns, kv),
+        lambda kv: queries @ kv.transpose(2, 3),
+        lambda kv: torch.matmul(kv, kv.transpose(-2, -1)),
+        lambda kv: torch.einsum("bhqd,bhkd->bhqk", queries, kv),
+        lambda kv: torch.cat([kv, kv], dim=2),
+        lambda kv: torch.nn.functional.scaled_dot_product_attention(queries, kv, value=kv),
+        lambda kv: kv.transpose(-2, -1),
+        lambda kv: kv[:, 1:, None],
+        lambda kv: kv.reshape(4, 2, 3, 40),
+        lambda kv: 2 * kv.float().flip(1),
+    ]
+    for do in done:
+        result, wanted = do(found), do(expected)
+        assert result.shape == wanted.shape
+        assert torch.allclose(result + 0, wanted, rtol=0, atol=1e-12)
+        assert torch.equal(do(expected.as_subclass(SharedHeads)) + 0, wanted)  # nothing is shared
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    from lapa2_interp.attention.cache import SharedHeads, open_rows
+
+    model = load(name)
+    monkeypatch.setattr(
+        SharedHeads,
+        "_copied",
+        lambda self: pytest.fail("copied") if self.repeats > 1 else self.as_subclass(torch.Tensor),
+    )
+    real, repeated = modeling_llama.repeat_kv, []
+    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda kv, n: repeated.append(n) or real(kv, n))
+    rows = left_pad([branch(model)])
+    state = open_rows(model)
+    with torch.no_grad(), augmented(model, Augmentation(alpha=0.7), rows):
+        state.prompt_pass(rows)
+        state.expand(torch.zeros(3, dtype=torch.long), capacity=len(rows[0]) + 2)
+        state.read(torch.full((3, 1), 70))
+    assert len(repeated) == (4 * model.cfg.n_layers if name == "tiny-llama" else 0)  # keys and values, of two calls
+
+
 def bridge_of(config, name):
     """A bridge around a random model of another architecture, with the byte tokenizer."""
     from transformers import AutoModelForCausalLM

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lapa2_interp.attention.hooked import Model, is_bridge
@@ -141,6 +142,57 @@ def _positions(
     return torch.where(count < 0, 0, count + first[:, None])
 
 
+class SharedHeads(Tensor):
+    """A view of keys or values whose repetition for the query heads that share them is not made.
+
+    For grouped-query attention transformers' `repeat_kv` copies every slot so far, in every layer at every step. Here the
+    repeated tensor is only stood for: it has its shape, its transpose, and a product with queries or patterns, which reads
+    each shared head once. Anything else done with it gets the copy.
+    """
+
+    repeats = 1
+
+    @classmethod
+    def of(cls, heads: Tensor) -> Tensor:
+        """The same heads; a tensor of a class of its own, such as a distributed one, stays what it is."""
+        return heads.as_subclass(cls) if type(heads) is Tensor else heads
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.matmul and isinstance(args[1], cls) and args[1].repeats > 1:
+                return args[1]._product(*tree_map_only(cls, cls._copied, args[:1]))
+            if isinstance(args[0], cls):
+                view = args[0]
+                if view.repeats > 1:
+                    if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
+                        return torch.Size((len(view), view.shape[1] * view.repeats, *view.shape[2:]))
+                    if func is Tensor.transpose and args[1:] == (-2, -1):
+                        return cls._repeated(view.transpose(-2, -1), view.repeats)
+                elif func in (Tensor.__getitem__, Tensor.expand):
+                    return func(*args, **kwargs).as_subclass(cls)
+                elif func is Tensor.reshape and view.dim() == len(args) == 5 and view.stride(2) == 0:
+                    # repeat_kv's last step: (row, kv_head, repeat, slot, d_head) becomes (row, head, slot, d_head)
+                    return cls._repeated(view[:, :, 0], view.shape[2])
+            args, kwargs = tree_map_only(cls, cls._copied, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def _repeated(cls, heads: Tensor, repeats: int) -> SharedHeads:
+        view = heads.as_subclass(cls)
+        view.repeats = repeats
+        return view
+
+    def _product(self, left: Float[Tensor, "row head query inner"]) -> Float[Tensor, "row head query outer"]:
+        of_group = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
+        return (of_group @ self.as_subclass(Tensor)).view(*left.shape[:3], self.shape[3])
+
+    def _copied(self) -> Tensor:
+        plain = self.as_subclass(Tensor)
+        return plain if self.repeats == 1 else plain.repeat_interleave(self.repeats, dim=1)
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer in a buffer that is written in place and read as a view."""
 
@@ -165,7 +217,7 @@ class SlotLayer(CacheLayerMixin):
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
         self.used = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return SharedHeads.of(self.keys[:, :, :end]), SharedHeads.of(self.values[:, :, :end])
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
         wider = SlotLayer(capacity)
