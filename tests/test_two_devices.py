@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lapa2_interp import Augmentation, models
-from lapa2_interp.attention.cache import SharedHeads
+from lapa2_interp.attention.cache import CachedHeads
 from lapa2_interp.attention.neurons import promoters
 from lapa2_interp.decoding import run_plan
 from lapa2_interp.methods import for_task
@@ -143,7 +143,7 @@ def tiny(request):
 
 @pytest.mark.parametrize("method", ["prefix", "preadd", "soft"])
 def test_two_devices_make_the_texts_and_traces_of_one(two, tiny, method, tmp_path, monkeypatch):
-    monkeypatch.setattr(SharedHeads, "of", lambda heads: heads)  # a toy cannot be one, and they sum in another order
+    monkeypatch.setattr(CachedHeads, "of", lambda heads: heads)  # a toy cannot be one, and they sum in another order
     task, made = load_task("sentiment"), []
     own = {"prefixes": soft_set(tmp_path, load(tiny), task)} if method == "soft" else {}
     chosen = for_task("prefix" if method == "soft" else method, task, **own)

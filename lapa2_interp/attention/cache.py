@@ -142,12 +142,13 @@ def _positions(
     return torch.where(count < 0, 0, count + first[:, None])
 
 
-class SharedHeads(Tensor):
-    """A view of keys or values whose repetition for the query heads that share them is not made.
+class CachedHeads(Tensor):
+    """A view of the cached keys or values whose products with queries and patterns copy no more than they must.
 
-    For grouped-query attention transformers' `repeat_kv` copies every slot so far, in every layer at every step. Here the
-    repeated tensor is only stood for: it has its shape, its transpose, and a product with queries or patterns, which reads
-    each shared head once. Anything else done with it gets the copy.
+    Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in every layer at every step.
+    Here the repeated tensor is only stood for: it has its shape, its transpose, and products that read each shared head once.
+    In bfloat16 on a CPU, where products want dense matrices, the copy is straight (PyTorch's would transpose, in 12 times the
+    time). Anything else done with it gets a plain, repeated tensor.
     """
 
     repeats = 1
@@ -161,32 +162,34 @@ class SharedHeads(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.matmul and isinstance(args[1], cls) and args[1].repeats > 1:
+            if func is torch.matmul and isinstance(args[1], cls) and args[1].dim() == 4:
                 return args[1]._product(*tree_map_only(cls, cls._copied, args[:1]))
             if isinstance(args[0], cls):
                 view = args[0]
-                if view.repeats > 1:
-                    if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-                        return torch.Size((len(view), view.shape[1] * view.repeats, *view.shape[2:]))
-                    if func is Tensor.transpose and args[1:] == (-2, -1):
-                        return cls._repeated(view.transpose(-2, -1), view.repeats)
-                elif func in (Tensor.__getitem__, Tensor.expand):
-                    return func(*args, **kwargs).as_subclass(cls)
-                elif func is Tensor.reshape and view.dim() == len(args) == 5 and view.stride(2) == 0:
+                if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
+                    return torch.Size((len(view), view.shape[1] * view.repeats, *view.shape[2:]))
+                if func is Tensor.transpose and args[1:] in ((-2, -1), (2, 3)):
+                    return cls._repeated(view.transpose(-2, -1), view.repeats)
+                if view.repeats == 1 and func in (Tensor.__getitem__, Tensor.expand):
+                    return cls.of(func(*args, **kwargs))
+                if func is Tensor.reshape and view.dim() == len(args) == 5 and view.stride(2) == 0:
                     # repeat_kv's last step: (row, kv_head, repeat, slot, d_head) becomes (row, head, slot, d_head)
                     return cls._repeated(view[:, :, 0], view.shape[2])
             args, kwargs = tree_map_only(cls, cls._copied, (args, kwargs))
             return func(*args, **kwargs)
 
     @classmethod
-    def _repeated(cls, heads: Tensor, repeats: int) -> SharedHeads:
+    def _repeated(cls, heads: Tensor, repeats: int) -> CachedHeads:
         view = heads.as_subclass(cls)
         view.repeats = repeats
         return view
 
     def _product(self, left: Float[Tensor, "row head query inner"]) -> Float[Tensor, "row head query outer"]:
         of_group = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
-        return (of_group @ self.as_subclass(Tensor)).view(*left.shape[:3], self.shape[3])
+        right = self.as_subclass(Tensor)
+        if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):
+            right = right.clone()  # dense, in the order it has
+        return (of_group @ right).view(*left.shape[:3], self.shape[3])
 
     def _copied(self) -> Tensor:
         plain = self.as_subclass(Tensor)
@@ -217,7 +220,7 @@ class SlotLayer(CacheLayerMixin):
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
         self.used = end
-        return SharedHeads.of(self.keys[:, :, :end]), SharedHeads.of(self.values[:, :, :end])
+        return CachedHeads.of(self.keys[:, :, :end]), CachedHeads.of(self.values[:, :, :end])
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
         wider = SlotLayer(capacity)
