@@ -434,17 +434,15 @@ def dilution_curves(table: pd.DataFrame, fits: pd.DataFrame) -> Drawing:
     """
     figure, panels = _tasks(table[table["name"] == "prefix"])
     for task, panel, part in panels:
-        for method, line in part.groupby("method", sort=False):
+        for i, (method, line) in enumerate(part.groupby("method", sort=False)):
             colour, _ = _style(str(method))
             _band(panel, line, "step", colour, lw=1.3, label=_paper_name(str(method)))
             own = (fits["task"] == line["task"].iloc[0]) & (fits["model"] == line["model"].iloc[0])
             c, d, r2 = fits.loc[own & (fits["method"] == method), ["C", "D", "R2"]].iloc[0]
             if not np.isnan(c):
                 panel.plot(line["step"], c / (line["step"] + d), color=colour, ls=":", lw=1.6)
-                panel.annotate(
-                    f"R² {r2:.2f}", (line["step"].iloc[-1], line["mean"].iloc[-1]), color=colour, fontsize=7, ha="right",
-                    xytext=(0, 3), textcoords="offset points",
-                )  # fmt: skip
+                place: dict[str, Any] = {"ha": "right", "va": "top", "transform": panel.transAxes}
+                panel.text(0.98, 0.98 - 0.09 * i, f"R² {r2:.2f}", color=colour, fontsize=7, **place)
         panel.set_ylim(bottom=0)
         panel.set_title(task, fontsize=9)
         _plain(panel, "generation step t", "attention on the prefix")
