@@ -101,7 +101,7 @@ class FreeCtrl(Method):
             topic.
         lam: Largest value of a neuron; .2 and .3.
         neurons: Neurons per keyword, up to 100; 0 is the raw model under the sampler.
-        gated_lam: The same in gated MLPs (Llama's kind, SmolLM2).
+        gated_lam: The same in gated MLPs (Llama's kind, SmolLM2); 4 in the topic task.
         gated_neurons: The same in gated MLPs.
         noise: Smallest noise ratio of a keyword.
         words: A word list (JSON) of your own from `lapa2 words`; by default the package's for the task.
