@@ -23,13 +23,10 @@ bench = open_bench("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = bench.cells
 cells = cells[cells["method"] == "air-decoding"].copy()
 on = {key: bool(cell.parameters["pro_aug"]) for key, cell in bench.run.plan.items() if cell.method == "air-decoding"}
-lapa2 = cells["alpha"] > 0
-# Without an augmentation pro_aug does nothing: one baseline of the two is enough.
-cells = cells[lapa2 | ~cells["key"].map(on)].copy()
 cells["component"] = [
-    "none" if not a else "pre+pro" if on[key] else "pre"
-    for key, a in zip(cells["key"], cells["alpha"] > 0, strict=True)
+    "none" if not a else "pre+pro" if on[key] else "pre" for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
+cells = cells.sort_values("component", kind="stable")
 component = cells.set_index("key")["component"]
 scores = bench.scores(cells)
 scores["variant"], scores["arm"] = "", scores["cell"].map(component).replace("none", "baseline")

@@ -25,7 +25,6 @@ bench = open_bench("prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Pre
 cells = bench.cells
 cells = cells[cells["method"].isin(["prefix", "preadd"])].copy()
 on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in bench.run.plan.items()}
-cells = cells[(cells["alpha"] > 0) | ~cells["key"].map(on)].copy()
 names = [
     "baseline" if not a else "pre+pro" if on[key] else "pre"
     for key, a in zip(cells["key"], cells["alpha"], strict=True)

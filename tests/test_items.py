@@ -1,4 +1,4 @@
-"""The scripts of analyses/ and figures/ on a small stored run: 143 cells of SmolLM2, four prompts, one sample, 48 tokens.
+"""The scripts of analyses/ and figures/ on a small stored run: 135 cells of SmolLM2, four prompts, one sample, 48 tokens.
 
 The golden tables are what the scripts wrote when they were read and checked; `python tests/test_items.py` writes them anew.
 """
