@@ -73,13 +73,14 @@ def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
         lambda self: pytest.fail("copied") if self.repeats > 1 else self.as_subclass(torch.Tensor),
     )
     real, repeated = modeling_llama.repeat_kv, []
-    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda kv, n: repeated.append(n) or real(kv, n))
+    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda kv, n: repeated.append(real(kv, n)) or repeated[-1])
     rows = left_pad([branch(model)])
     state = open_rows(model)
     with torch.no_grad(), augmented(model, Augmentation(alpha=0.7), rows):
         state.prompt_pass(rows)
         state.expand(torch.zeros(3, dtype=torch.long), capacity=len(rows[0]) + 2)
         state.read(torch.full((3, 1), 70))
+    assert all(isinstance(each, CachedHeads) for each in repeated)  # and no copy
     assert len(repeated) == (4 * model.cfg.n_layers if name == "tiny-llama" else 0)  # keys and values, of two calls
 
 

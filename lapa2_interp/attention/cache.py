@@ -147,8 +147,8 @@ class CachedHeads(Tensor):
 
     Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in every layer at every step.
     Here the repeated tensor is only stood for: it has its shape, its transpose, and products that read each shared head once.
-    In bfloat16 on a CPU, where products want dense matrices, the copy is straight (PyTorch's would transpose, in 12 times the
-    time). Anything else done with it gets a plain, repeated tensor.
+    In half precision on a CPU, where products want dense matrices, the copy keeps the order in memory; PyTorch's own would
+    transpose, which is slow. Anything else done with it gets a plain, repeated tensor.
     """
 
     repeats = 1
