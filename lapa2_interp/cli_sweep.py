@@ -136,10 +136,10 @@ def sweep(
         )
         raise
     kinds = {(cell.model, cell.dtype) for cell in left}
-    if engine == "local" and done.row_tokens and done.seconds > 20 and len(kinds) == 1:
+    if engine == "local" and done.work and done.seconds > 20 and len(kinds) == 1:
         ((model, dtype),) = kinds
         where = device or _device()
-        remember_rate(model, dtype, where, done.row_tokens / done.seconds / runner.slots)
+        remember_rate(model, dtype, where, done.work / done.seconds / runner.slots)
     print(f"{done.made} cells made in {shown_time(done.seconds)}, {done.before} were there: {out}")
     if done.failed:
         raise RunError(

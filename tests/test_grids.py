@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shlex
 import sys
 import tomllib
@@ -15,7 +16,7 @@ from lapa2_interp.cli import main
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.experiments import estimates
 from lapa2_interp.experiments.checks import check_device, check_grids
-from lapa2_interp.experiments.estimates import cost, estimate, rate, remember_rate, shown_size, shown_time
+from lapa2_interp.experiments.estimates import STEP, cost, estimate, rate, remember_rate, shown_size, shown_time, work
 from lapa2_interp.experiments.grids import CELL, EXAMPLE, Block, Cell, built_in, load_grid, parse_changes
 from lapa2_interp.layout import layout
 from lapa2_interp.methods import Soft
@@ -588,7 +589,7 @@ def test_estimates_add_up(grid, monkeypatch, tmp_path):
     cells = grid(TINY + "seed = [1, 2]").cells
     one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
     assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
-    assert one.seconds == pytest.approx(one.row_tokens / 200)
+    assert one.seconds == pytest.approx(sum(map(work, cells)) / 200)
     assert two.seconds == pytest.approx(one.seconds / 2)
     assert one.basis == "tiny-gpt2 float32 as measured here"
     assert one.needs == 4 * estimates.model_size("tiny-gpt2").parameters
@@ -598,6 +599,12 @@ def test_estimates_add_up(grid, monkeypatch, tmp_path):
     more = [CELL.validate_python(raw | {"samples": n}) for n in (1, 2, 3)]
     costs = [cost(cell) for cell in more]
     assert costs[2] - costs[1] == costs[1] - costs[0] > 0, "a prompt is read once"
+    wide = CELL.validate_python(raw | {"samples": 60})
+    narrow = CELL.validate_python(raw | {"samples": 60, "max_rows": 20})
+    rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
+    assert cost(wide) == cost(narrow), "the same tokens"
+    assert work(wide) - cost(wide) == STEP * wide.length * math.ceil(rows / 120)
+    assert work(narrow) - cost(wide) == STEP * wide.length * math.ceil(rows / 20), "in more passes"
 
 
 def test_rates_come_from_models_of_like_size_or_from_this_machine(monkeypatch, tmp_path):
@@ -606,7 +613,7 @@ def test_rates_come_from_models_of_like_size_or_from_this_machine(monkeypatch, t
     remember_rate("tiny-gpt2", "float32", "cpu", 200.0)
     speed, basis = rate("gpt2-medium", "float32", "cpu")
     assert basis == "gpt2-medium by its size, from a matrix product", "a tiny model tells nothing of a large one"
-    assert speed == pytest.approx(0.2 * 1e9 / (2 * 354_823_168))
+    assert speed == pytest.approx(estimates.BATCHED * 1e9 / (2 * 354_823_168))
     remember_rate("EleutherAI/pythia-12b", "float32", "cpu", 1.0)
     remember_rate("meta-llama/Llama-2-7b-hf", "float32", "cpu", 2.0)
     speed, basis = rate("meta-llama/Llama-2-13b-hf", "float32", "cpu")

@@ -250,6 +250,24 @@ def test_cells_by_hand():
     assert row["scorer"] == "length (1)"
 
 
+def test_no_interval_leaves_what_its_metric_can_be():
+    frame = samples([1, 2, 30])
+    rows = [{**row, "value": value, "skipped": None, "scorer": "made up"} for row, value in
+            zip(frame.to_dict("records"), (1.5, 2.0, 30.0), strict=True)]  # fmt: skip
+    for metric, scale, low, high in (
+        ("perplexity", 1, 1, None),
+        ("ppl", 1, 1, None),
+        ("acc", 3, 0, 100),
+        ("length", 1, None, None),
+    ):
+        table = pd.DataFrame(rows).assign(metric=metric)
+        (row,) = cell_table(table.assign(value=table["value"] * scale)).to_dict("records")
+        half = 4.303 * np.std([1.5, 2, 30], ddof=1) * scale / 3**0.5
+        free = (row["mean"] - half, row["mean"] + half)
+        assert row["low"] == pytest.approx(free[0] if low is None else low, abs=1e-2)
+        assert row["high"] == pytest.approx(free[1] if high is None else high, abs=3e-2)
+
+
 def test_skipped_texts_are_counted_with_their_reason():
     frame = samples([1, 2, 3, 4])
     frame.loc[3, "text"] = ""

@@ -1,13 +1,15 @@
 """How long a grid takes on this machine, and how much it writes, before anything runs.
 
-The unit is the row-token: one token through the model in one branch. Its rate on this machine comes from the last sweep of the
-same model and precision where there was one; else, by the number of parameters, from a sweep of a model of like size, or from a
-matrix product.
+The unit is the row-token: one token through the model in one branch. A pass reads all weights however few rows it has, and so
+costs STEP row-tokens more: cells of 4 texts and of 120 then tell the same rate of this machine. It comes from the last sweep of
+the same model and precision where there was one; else, by the number of parameters, from a sweep of a model of like size, or from
+a matrix product.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ from lapa2_interp.experiments.grids import Cell
 from lapa2_interp.models import TINY, cache_folder, keep_file
 from lapa2_interp.trace import trace_bytes
 
-BATCHED = 0.2
+STEP = 40
+"""Row-tokens that a pass of the model takes beside those of its rows (SmolLM2 in bfloat16 on a CPU core: 42 ms against 1.0)."""
+BATCHED = 0.4
 """Share of a large matrix product's speed that decoding reaches where nothing was measured."""
 TEXT_BYTES = 5
 """Of a token in samples.parquet: its id and its letters, compressed."""
@@ -114,6 +118,15 @@ def cost(cell: Cell) -> int:
     return len(branches) * len(prompts) * (before + cell.samples * steps)
 
 
+def work(cell: Cell) -> int:
+    """A cell's row-tokens and what its passes take besides, as row-tokens; by this cells take time."""
+    from lapa2_interp.plan import MAX_ROWS
+
+    together = max(1, (cell.max_rows or MAX_ROWS) // len(cell.decoder.branches(cell.task, cell.attribute)))
+    passes = math.ceil(len(cell.task.prompts.texts) * cell.samples / together) * cell.length
+    return cost(cell) + STEP * passes
+
+
 def _tokens(text: str, model: str) -> int:
     """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in the tiny models."""
     return len(text.encode()) if model in TINY else len(re.findall(r"\w+|[^\w\s]", text))
@@ -131,7 +144,7 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
     if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
         device = here
     rates = {(cell.model, cell.dtype): rate(cell.model, cell.dtype, device) for cell in cells}
-    seconds = sum(cost(cell) / rates[cell.model, cell.dtype][0] for cell in cells) / max(1, workers)
+    seconds = sum(work(cell) / rates[cell.model, cell.dtype][0] for cell in cells) / max(1, workers)
     disk = 0
     for cell in cells:
         size, texts = model_size(cell.model), len(cell.task.prompts.texts) * cell.samples
@@ -154,7 +167,7 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
 
 
 def rate(model: str, dtype: str, device: str) -> tuple[float, str]:
-    """Row-tokens per second of one worker, and where the number comes from."""
+    """Row-tokens of `work` per second of one worker, and where the number comes from."""
     known = _known()
     kind = device.partition(":")[0]
     found = known.get(f"{model} {dtype} {kind}")

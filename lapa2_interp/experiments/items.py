@@ -269,8 +269,6 @@ class Bench:
         frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
         if len(scores):
             means = cell_table(scores)
-            share = means["metric"].isin(["acc", "tox"])  # Student's interval of few prompts may leave the range
-            means.loc[share, ["low", "high"]] = means.loc[share, ["low", "high"]].clip(0.0, 100.0)
             changes = difference_table(scores).rename(columns={"low": "difference_low", "high": "difference_high"})
             joined, numbers = [*keys, "metric"], ["difference", "difference_low", "difference_high", "p", "detectable"]
             changes = changes.reindex(columns=[*joined, *numbers])

@@ -38,7 +38,7 @@ from lapa2_interp import __version__
 from lapa2_interp.decoding import join_traces, progress_bar
 from lapa2_interp.errors import RunError, first_problem, one_of
 from lapa2_interp.experiments.engines import Engine, Failed, Job, Opened, Outcome, Part
-from lapa2_interp.experiments.estimates import cost
+from lapa2_interp.experiments.estimates import cost, work
 from lapa2_interp.experiments.grids import CELL, Cell, Grid
 from lapa2_interp.experiments.store import (
     MANIFEST,
@@ -368,13 +368,14 @@ def add_grids(folder: Path, grids: Sequence[Grid]) -> SweepRun:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did: cells that were there before, made now, and that failed."""
+    """What a sweep did: cells that were there before, made now, and that failed; `work` is that of estimates."""
 
     before: int
     made: int
     failed: tuple[str, ...]
     seconds: float
     row_tokens: int
+    work: float
 
 
 def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print) -> Swept:
@@ -429,13 +430,14 @@ class _Sweep:
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
         self.made = self.row_tokens = 0
+        self.work = 0.0
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
     def all(self) -> Swept:
         began = perf_counter()
         if not self.todo:
-            return Swept(self.before, 0, (), 0.0, 0)
+            return Swept(self.before, 0, (), 0.0, 0, 0.0)
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
         with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
             while waiting or ready or under_way:
@@ -450,7 +452,7 @@ class _Sweep:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
                     state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
                     bar.set_postfix_str(state, refresh=False)
-        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.row_tokens)
+        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.row_tokens, self.work)
 
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; the jobs it gives rise to."""
@@ -480,6 +482,7 @@ class _Sweep:
                 self._keep(key, job.group, outcome)
                 share = self._share(key, job.group)
                 self.row_tokens += share
+                self.work += work(job.cell) * share / self.costs[key]
                 bar.update(share)
                 self.left[key].discard(job.group)
                 if not self.left[key]:

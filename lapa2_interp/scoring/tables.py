@@ -20,6 +20,12 @@ from lapa2_interp.stats import mean_interval, paired_difference
 KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that make cells, where a table has them."""
 TOXIC = 0.5
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("accuracy", "toxicity", "toxicity max", "toxic prompts"), (0.0, 1.0)),
+    **dict.fromkeys(("acc", "tox"), (0.0, 100.0)),
+    **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
+}
+"""Least and greatest value of a metric, which the interval of few prompts (Student's) would leave."""
 
 
 def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
@@ -82,8 +88,9 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
                 found = mean_interval(table["value"].to_numpy(), _clusters(table))
+                low, high = np.clip([found.low, found.high], *RANGES.get(str(name), (-np.inf, np.inf)))
                 rows.append(
-                    {**keys, "metric": name, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n,
+                    {**keys, "metric": name, "mean": found.mean, "low": low, "high": high, "n": found.n,
                      "prompts": found.clusters, **facts}
                 )  # fmt: skip
     return pd.DataFrame(rows)
