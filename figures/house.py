@@ -33,7 +33,9 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
     out = options.out or options.run
     files = [out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))]
     if not all(file.is_file() for file in files):
-        subprocess.run([sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=True)
+        made = subprocess.run([sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=False)
+        if made.returncode:  # it has said why
+            sys.exit(made.returncode)
     tables = [pd.read_csv(file) for file in files]
     figure = draw(*tables)
     (out / "figures").mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None)
     """Write a run's page: tables and figures, the paper's claims judged, texts side by side with tokens coloured by attention.
 
     One file that loads nothing, to open in a browser or send to somebody. It shows what is there, and lists the cells that are
-    missing. For example
+    missing. Tables and claims are those of the paper's items (`python analyses/ITEM.py RUN`); a run of grids of one's own has its
+    texts and cells, and its scores from `lapa2 score RUN`. For example
 
         lapa2 report results/quick
         lapa2 report results/quick --tables /tmp/again/tables --out /tmp/again/report.html
@@ -26,10 +27,9 @@ def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None)
 
     found = load_run(run)
     folder = run / "tables" if tables is None else tables
-    if not any(folder.glob("*.json")):
+    if tables is not None and not any(folder.glob("*.json")):
         raise RunError(
-            f"{folder} has no tables (ITEM.json); `python analyses/reproduce.py --out {run}` makes them all, "
-            f"`python analyses/ITEM.py {run}` those of one item; or give their folder with --tables"
+            f"--tables {folder} has no tables (ITEM.json); `python analyses/ITEM.py {run}` makes those of an item"
         )
     file = run / "report.html" if out is None else out
     if file.is_dir():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.errors import ScoringError, counted, one_of
 from lapa2_interp.scoring.named import NAMES, Options, make_scorer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def score(
     judge_prices: tuple[float, float] | None = None,
     only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     cache: Path | None = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
@@ -68,7 +68,7 @@ def score(
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
         only: Texts with these values alone, as COLUMN=VALUE.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
-        dtype: Precision of the perplexity model.
+        dtype: Precision of the perplexity model; by default that of the run, as in the tables of analyses/, or float32.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with a model.
         force: Replace an earlier folder of tables.
@@ -89,6 +89,8 @@ def score(
         if each.partition("=")[0] not in NAMES:
             raise ScoringError(one_of("scorer", each.partition("=")[0], NAMES))
     sets = []
+    if gaps := _gaps(source):
+        print(gaps, file=sys.stderr)
     for samples, manifest in read_texts(source, column):
         samples = _only(samples if attribute is None else samples.assign(attribute=attribute), only)
         if lengths:
@@ -100,7 +102,7 @@ def score(
             labels=_labels(labels),
             judge_url=judge_url,
             judge_prices=judge_prices or (None, None),
-            dtype=dtype,
+            dtype=dtype or (manifest.model.dtype if manifest else "float32"),
             device=device,
             generator=manifest.model.weights if manifest else None,
             trust_remote_code=trust_remote_code,
@@ -278,7 +280,14 @@ def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
 
 def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     """The cells, one block per scorer, and what the arms changed."""
-    keys = [key for key in ("length", "part", "attribute", "arm") if key in table and (table[key] != "").any()]
+    from lapa2_interp.scoring.tables import KEYS
+
+    usual = ("attribute", "arm")
+    keys = [
+        key
+        for key in KEYS
+        if key in table and (table[key].nunique() > 1 or (key in usual and (table[key] != "").any()))
+    ]
     for scorer, part in table.groupby("scorer", sort=False):
         print(f"\n{scorer}")
         interval = [f"[{low:.4g}, {high:.4g}]" if low == low else "" for low, high in part[["low", "high"]].to_numpy()]
@@ -293,14 +302,28 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
             *(["why"] if (part["skipped"] > 0).any() else []),
         ]
         print(shown[columns].rename(columns={"why": "skipped"}).to_string(index=False))
+    if (table["prompts"] == 1).any():
+        print("\nno interval where there is one prompt, which tells no spread")
     if len(differences):
         print("\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80 % power)")
-        drop = [
-            key
-            for key in differences
-            if key in ("scorer",) or (key in ("length", "part", "attribute") and key not in keys)
-        ]
-        print(differences.drop(columns=drop).to_string(index=False, float_format="%.4g"))
+        drop = [key for key in differences if key == "scorer" or (key in KEYS and key not in keys)]
+        shown = differences.drop(columns=drop)
+        shown = shown.assign(difference=shown["difference"].round(12) + 0.0)  # no -0 and no rounding error
+        print(shown.to_string(index=False, float_format="%.4g"))
+
+
+def _gaps(source: Path) -> str:
+    """What of a sweep has no texts yet."""
+    from lapa2_interp.experiments.sweep import load_run
+
+    if not (source / "run.json").is_file():
+        return ""
+    states = load_run(source).cells["state"]
+    left = int((states != "finished").sum())
+    return (
+        f"{left} of {counted(len(states), 'cell')} not finished (`lapa2 runs {source}`): nothing of them is scored"
+        * (left > 0)
+    )
 
 
 def _only(samples: pd.DataFrame, only: tuple[str, ...]) -> pd.DataFrame:

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp.errors import GridError, RunError
+from lapa2_interp.errors import GridError, RunError, counted
 
-STATES = ("finished", "failed", "partly", "missing")
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
@@ -28,7 +27,14 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
         changes: KEY=VALUE replaces a key in every block, such as samples=2 or length=64; repeat the option for more.
         as_json: Print JSON, cells in full.
     """
-    from lapa2_interp.experiments.estimates import estimate, machine_memory, machine_workers, shown_size, shown_time
+    from lapa2_interp.experiments.estimates import (
+        estimate,
+        machine_memory,
+        machine_workers,
+        model_size,
+        shown_size,
+        shown_time,
+    )
     from lapa2_interp.experiments.grids import EXAMPLE, built_in, load_grid, parse_changes
 
     found = [load_grid(name, parse_changes(changes), check=False) for name in names or built_in()]
@@ -55,9 +61,16 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
         line = f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11}  {shown_time(each.seconds):>9}"
         print(f"{line}  {shown_size(each.disk):>8}{fits}\n    {grid.description}")
         basis += each.basis.split("; ")
-        notes += [f"{grid.name} needs {need}" for need in grid.needs]
-    print(f"\ntime with {workers} workers ({'; '.join(dict.fromkeys(basis))}); cells that grids share are made once")
-    for note in notes:
+        notes += [f"{grid.name} cannot run yet: {need}" for need in grid.needs]
+        for cell in grid.cells:
+            if cell.length > (most := model_size(cell.model).n_ctx):
+                notes.append(
+                    f"{grid.name} cannot run: length {cell.length} exceeds the context of {most} of {cell.model}"
+                )
+    print(
+        f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that grids share are made once"
+    )
+    for note in dict.fromkeys(notes):
         print(note)
     if names:
         for grid in found:
@@ -103,7 +116,7 @@ def sweep(
     from lapa2_interp.experiments.engines import make_engine
     from lapa2_interp.experiments.estimates import estimate, remember_rate, shown_size, shown_time
     from lapa2_interp.experiments.grids import load_grid, parse_changes
-    from lapa2_interp.experiments.sweep import load_run
+    from lapa2_interp.experiments.sweep import finished_of
     from lapa2_interp.experiments.sweep import sweep as fill
 
     if not names:
@@ -116,22 +129,21 @@ def sweep(
         check_device(device)
     runner = make_engine(engine, workers, device, threads, address, gpus_per_worker)
     cells = {cell.key: cell for grid in found for cell in grid.cells}
-    there = load_run(out).finished if (out / "run.json").is_file() else {}
+    there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
     if left:
         each = estimate(left, runner.slots, device)
         print(
             f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens} row-tokens, about "
-            f"{shown_time(each.seconds)} with {runner.slots} workers, {shown_size(each.disk)} ({each.basis})",
+            f"{shown_time(each.seconds)} with {counted(runner.slots, 'worker')}, {shown_size(each.disk)} ({each.basis})",
             file=sys.stderr,
         )
     try:
         with _stopped_by_sigterm():
             done = fill(out, found, runner, lambda text: print(text, file=sys.stderr))
     except (KeyboardInterrupt, SystemExit):
-        finished = load_run(out).finished if (out / "run.json").is_file() else {}
         print(
-            f"\n{sum(key in finished for key in cells)} of {len(cells)} cells are finished; the same command goes on",
+            f"\n{len(finished_of(out, cells))} of {counted(len(cells), 'cell')} finished; the same command goes on",
             file=sys.stderr,
         )
         raise
@@ -140,10 +152,10 @@ def sweep(
         ((model, dtype),) = kinds
         where = device or _device()
         remember_rate(model, dtype, where, done.work / done.seconds / runner.slots)
-    print(f"{done.made} cells made in {shown_time(done.seconds)}, {done.before} were there: {out}")
+    print(f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were there: {out}")
     if done.failed:
         raise RunError(
-            f"{len(done.failed)} cells failed; `lapa2 runs {out}` says why, and the same command tries them again"
+            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the same command tries them again"
         )
 
 
@@ -171,11 +183,11 @@ def runs(
     run: Path,
     /,
     *,
-    state: Literal["all", "finished", "failed", "partly", "missing"] = "all",
+    state: Literal["all", "finished", "failed", "partly", "damaged", "missing"] = "all",
     traceback: Annotated[bool, Parameter(name="--traceback")] = False,
     as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
-    """Tell what is in a run folder: which cells are finished, which are missing, which failed and why.
+    """Tell what is in a run folder: which cells are finished, missing or damaged, which failed and why.
 
     Args:
         run: The folder of `lapa2 sweep`.
@@ -183,7 +195,7 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp.experiments.sweep import load_run
+    from lapa2_interp.experiments.sweep import STATES, load_run
 
     found = load_run(run)
     table = found.cells
@@ -206,3 +218,5 @@ def runs(
                 print(f"\n{key}, {failures[key].when:%Y-%m-%d %H:%M} UTC\n{failures[key].traceback.rstrip()}")
     elif failures:
         print("\n--traceback shows where; `lapa2 sweep` with the same grids tries failed cells again")
+    if (table["state"] == "damaged").any():
+        print("\n`lapa2 sweep` with the same grids makes damaged cells anew")

@@ -79,6 +79,7 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
     """
     problem = worst_problem(error)
     place = ".".join(str(part) for part in problem["loc"])
+    at = f"{place}: " if place else ""
     if problem["type"] in UNKNOWN_FIELD:
         return (
             one_of("field", place, fields) if fields else f"{place}: there is no such field, found {problem['input']!r}"
@@ -86,10 +87,18 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
     if problem["type"] == "value_error":  # a sentence of our own
         return str(problem["msg"]).removeprefix("Value error, ")
     field = str(problem["loc"][0]) if problem["loc"] else ""
-    if forms and field in forms:
+    if forms and field in forms and problem["type"] != "missing":
         return f"{field}: takes {forms[field]}; found {problem['input']!r}"
     message = f"{problem['msg'][:1].lower()}{problem['msg'][1:]}".replace("valid tuple", "list")
-    return f"{place}: {message}" if problem["type"] == "missing" else f"{place}: {message}, found {problem['input']!r}"
+    if problem["type"] == "missing":
+        return f"{at}{message}"
+    found = repr(problem["input"])
+    return f"{at}{message}, found {found[:160]}{'...' * (len(found) > 160)}"
+
+
+def counted(n: int, what: str) -> str:
+    """1 cell, 2 cells."""
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")

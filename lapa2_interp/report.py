@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError
+from lapa2_interp.experiments.sweep import STATES
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -88,7 +89,6 @@ ORDER = (
 )  # fmt: skip
 """The items of the paper in the order of the page; others follow by name."""
 VERDICTS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "○", "missing": "–"}
-STATES = ("finished", "failed", "partly", "missing")
 SIZE = 3_800_000
 """Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
 TOKEN_BYTES = 18

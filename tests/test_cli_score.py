@@ -56,6 +56,28 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
     assert "against the baseline" in printed
 
 
+def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
+    (tmp_path / "grid.toml").write_text(
+        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 20\ntrace = "none"\n'
+        'method = ["prefix", "air-decoding"]\naugmentation = ["none", "paper"]\n'
+    )
+    run, out = tmp_path / "run", tmp_path / "scores"
+    assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
+    capsys.readouterr()
+    assert lapa2("score --scorers accuracy --out", out, run) == 0
+    whole = capsys.readouterr()
+    assert "not finished" not in whole.err
+    shown = [line.split()[0] for line in whole.out.splitlines() if " baseline " in line]
+    assert sorted(shown) == ["air-decoding"] * 3 + ["prefix"] * 3
+    first = next(iter(json.loads((run / "run.json").read_text())["grids"]["grid"]))
+    (run / "cells" / first / "samples.parquet").unlink()
+    assert lapa2("score --force --scorers accuracy --out", out, run) == 0
+    assert "1 of 8 cells not finished" in capsys.readouterr().err
+    table = pd.read_csv(out / "table.csv")
+    together = table[table["attribute"] == "all"]
+    assert sorted(together["method"]) == ["air-decoding", "air-decoding", "prefix"]
+
+
 def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):
     from lapa2_interp.scoring.transformer import Perplexity
 

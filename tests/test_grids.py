@@ -337,7 +337,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('samples = 1', 'samples = 0'), "samples: input should be greater than or equal to 1, found 0"),
         (('samples = 1', 'samples = "many"'), "samples: .* valid integer.*, found 'many'"),
         (('prompts = 2', 'prompts = 0'), "prompts: takes task, a number of at least 1, .* found 0"),
-        (('prompts = 2', 'prompts = "nowhere.txt"'), "cannot read prompts from nowhere.txt"),
+        (('prompts = 2', 'prompts = "nowhere.txt"'), "prompts: takes .* one on each line, .*; there is no file 'nowhere.txt'"),
         (('prompts = 2', 'prompts = { file = "p.txt" }'), "prompts: takes task.*; found {'file': 'p.txt'}"),
         (('length = 24', ''), "length: field required"),
         (('length = 24', 'length = 24\nmodel_class = "HookdTransformer"'), "model_class: .*'HookedTransformer', found 'Hookd"),
@@ -378,7 +378,7 @@ def test_unknown_grids_and_malformed_changes():
         GridError, match="unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"
     ):
         load_grid("quick/scalling")
-    with pytest.raises(GridError, match="unknown grid 'nowhere.toml'"):
+    with pytest.raises(GridError, match="there is no file nowhere.toml; `lapa2 grids` ends with an example"):
         load_grid("nowhere.toml")
     with pytest.raises(GridError, match="--set 'samples' is not of the form KEY=VALUE, such as samples=2"):
         parse_changes(["samples"])
@@ -390,12 +390,12 @@ def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(tmp_path, 
     monkeypatch.chdir(tmp_path)
     text = TINY.replace("prompts = 2", 'prompts = { file = "rtp.txt", n = 3, what = "toxic ones" }')
     found = grid(text, check=False)
-    assert found.needs == ("rtp.txt (3 prompts: toxic ones) in the folder you are in",)
+    assert found.needs == ("no file rtp.txt (3 prompts: toxic ones) in the folder you are in",)
     assert [len(cell.task.prompts.texts) for cell in found.cells] == [3, 3], "for the estimate"
     assert lapa2("grids g.toml") == 0
-    assert "g needs rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().out
+    assert "g cannot run yet: no file rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().out
     assert lapa2("sweep g.toml --out run") == 2
-    assert "lapa2: grid g.toml cannot run yet: rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().err
+    assert "lapa2: grid g.toml cannot run yet: no file rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     (tmp_path / "rtp.txt").write_text("One\nTwo\n")
     with pytest.raises(GridError, match="rtp.txt has 2 prompts, and the grid says 3"):
@@ -495,7 +495,8 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
         ("sweep GRID --out OUT --engine slurm", "slurm"),
         ("sweep GRID --out /proc/nowhere/run --workers 1 --device cpu", "cannot write /proc/nowhere/run"),
         ("grids nonsense", "unknown grid 'nonsense'"),
-        ("runs OUT", "is not the folder of a sweep: it has no run.json"),
+        ("runs OUT", "there is no folder "),
+        ("runs .", ". is not the folder of a sweep: it has no run.json; `lapa2 sweep"),
         ("runs OUT --state broken", "broken"),
     ],
 )
@@ -607,6 +608,14 @@ def test_estimates_add_up(grid, monkeypatch, tmp_path):
     assert work(narrow) - cost(wide) == STEP * wide.length * math.ceil(rows / 20), "in more passes"
 
 
+def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):
+    (tmp_path / "long.toml").write_text(TINY.replace("length = 24", "length = 5000"))
+    assert lapa2("grids", tmp_path / "long.toml") == 0
+    printed = capsys.readouterr().out
+    most = estimates.model_size("tiny-gpt2").n_ctx
+    assert printed.count(f"long cannot run: length 5000 exceeds the context of {most} of tiny-gpt2") == 1
+
+
 def test_rates_come_from_models_of_like_size_or_from_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
     monkeypatch.setattr(estimates, "_flops", lambda dtype, device: 1e9)
@@ -642,6 +651,7 @@ def test_rates_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
         (720.0, "12 min"),
         (12_240.0, "3.4 h"),
         (432e3, "5.0 days"),
+        (3.9e9, "123.7 years"),
     ],
 )
 def test_times_for_reading(seconds, text):
@@ -663,12 +673,12 @@ def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(monkeypatch,
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("paper/", "quick/"))}
     assert list(dict.fromkeys(rows)) == built_in()
-    for name, (_, cells, texts, *rest) in ((n, r) for n, r in rows.items() if "needs" not in r[:2]):
+    for name, (_, cells, texts, *rest) in ((n, r) for n, r in rows.items() if "cannot" not in r[:2]):
         grid = load_grid(name, check=False)
         assert (int(cells), int(texts)) == (len(grid.cells), sum(arms(grid).values()))
         assert rest[-1] in ("MB", "GB") or "machine" in rest
         assert f"    {grid.description}" in out
-    assert "paper/sent_topic needs no soft prefixes 'contrastive' of task topic for gpt2-medium" in out
+    assert "paper/sent_topic cannot run yet: no soft prefixes 'contrastive' of task topic for gpt2-medium" in out
     assert out.endswith(EXAMPLE)
     (tmp_path / "g.toml").write_text(TINY)
     assert lapa2("grids", tmp_path / "g.toml", "--set", "seed=[1,2]") == 0

@@ -206,7 +206,7 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     ]
     text = (copy / "tables" / "scaling.md").read_text("utf-8")
     assert "| missing |" in text
-    assert "Gaps: 1 cells missing." in text
+    assert "Gaps: 1 cell missing." in text
     claims = table(copy / "tables" / "scaling.claims.csv")
     assert claims[claims["claim"].str.startswith("sqrt") & claims["claim"].str.contains("preadd")][
         "verdict"
@@ -230,6 +230,16 @@ def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(RunError, match=r"no grid 'related'.*lapa2 sweep quick/related --out"):
         script("analyses", "related", run)
+
+
+def test_what_a_user_can_mend_is_one_line(run):
+    """A figure makes its table first, in another process."""
+    for kind, item in (("analyses", "related"), ("figures", "alpha")):
+        asked = [sys.executable, ROOT / kind / f"{item}.py", run.parent]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"error: {run.parent} is not the folder of a sweep")
 
 
 # --- the paper's numbers

@@ -259,7 +259,7 @@ def test_without_traces_it_says_that_tokens_are_not_coloured(tmp_path):
     folder = make_run(tmp_path, "none")
     parts = Parts(page(folder))
     assert "tokens are not coloured" in parts.text
-    assert "There are no tables and figures yet" in parts.text
+    assert "None of the paper's items has been made from this run" in parts.text
     texts = [text for group in parts.data["groups"] for arm in group["arms"] for text in arm["texts"]]
     assert len(texts) == 10
     assert all(text["p"] is None and text["b"] is None and text["t"] for text in texts)
@@ -300,8 +300,11 @@ def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, cap
     elsewhere = tmp_path / "again"
     elsewhere.mkdir()
     (run / "tables").rename(elsewhere / "tables")
-    with pytest.raises(RunError, match="reproduce.py"):
-        report(run)
+    report(run)
+    alone = Parts((run / "report.html").read_text("utf-8"))
+    assert alone.data["groups"], "texts need no tables"
+    with pytest.raises(RunError, match="has no tables .ITEM.json.; `python analyses/ITEM.py"):
+        report(run, tables=tmp_path)
     report(run, tables=elsewhere / "tables", out=tmp_path / "new/page.html")
     assert "75.1" in (tmp_path / "new/page.html").read_text("utf-8")
     with pytest.raises(RunError, match="is a folder"):

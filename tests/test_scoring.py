@@ -268,6 +268,42 @@ def test_no_interval_leaves_what_its_metric_can_be():
         assert row["high"] == pytest.approx(free[1] if high is None else high, abs=3e-2)
 
 
+def test_all_texts_alike_is_no_certainty():
+    frame = samples([1] * 60, prompts=20).assign(metric="accuracy", skipped=None, scorer="made up")
+    (right,) = cell_table(frame.assign(value=1.0)).to_dict("records")
+    (wrong,) = cell_table(frame.assign(value=0.0)).to_dict("records")
+    # 20 prompts would all be right with chance 0.05 where 0.05^(1/20) = 86 % of all prompts are
+    assert (right["low"], right["high"]) == pytest.approx((0.8609, 1.0), abs=1e-4)
+    assert (wrong["low"], wrong["high"]) == pytest.approx((0.0, 1 - 0.8609), abs=1e-4)
+    (half,) = cell_table(frame.assign(value=[1.0, 0.0] * 30, prompt=np.repeat(np.arange(30), 2))).to_dict("records")
+    assert half["low"] == half["high"] == 0.5, "every prompt half right: prompts do not differ"
+
+
+def test_arms_of_unlike_attributes_are_not_compared():
+    """Half an arm is a gap: its mean over "all" would be of other texts than its baseline's."""
+    rows = [
+        {"task": "sentiment", "method": method, "arm": arm, "attribute": attribute, "prompt": f"p{i}", "text": "w " * 12,
+         "metric": "accuracy", "value": float(attribute == "positive"), "skipped": None, "scorer": "made up"}
+        for method in ("prefix", "palette") for arm in ("baseline", "alpha 1") for attribute in ("positive", "negative")
+        for i in range(9)
+        if (method, arm, attribute) != ("prefix", "baseline", "positive")
+    ]  # fmt: skip
+    other = [{**row, "task": "detox", "attribute": "nontoxic"} for row in rows[:9]]
+    frame = pd.DataFrame(rows + other)
+    cells = cell_table(frame)
+    together = cells[cells["attribute"] == "all"]
+    assert [tuple(row) for row in together[["task", "method", "arm", "mean"]].to_numpy()] == [
+        ("sentiment", "prefix", "alpha 1", 0.5),
+        ("sentiment", "palette", "baseline", 0.5),
+        ("sentiment", "palette", "alpha 1", 0.5),
+        ("detox", "prefix", "baseline", 0.0),
+    ]
+    changes = difference_table(frame)
+    found = changes[changes["attribute"] == "all"]
+    assert found[["method", "arm", "difference"]].to_numpy().tolist() == [["palette", "alpha 1", 0.0]]
+    assert set(changes[changes["method"] == "prefix"]["attribute"]) == {"negative"}
+
+
 def test_skipped_texts_are_counted_with_their_reason():
     frame = samples([1, 2, 3, 4])
     frame.loc[3, "text"] = ""

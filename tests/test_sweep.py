@@ -331,7 +331,7 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
     printed = (tmp_path / "printed").read_text()
-    assert "0 of 4 cells are finished; the same command goes on" in printed
+    assert "0 of 4 cells finished; the same command goes on" in printed
     assert printed.splitlines()[-1] == "lapa2: interrupted"
     assert "Traceback" not in printed
     wait_for(lambda: is_over(process.pid), 20)
@@ -356,7 +356,7 @@ def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_
     assert process.exitcode == code, log.read_text()
     finished = load_run(run).finished
     assert 1 <= len(finished) < 4
-    assert f"\n{len(finished)} of 4 cells are finished; the same command goes on\n" in log.read_text()
+    assert f"\n{len(finished)} of 4 cells finished; the same command goes on\n" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert not list(run.rglob(".writing-*")), "it had the time to clean up"
     done = sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
@@ -529,7 +529,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     assert "2 cells made" in printed.out
     (bad,) = pick(load_run(tmp_path / "run"), layers="top")
     assert f"({bad}): ValueError: out of luck" in printed.err
-    assert "lapa2: 1 cells failed; `lapa2 runs" in printed.err.splitlines()[-1]
+    assert "lapa2: 1 cell failed; `lapa2 runs" in printed.err.splitlines()[-1]
     run = load_run(tmp_path / "run")
     assert run.cells.set_index("key")["state"].value_counts().to_dict() == {"finished": 2, "failed": 1}
     assert run.failures[bad].traceback.startswith("Traceback (most recent call last)")
@@ -544,7 +544,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     monkeypatch.setattr(decoding, "run_plan", lambda *a, **k: made.append(None) or real(*a, **k))
     made.clear()
     assert lapa2(line) == 0
-    assert "1 cells made" in capsys.readouterr().out
+    assert "1 cell made" in capsys.readouterr().out
     assert len(made) == 1, "the group that had been finished was kept"
     assert load_run(tmp_path / "run").failures == {}
     assert not (tmp_path / "run" / "failed" / f"{bad}.json").exists()
@@ -659,7 +659,6 @@ def copy(undisturbed, tmp_path):
         ({"kind": "tables"}, "is not the folder of a sweep: its run.json is something else's"),
         ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
         ({"nonsense": 3}, "is damaged or of another version: nonsense"),
-        ({"grids": {"one": ["0123456789abcdef"]}}, "is damaged or of another version: .*0123456789abcdef.json"),
     ],
 )
 def test_a_run_of_another_version_is_not_read(copy, files, change, message):
@@ -763,14 +762,56 @@ def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_
     assert_equal_runs(tmp_path / "run", whole)
 
 
-def test_a_cell_that_lost_a_file_is_made_again(traced, traced_files, tmp_path):
+def rewrite(file, change):
+    file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        Path.unlink,
+        lambda file: rewrite(file, lambda old: old[: len(old) // 2]),
+        lambda file: rewrite(file, lambda old: b""),
+    ],
+    ids=["away", "half", "empty"],
+)
+def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(traced, traced_files, tmp_path, capsys, spoil):
     run = shutil.copytree(traced[0], tmp_path / "run")
+    assert load_run(run).cells["state"].tolist() == ["finished"] * 4
     for key, name in zip(load_run(run).plan, (SAMPLES, TRACE, MANIFEST), strict=False):
-        (run / "cells" / key / name).unlink()
-    assert load_run(run).cells["state"].tolist() == ["missing"] * 3 + ["finished"]
+        spoil(run / "cells" / key / name)
+    assert load_run(run).cells["state"].tolist() == ["damaged"] * 3 + ["finished"]
+    assert lapa2("runs", run, "--state", "damaged") == 0
+    printed = capsys.readouterr().out
+    assert "one: 2 damaged\ntwo: 1 finished, 2 damaged" in printed
+    assert "`lapa2 sweep` with the same grids makes damaged cells anew" in printed
     done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
     assert (done.before, done.made) == (1, 3)
     assert_equal_runs(run, traced[0])
+
+
+def test_the_files_of_another_cell_are_none_of_this_one(undisturbed, copy):
+    one, two, *_ = load_run(copy).plan
+    shutil.rmtree(copy / "cells" / one)
+    shutil.copytree(copy / "cells" / two, copy / "cells" / one)
+    assert load_run(copy).cells["state"].tolist() == ["damaged"] + ["finished"] * 3
+
+
+def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
+    key = next(iter(load_run(copy).plan))
+    file = copy / "plan" / f"{key}.json"
+    before = file.read_bytes()
+    file.unlink()
+    with pytest.raises(
+        RunError, match=f"{key}.json is missing; `lapa2 sweep` with the cell's grid .one, two. writes it anew"
+    ):
+        load_run(copy)
+    done = sweep(copy, grids_of(files), Replaying({}), pytest.fail)
+    assert (done.before, done.made) == (4, 0)
+    assert file.read_bytes() == before
+    file.write_text("{")
+    with pytest.raises(RunError, match=f"{key}.json is damaged or of another version: .*; if damaged, remove it and"):
+        load_run(copy)
 
 
 def test_what_a_kill_left_beside_finished_cells_is_taken_away(undisturbed, files, copy):
@@ -912,9 +953,11 @@ def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsy
     assert lapa2("runs", tmp_path / "run") == 0
     assert "one: 1 finished, 1 partly\ntwo: 1 finished, 2 missing\n" in capsys.readouterr().out
     file = tmp_path / "run" / "cells" / run.cells["key"][0] / SAMPLES
-    file.write_bytes(file.read_bytes()[:500])
+    rewrite(file, lambda old: old[:4] + bytes(400) + old[404:])  # what its footer does not tell
     with pytest.raises(RunError, match="samples.parquet is damaged; remove its folder, and the sweep makes"):
         run.samples()
+    rewrite(file, lambda old: old[:500])
+    assert run.finished == {}
 
 
 def test_a_run_without_a_finished_cell_reads_as_empty(files, tmp_path):

@@ -262,6 +262,7 @@ def _begin(device: str | None, threads: int) -> None:
 
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
     _worker = Worker(device, threads)
 

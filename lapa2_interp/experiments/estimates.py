@@ -243,8 +243,8 @@ def machine_memory() -> int:
 
 
 def shown_time(seconds: float) -> str:
-    """Seconds for reading: 40 s, 12 min, 3.4 h, 5.0 days."""
-    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
+    """Seconds for reading: 40 s, 12 min, 3.4 h, 5.0 days, 7.4 years."""
+    for size, name in ((365 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {name}" if size > 60 else f"{seconds / size:.0f} {name}"
     return f"{seconds:.0f} s"

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import RunError, ScoringError
+from lapa2_interp.errors import Lapa2Error, RunError, ScoringError, counted
 from lapa2_interp.experiments.sweep import SweepRun, load_run
 from lapa2_interp.methods import registry
 from lapa2_interp.stats import Difference, paired_difference
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import xarray as xr
 
 PAPER_MODELS = {
@@ -57,6 +59,8 @@ FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
 PERPLEXITY_TEXTS = 120
 """Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
+HALVES = {0: "whole", 1: "first", 2: "second"}
+"""Parts of a text in words: of table half."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
 ARM = ["model", "task", "method", "variant", "arm"]
 PAPER_SCORERS = {"acc": "Air-Decoding's RoBERTa", "tox": "perspective", "ppl": "gpt2-large", "dist": "roberta-large"}
@@ -310,7 +314,7 @@ class Bench:
         usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in ("", "paper")
         if not usual or (not named and (variants or row["variant"])):
             return float("nan")
-        variant = {1: "first", 2: "second"}.get(int(row["part"]), named)
+        variant = HALVES[part] if (part := int(row["part"])) else named
         return paper_number(
             SAME_TABLE.get(self.item, self.item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
             lapa2=row["arm"] != "baseline", length=int(row["length"]), metric=row["metric"], variant=variant,
@@ -465,6 +469,8 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
     """
     default = Path(os.environ.get("LAPA2_RUN", "results/quick"))
     in_notebook = Path(sys.argv[0]).name.startswith("ipykernel")
+    if not in_notebook:
+        sys.excepthook = _one_line
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`")
     parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
@@ -481,6 +487,14 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
         load_run(options.run), item, grids or (item,), options.out or options.run, tuple(options.scorers), options.perplexity,
         options.device, title=title,
     )  # fmt: skip
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As the command line says it: what a user can mend needs no traceback."""
+    if isinstance(error, Lapa2Error):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 # --- tables
@@ -610,6 +624,8 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     ]
     n = n[[*keys, "n"]].assign(n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change)
     found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
+    if "part" in found and set(found["part"]) <= HALVES.keys():
+        found["part"] = found["part"].map(HALVES)
     return found.fillna("").rename(columns={"arm": "augmentation"})
 
 
@@ -624,9 +640,9 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
     profiles = ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
     return [
-        "acc and tox in percent; 95 % intervals over prompts; n texts (fewer for ppl); change: against the baseline, paired on "
-        "prompts, and in parentheses the smallest difference so many prompts show at 80 % power; bold: better than the next by "
-        "an interval without 0.",
+        "acc and tox in percent; dist-n: different n-grams of all texts per token; 95 % intervals over prompts; n texts "
+        "(fewer for ppl); change: against the baseline, paired on prompts, and in parentheses the smallest difference so many "
+        "prompts show at 80 % power; bold: better than the next by an interval without 0.",
         f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation: {profiles}. Scorers: {scorers}.",
     ]  # fmt: skip
 
@@ -635,7 +651,7 @@ def _gaps(table: pd.DataFrame) -> str:
     if "state" not in table or (table["state"] == "finished").all():
         return ""
     counts = table[table["state"] != "finished"]["state"].value_counts()
-    return "Gaps: " + ", ".join(f"{n} cells {state}" for state, n in counts.items()) + "."
+    return "Gaps: " + ", ".join(f"{counted(n, 'cell')} {state}" for state, n in counts.items()) + "."
 
 
 def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:

@@ -209,7 +209,10 @@ def read_manifest(folder: Path) -> Manifest:
         RunError: It has none, or one of another form.
     """
     if not (folder / MANIFEST).is_file():
-        raise RunError(f"{folder} is not a run folder: it has no {MANIFEST}; `lapa2 generate --out` makes one")
+        hint = "`lapa2 generate --out` makes one"
+        if (folder / "run.json").is_file():
+            hint = f"it is a sweep's; give a cell of it, {folder / 'cells'}/KEY (`lapa2 runs {folder}` lists them)"
+        raise RunError(f"{folder} is not a run folder: it has no {MANIFEST}; {hint}")
     try:
         return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:

@@ -21,11 +21,11 @@ import shutil
 import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Of run folders. A run of another format is not read: its cells' keys would mean something else."""
 OURS = ("plan", "cells", "parts", "failed")
+STATES = ("finished", "failed", "partly", "damaged", "missing")
+"""Of a cell. Damaged: a file of a finished one was taken away or cut short; a sweep makes it anew."""
 OPENED = "opened.json"
 """How the groups of an unfinished cell are made."""
 
@@ -73,6 +75,10 @@ class Listing(BaseModel):
     """Version of the package that began the run."""
     grids: dict[str, tuple[str, ...]] = {}
     """Keys of each grid's cells."""
+
+    def with_cell(self, key: str) -> list[str]:
+        """Names of the grids that have a cell."""
+        return [name for name, keys in self.grids.items() if key in keys]
 
 
 class Failure(BaseModel):
@@ -205,7 +211,7 @@ class SweepRun:
     @property
     def finished(self) -> dict[str, Cell]:
         """Cells that are there, now."""
-        return {key: cell for key, cell in self.plan.items() if _is_whole(self.place(key), cell)}
+        return finished_of(self.folder, self.plan)
 
     @property
     def failures(self) -> dict[str, Failure]:
@@ -226,20 +232,20 @@ class SweepRun:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """One row per cell: key, state (finished, failed, partly, missing), grids, its configuration, and of a finished one
-        tokens, seconds and commit, of a failed one why. As it is when first asked for."""
+        """One row per cell: key, state (of STATES), grids, its configuration, and of a finished one tokens, seconds and commit,
+        of a failed one why. As it is when first asked for."""
         finished, failures, rows = self.finished, self.failures, []
         for key, cell in self.plan.items():
-            grids = [name for name, keys in self.listing.grids.items() if key in keys]
             if key in finished:
                 state, manifest = "finished", read_manifest(self.place(key))
                 made = {"tokens": manifest.new_tokens, "seconds": manifest.seconds, "commit": manifest.commit}
             else:
-                parts = (self.folder / "parts" / key).is_dir()
-                state, made = "failed" if key in failures else "partly" if parts else "missing", {}
+                parts, damaged = (self.folder / "parts" / key).is_dir(), self.place(key).is_dir()
+                state = "failed" if key in failures else "partly" if parts else "damaged" if damaged else "missing"
+                made = {}
             rows.append(
                 {
-                    "key": key, "state": state, "grids": ", ".join(grids), **_columns(cell), **made,
+                    "key": key, "state": state, "grids": ", ".join(self.listing.with_cell(key)), **_columns(cell), **made,
                     "why": failures[key].reason if key in failures and state == "failed" else "",
                 }
             )  # fmt: skip
@@ -290,7 +296,28 @@ class SweepRun:
 
 
 def _is_whole(folder: Path, cell: Cell) -> bool:
-    return all((folder / name).is_file() for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3])
+    files = [folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]]
+    try:
+        stamps = tuple((each.st_size, each.st_mtime_ns) for each in map(os.stat, files))
+    except OSError:
+        return False
+    return _are_sound(folder.resolve(), cell.key, cell.samples * len(cell.task.prompts.texts), stamps)
+
+
+@lru_cache(maxsize=8192)
+def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a cell's files can be opened: a table or trace that was cut short cannot. They are looked at again when changed."""
+    import h5py
+    import pyarrow.parquet as pq
+
+    try:
+        if read_manifest(folder).cell != key or pq.read_metadata(folder / SAMPLES).num_rows != texts:
+            return False
+        if len(stamps) > 2:
+            h5py.File(folder / TRACE, "r").close()
+    except (RunError, OSError, ValueError):
+        return False
+    return True
 
 
 def _columns(cell: Cell) -> dict[str, Any]:
@@ -308,14 +335,52 @@ def load_run(folder: str | Path) -> SweepRun:
     """A run folder that `lapa2 sweep` makes, finished or not.
 
     Raises:
-        RunError: Not one, or of another version.
+        RunError: Not one, of another version, or damaged.
     """
     folder = Path(folder)
+    listing, plan = _listing(folder), {}
+    for key in dict.fromkeys(key for keys in listing.grids.values() for key in keys):
+        file = folder / "plan" / f"{key}.json"
+        try:
+            plan[key] = CELL.validate_json(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            again = f"`lapa2 sweep` with the cell's grid ({', '.join(listing.with_cell(key))}) writes it anew"
+            if isinstance(error, FileNotFoundError):
+                raise RunError(f"{file} is missing; {again}") from error
+            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise RunError(
+                f"{file} is damaged or of another version: {reason}; if damaged, remove it and {again}"
+            ) from error
+    for key, cell in plan.items():
+        if cell.key != key:
+            raise RunError(
+                f"{folder}: the configuration of cell {key} gives the key {cell.key} here: it was written by another version "
+                f"({listing.lapa2_interp}; this is {__version__}), or changed; sweep into a new folder"
+            )
+    return SweepRun(folder, listing, plan)
+
+
+def finished_of(folder: Path, cells: Mapping[str, Cell]) -> dict[str, Cell]:
+    """Those of these cells, by key, that a run has; none where there is no run.
+
+    Raises:
+        RunError: What is there is no run, or one of another version.
+    """
+    if not (folder / "run.json").is_file():
+        return {}
+    _listing(folder)
+    return {key: cell for key, cell in cells.items() if _is_whole(folder / "cells" / key, cell)}
+
+
+def _listing(folder: Path) -> Listing:
     file = folder / "run.json"
     if not file.is_file():
-        raise RunError(
-            f"{folder} is not the folder of a sweep: it has no run.json; `lapa2 sweep GRID --out RUN` makes one"
-        )
+        if not folder.exists():
+            raise RunError(f"there is no folder {folder}; `lapa2 sweep GRID --out RUN` makes one")
+        hint = "`lapa2 sweep GRID --out RUN` makes one"
+        if (folder / MANIFEST).is_file():
+            hint = f"it is a run of `lapa2 generate`: `lapa2 trace {folder}` and `lapa2 score {folder}` read it"
+        raise RunError(f"{folder} is not the folder of a sweep: it has no run.json; {hint}")
     try:
         raw = json.loads(file.read_text("utf-8"))
         if not isinstance(raw, dict) or raw.get("kind") != "sweep":
@@ -325,19 +390,10 @@ def load_run(folder: str | Path) -> SweepRun:
                 f"{folder} is a run of format {raw.get('format')} (lapa2_interp {raw.get('lapa2_interp')}), and this is "
                 f"lapa2_interp {__version__}, format {FORMAT}; read it with that version, or sweep into a new folder"
             )
-        listing = Listing.model_validate(raw)
-        keys = dict.fromkeys(key for keys in listing.grids.values() for key in keys)
-        plan = {key: CELL.validate_json((folder / "plan" / f"{key}.json").read_text("utf-8")) for key in keys}
+        return Listing.model_validate(raw)
     except (OSError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise RunError(f"{folder} is damaged or of another version: {reason}") from error
-    for key, cell in plan.items():
-        if cell.key != key:
-            raise RunError(
-                f"{folder}: the configuration of cell {key} gives the key {cell.key} here: it was written by another version "
-                f"({listing.lapa2_interp}; this is {__version__}), or changed; sweep into a new folder"
-            )
-    return SweepRun(folder, listing, plan)
 
 
 # --- filling
@@ -350,7 +406,7 @@ def add_grids(folder: Path, grids: Sequence[Grid]) -> SweepRun:
         RunError: Something else is there, it is of another version, or cannot be written.
     """
     there = (folder / "run.json").exists()
-    listing = load_run(folder).listing if there else Listing()
+    listing = _listing(folder) if there else Listing()
     if there and listing.lapa2_interp != __version__:
         raise RunError(
             f"{folder} was begun by lapa2_interp {listing.lapa2_interp}, and this is {__version__}, which may make other texts; "

@@ -45,7 +45,7 @@ class Preadd(Method):
         if self.lam < 0 and text == own:
             raise MethodError(
                 f"preadd with lam={self.lam:g} moves away from its prefix, and {own!r} is {attribute!r} itself; give lam > 0 "
-                f"(--set lam=2), or a text of the opposite in the task file: [methods.preadd.texts.{attribute}] prefix"
+                f"(the method's lam=2), or a text of the opposite in the task file: [methods.preadd.texts.{attribute}] prefix"
             )
         return (Branch("base"), Branch("prefix", text))
 

@@ -316,7 +316,7 @@ def set_folder(model: str, task: str, which: str) -> Path:
         raise PrefixError(
             f"no soft prefixes {which!r} of task {task} for {model}; "
             + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
-            + f"hard ones (--set prefixes=hard); `lapa2 prefix train --model {model} --task {task}` makes them"
+            + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task {task}` makes them"
         )
     return folder
 

@@ -15,7 +15,7 @@ import pandas as pd
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
 from lapa2_interp.scoring.distinct import distinct_table
-from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.stats import Interval, mean_interval, paired_difference
 
 KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that make cells, where a table has them."""
@@ -26,6 +26,9 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
 }
 """Least and greatest value of a metric, which the interval of few prompts (Student's) would leave."""
+SURE = 0.05
+"""Where every text has the same extreme score, resampling prompts gives nothing else. The interval then reaches to where so many
+prompts would all be alike by this chance: a share 1 - SURE^(1/prompts) of prompts may be otherwise."""
 
 
 def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
@@ -88,12 +91,24 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
                 found = mean_interval(table["value"].to_numpy(), _clusters(table))
-                low, high = np.clip([found.low, found.high], *RANGES.get(str(name), (-np.inf, np.inf)))
+                low, high = _within(str(name), found)
                 rows.append(
                     {**keys, "metric": name, "mean": found.mean, "low": low, "high": high, "n": found.n,
                      "prompts": found.clusters, **facts}
                 )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _within(metric: str, found: Interval) -> tuple[float, float]:
+    """The interval, inside what the metric can be."""
+    least, most = RANGES.get(metric, (-np.inf, np.inf))
+    unseen = (most - least) * (1 - SURE ** (1 / found.clusters))
+    if found.low == found.high == least:
+        return least, least + unseen
+    if found.low == found.high == most:
+        return most - unseen, most
+    low, high = np.clip([found.low, found.high], least, most)
+    return float(low), float(high)
 
 
 def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
@@ -119,8 +134,10 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                     after["value"].to_numpy(),
                     after["prompt"].to_numpy(),
                 )
+                least, most = RANGES.get(str(metric), (-np.inf, np.inf))
+                low, high = np.clip([found.low, found.high], least - most, most - least)
                 rows.append(
-                    {**keys, "arm": arm, "metric": metric, "difference": found.mean, "low": found.low, "high": found.high,
+                    {**keys, "arm": arm, "metric": metric, "difference": found.mean, "low": low, "high": high,
                      "p": found.p, "detectable": found.detectable, "prompts": found.clusters, "scorer": scorer}
                 )  # fmt: skip
     return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
@@ -147,13 +164,28 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
 
 
 def _cells(scores: pd.DataFrame, keys: Sequence[str] = KEYS) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
-    """Every cell with its keys; attributes one by one and, where there are several, all together."""
+    """Every cell with its keys; attributes one by one and, where there are several, all together.
+
+    An arm without some attribute that others of its model and task have is left out of the latter: its mean, and its difference
+    from one that has all, would be of unlike texts.
+    """
     present = [key for key in keys if key in scores]
-    split = [present]
+    split = [(present, scores)]
     if "attribute" in present and scores["attribute"].nunique() > 1:
-        split.append([key for key in present if key != "attribute"])
-    for chosen in split:
-        groups = scores.groupby(chosen, sort=False) if chosen else [((), scores)]
+        split.append(([key for key in present if key != "attribute"], _with_all_attributes(scores)))
+    for chosen, texts in split:
+        groups = texts.groupby(chosen, sort=False) if chosen else [((), texts)]
         for values, part in groups:
             named = dict(zip(chosen, values if isinstance(values, tuple) else (values,), strict=True))
             yield {key: named.get(key, "all") for key in present}, part
+
+
+def _with_all_attributes(scores: pd.DataFrame) -> pd.DataFrame:
+    """The rows of arms that have every attribute of their model and task."""
+    arm = [key for key in KEYS if key in scores and key != "attribute"]
+    if not arm:
+        return scores
+    have = scores.groupby(arm, dropna=False)["attribute"].transform("nunique")
+    by = [key for key in ("model", "task") if key in scores]
+    wanted = scores.groupby(by)["attribute"].transform("nunique") if by else scores["attribute"].nunique()
+    return scores.loc[have == wanted]

@@ -145,7 +145,7 @@ def _load_classifier(model: str, trust_remote_code: bool) -> tuple[PreTrainedMod
         network = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
-        reason = " ".join(str(error).split())[:160]
+        reason = " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
         raise ScoringError(
             f"cannot load the classifier {model!r}; give a hub id or a folder with safetensors ({reason})"
         ) from error

@@ -34,6 +34,7 @@ dtype = "bfloat16"
 task = "sentiment"               # a name of `lapa2 tasks`, or a task file
 samples = 7                      # continuations per prompt
 length = 128                     # the longest; shorter texts are the beginnings of these
+prompts = 5                      # the task's first 5; or a file's, one on each line: "prompts.txt" in the folder you are in
 
 [[block]]
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
@@ -91,7 +92,7 @@ class Block(BaseModel):
 
 FORMS = {
     "method": "a name, or { name = ..., PARAMETER = VALUE }",
-    "prompts": "task, a number of at least 1, a file's path, or { file = ..., n = ... }",
+    "prompts": "task, a number of at least 1, the path of a file with one on each line, or { file = ..., n = ... }",
     "augmentation": "none, paper, released, or { alpha = ..., law = ..., ... }",
 }
 """What the keys of several forms take, for error messages."""
@@ -199,6 +200,8 @@ def load_grid(name: str, changes: Mapping[str, Any] | None = None, *, check: boo
         title = name
     elif Path(name).suffix == ".toml" and Path(name).is_file():
         text, title = Path(name).read_text("utf-8"), Path(name).stem
+    elif Path(name).suffix == ".toml":
+        raise GridError(f"there is no file {name}; `lapa2 grids` ends with an example of one")
     else:
         raise GridError(f"{one_of('grid', name, built_in())}; or the path of a .toml file")
     try:
@@ -263,12 +266,14 @@ def _task(block: Block, needs: list[str]) -> Task:
         case int(n):
             prompts = task.prompts.texts[:n]
         case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
-            needs.append(f"{file} ({n} prompts: {what}) in the folder you are in")
+            needs.append(f"no file {file} ({n} prompts: {what}) in the folder you are in")
             prompts = tuple(f"prompt {i} of a file that is not there yet, as long as most" for i in range(n))
         case FromFile(file=file, n=n):
             prompts = read_prompts(Path(file))
             if len(prompts) != n:
                 raise GridError(f"{file} has {len(prompts)} prompts, and the grid says {n}")
+        case file if not Path(str(file)).is_file():
+            raise GridError(f"prompts: takes {FORMS['prompts']}; there is no file {file!r}")
         case file:
             prompts = read_prompts(Path(str(file)))
     attributes = task.attributes
