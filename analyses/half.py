@@ -45,4 +45,4 @@ for where, words, group in bench.groups(cells[cells["alpha"] == 0]):
         bench.claim(text, scores, one, two, "acc", "less", known[1] - known[0])
 
 # %%
-bench.write(table, ["part 1 and 2: the halves of a text, part 0: the whole of it."])
+bench.write(table, ["first and second: the halves of a text (in the CSV parts 1 and 2, and 0 the whole)."])

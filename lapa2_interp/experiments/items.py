@@ -638,11 +638,13 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     if "scorer" not in table:
         return []
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
+    shown = table["metric"].str.startswith("dist").any()
+    diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
     profiles = ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
     return [
-        "acc and tox in percent; dist-n: different n-grams of all texts per token; 95 % intervals over prompts; n texts "
-        "(fewer for ppl); change: against the baseline, paired on prompts, and in parentheses the smallest difference so many "
-        "prompts show at 80 % power; bold: better than the next by an interval without 0.",
+        f"acc and tox in percent; {diversity}95 % intervals over prompts; n texts (fewer for ppl); change: against the baseline, "
+        "paired on prompts, and in parentheses the smallest difference so many prompts show at 80 % power; bold: better than the "
+        "next by an interval without 0.",
         f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation: {profiles}. Scorers: {scorers}.",
     ]  # fmt: skip
 

@@ -400,7 +400,9 @@ def _report(
     counts = verdicts["verdict"].value_counts()
     lead = ", ".join(f"{count} {name}" for name, count in counts.items()) + " of the claims put to the test."
     shown = shown_verdicts(verdicts)
-    sections = [Section(name.replace("_", " "), caption, drawing) for name, (caption, drawing) in figures.items()]
+    sections = [
+        Section(name.replace("_", " ").capitalize(), caption, drawing) for name, (caption, drawing) in figures.items()
+    ]
     sections.append(
         Section("Verdicts", "A verdict is the 95 % interval against the margin around the claim.", None, shown)
     )
