@@ -93,6 +93,8 @@ SIZE = 3_800_000
 """Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
 TOKEN_BYTES = 18
 """A token with its two masses takes about this much of the page."""
+ROOM = 4
+"""A drawing reaches so many times as far as the median row of its metric; what is farther out is a triangle at its end."""
 PROMPTS = 8
 """Prompts whose texts are shown, at most."""
 UNIT = 1e-4
@@ -294,9 +296,7 @@ def _claims(file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapp
             f"{file} is not a table of claims ({error}); the item's script in analyses/ makes it again"
         ) from error
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
-    scales = {
-        metric: (float(np.nanmin(part)), float(np.nanmax(part))) for metric, part in ends.groupby(words["metric"])
-    }
+    scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
     rows: list[dict[str, Any]] = []
     for said, found, n in zip(_records(words), _records(numbers), prompts, strict=True):
         facts = re.split(r": |, | \(|\)", said["claim"])
@@ -330,22 +330,39 @@ def _written(found: Mapping[str, float]) -> dict[str, str]:
     }
 
 
+def _scale(ends: pd.DataFrame) -> tuple[float, float]:
+    """The ends of the drawings of one metric: of all of them, but no row may leave most of the others a point."""
+    far = ROOM * float(ends.abs().max(axis=1).median())
+    return max(float(np.nanmin(ends)), -far), min(float(np.nanmax(ends)), far)
+
+
 def _forest(found: Mapping[str, float], least: float, most: float, verdict: str) -> Markup | str:
-    """An interval as a line with our difference as a dot, the paper's as a diamond, and zero."""
+    """An interval as a line with our difference as a dot, the paper's as a diamond, and zero; triangles lie beyond the ends."""
     from markupsafe import Markup
 
     if math.isnan(found["here"]) or most <= least:
         return ""
 
     def x(value: float) -> float:
-        return round(6 + 148 * (value - least) / (most - least), 1)
+        return round(6 + 148 * (min(max(value, least), most) - least) / (most - least), 1)
 
-    zero, here = x(0.0), x(found["here"])
-    paper = "" if math.isnan(found["paper"]) else f'<path class="paper" d="M{x(found["paper"])} 3l5 6l-5 6l-5-6z"/>'
+    def mark(name: str, usual: str) -> str:
+        value = found[name]
+        if math.isnan(value):
+            return ""
+        beyond = (value > most) - (value < least)
+        path = f"M{x(value) + 5 * beyond} 9l{-9 * beyond} -5v10z" if beyond else usual.format(x(value))
+        return f'<path class="{name}" d="{path}"/>'
+
+    zero = x(0.0)
+    here, paper = (
+        mark("here", "M{0} 9m-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0"),
+        mark("paper", "M{0} 3l5 6l-5 6l-5-6z"),
+    )
     line = "" if math.isnan(found["low"]) else f'<path class="line" d="M{x(found["low"])} 9H{x(found["high"])}"/>'
     return Markup(
         f'<svg class="forest {verdict.split()[0]}" width="160" height="18" viewBox="0 0 160 18" aria-hidden="true">'
-        f'<path class="zero" d="M{zero} 0V18"/>{line}<circle cx="{here}" cy="9" r="3.5"/>{paper}</svg>'
+        f'<path class="zero" d="M{zero} 0V18"/>{line}{here}{paper}</svg>'
     )
 
 

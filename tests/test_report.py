@@ -17,7 +17,7 @@ from lapa2_interp.experiments.items import Claim
 from lapa2_interp.experiments.store import SAMPLES
 from lapa2_interp.experiments.sweep import Failure, load_run, sweep
 from lapa2_interp.models import load_tokenizer
-from lapa2_interp.report import UNIT, pieces, run_report
+from lapa2_interp.report import UNIT, _forest, _scale, pieces, run_report
 from lapa2_interp.trace import branch_name, pooled
 
 GRID = """model = "tiny-gpt2"
@@ -291,6 +291,21 @@ def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
     assert not any("\ufffd" in piece for piece in found)
     cut = pieces(gpt2_tokenizer, "The lake", gpt2_tokenizer(" 😀")["input_ids"][:-1])
     assert "".join(cut) == " \ufffd"
+
+
+def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
+    far = {"here": 400.0, "low": 300.0, "high": 500.0, "paper": float("nan")}
+    rows = [{"here": 2.0 + i, "low": 1.0 + i, "high": 3.0 + i, "paper": 4.0} for i in range(5)]
+    least, most = _scale(pd.DataFrame([*rows, far]).assign(zero=0.0))
+    assert (least, most) == (0.0, 4 * 5.5), "four times the median of 4, 4, 5, 6, 7 and 500"
+    near, beyond = (str(_forest(row, least, most, "inconclusive")) for row in (rows[0], far))
+    assert 'class="here" d="M19.5 9m' in near, "6 + 148 * 2 / 22"
+    assert 'class="paper" d="M32.9 3l' in near
+    assert 'class="here" d="M159.0 9l-9 -5v10z"' in beyond
+    assert 'class="paper"' not in beyond
+    below = str(_forest({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
+    assert 'class="here" d="M1.0 9l9 -5v10z"' in below
+    assert 'class="paper" d="M1.0 9l9 -5v10z"' in below
 
 
 def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, capsys):
