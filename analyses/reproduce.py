@@ -73,7 +73,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=SCALES, default="quick")
     parser.add_argument("--out", type=Path, help="the run folder; by default results/SCALE")
-    parser.add_argument("--items", nargs="+", choices=ITEMS, default=ITEMS, help="these alone")
+    parser.add_argument(
+        "--items", nargs="+", choices=ITEMS, default=ITEMS, metavar="ITEM", help=f"these alone, of {', '.join(ITEMS)}"
+    )
     parser.add_argument("--no-sweep", action="store_true", help="take the run as it is; tables show what is missing")
     parser.add_argument("--engine", default="local", help="of `lapa2 sweep`")
     parser.add_argument("--workers", help="of `lapa2 sweep`")
