@@ -430,7 +430,6 @@ class Swept:
     made: int
     failed: tuple[str, ...]
     seconds: float
-    row_tokens: int
     work: float
 
 
@@ -485,15 +484,14 @@ class _Sweep:
         self.left: dict[str, set[int]] = {}
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
-        self.made = self.row_tokens = 0
-        self.work = 0.0
+        self.made, self.work = 0, 0.0
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
     def all(self) -> Swept:
         began = perf_counter()
         if not self.todo:
-            return Swept(self.before, 0, (), 0.0, 0, 0.0)
+            return Swept(self.before, 0, (), 0.0, 0.0)
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
         with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
             while waiting or ready or under_way:
@@ -508,7 +506,7 @@ class _Sweep:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
                     state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
                     bar.set_postfix_str(state, refresh=False)
-        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.row_tokens, self.work)
+        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.work)
 
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; the jobs it gives rise to."""
@@ -537,7 +535,6 @@ class _Sweep:
                 assert job.group is not None
                 self._keep(key, job.group, outcome)
                 share = self._share(key, job.group)
-                self.row_tokens += share
                 self.work += work(job.cell) * share / self.costs[key]
                 bar.update(share)
                 self.left[key].discard(job.group)
