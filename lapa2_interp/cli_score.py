@@ -318,12 +318,11 @@ def _gaps(source: Path) -> str:
 
     if not (source / "run.json").is_file():
         return ""
-    states = load_run(source).cells["state"]
-    left = int((states != "finished").sum())
-    return (
-        f"{left} of {counted(len(states), 'cell')} not finished (`lapa2 runs {source}`): nothing of them is scored"
-        * (left > 0)
-    )
+    run = load_run(source)
+    left = len(run.plan) - len(run.finished)
+    if not left:
+        return ""
+    return f"{left} of {counted(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`): nothing of them is scored"
 
 
 def _only(samples: pd.DataFrame, only: tuple[str, ...]) -> pd.DataFrame:

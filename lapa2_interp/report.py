@@ -332,7 +332,10 @@ def _written(found: Mapping[str, float]) -> dict[str, str]:
 
 def _scale(ends: pd.DataFrame) -> tuple[float, float]:
     """The ends of the drawings of one metric: of all of them, but no row may leave most of the others a point."""
-    far = ROOM * float(ends.abs().max(axis=1).median())
+    reach = ends.abs().max(axis=1)
+    if not (reach > 0).any():
+        return 0.0, 0.0
+    far = ROOM * float(reach[reach > 0].median())  # rows without a number, or of no difference, have no say
     return max(float(np.nanmin(ends)), -far), min(float(np.nanmax(ends)), far)
 
 

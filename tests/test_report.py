@@ -298,6 +298,11 @@ def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     rows = [{"here": 2.0 + i, "low": 1.0 + i, "high": 3.0 + i, "paper": 4.0} for i in range(5)]
     least, most = _scale(pd.DataFrame([*rows, far]).assign(zero=0.0))
     assert (least, most) == (0.0, 4 * 5.5), "four times the median of 4, 4, 5, 6, 7 and 500"
+    nothing = dict.fromkeys(far, float("nan"))
+    same = dict.fromkeys(far, 0.0)
+    gaps = pd.DataFrame([*rows, far, *[nothing] * 9, *[same] * 9]).assign(zero=0.0)
+    assert _scale(gaps) == (least, most), "claims without cells or without a difference leave the others their drawing"
+    assert _scale(pd.DataFrame([nothing]).assign(zero=0.0)) == (0.0, 0.0)
     near, beyond = (str(_forest(row, least, most, "inconclusive")) for row in (rows[0], far))
     assert 'class="here" d="M19.5 9m' in near, "6 + 148 * 2 / 22"
     assert 'class="paper" d="M32.9 3l' in near

@@ -314,7 +314,7 @@ class Bench:
         usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in ("", "paper")
         if not usual or (not named and (variants or row["variant"])):
             return float("nan")
-        variant = HALVES[part] if (part := int(row["part"])) else named
+        variant = HALVES.get(part, named) if (part := int(row["part"])) else named
         return paper_number(
             SAME_TABLE.get(self.item, self.item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
             lapa2=row["arm"] != "baseline", length=int(row["length"]), metric=row["metric"], variant=variant,

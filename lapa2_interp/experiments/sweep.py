@@ -211,7 +211,7 @@ class SweepRun:
     @property
     def finished(self) -> dict[str, Cell]:
         """Cells that are there, now."""
-        return finished_of(self.folder, self.plan)
+        return {key: cell for key, cell in self.plan.items() if _is_whole(self.place(key), cell)}
 
     @property
     def failures(self) -> dict[str, Failure]:

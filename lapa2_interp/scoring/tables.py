@@ -70,7 +70,8 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
         scores: Of `score_table`, of one or several scorers.
 
     Returns:
-        The cell's keys and metric, mean, low, high, n, prompts, skipped (how many), why, scorer. Toxicity also has
+        The cell's keys and metric, mean, low, high (inside RANGES; never a point at their ends, see SURE), n, prompts, skipped
+        (how many), why, scorer. Toxicity also has
         "toxicity max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
     """
     rows = []
