@@ -56,6 +56,7 @@ app.command(runs)
 app.command(report)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+AnyDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]
 
 
@@ -277,7 +278,7 @@ def generate(
     trace: Literal["none", "pooled", "full"] = "full",
     patterns: str = "",
     augmentation: AugmentationOptions = AugmentationOptions(),
-    dtype: Dtype = "float32",
+    dtype: AnyDtype = "auto",
     device: str | None = None,
     model_class: ModelClass = "TransformerBridge",
     max_rows: int | None = None,
@@ -308,7 +309,7 @@ def generate(
         eos: keep an end token as any other (the paper), stop the text there, or block it.
         trace: full (every layer and head), pooled (their mean) or none.
         patterns: layer.head pairs whose whole attention rows are kept, such as 3.1,4.0.
-        dtype: Precision of weights and computation.
+        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         model_class: HookedTransformer needs transformer-lens 3.9.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
@@ -319,6 +320,7 @@ def generate(
     from lapa2_interp import methods as decoders
     from lapa2_interp.experiments.runner import estimate, run_arms
     from lapa2_interp.experiments.store import new_folder, write_run
+    from lapa2_interp.machine import slow_note
     from lapa2_interp.models import load_model
     from lapa2_interp.tasks import load_task, read_prompts
 
@@ -337,6 +339,8 @@ def generate(
         print(estimate(loaded, plans, trace, len(kept)), file=sys.stderr)
 
     with new_folder(out, force) as folder:
+        if note := slow_note(dtype, device):
+            print(f"note: {note}", file=sys.stderr)
         loaded = load_model(
             model, dtype=dtype, device=device, model_class=model_class, trust_remote_code=trust_remote_code
         )
@@ -504,7 +508,7 @@ def propositions(
     long_texts: int = 1,
     long_alphas: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = (0.5, 1.0),
     dtype: Dtype = "float32",
-    long_dtype: Dtype = "bfloat16",
+    long_dtype: Dtype = "float32",
     device: str | None = None,
     seed: int = 1,
     force: bool = False,

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from lapa2_interp.errors import GridError, RunError, counted
 
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
@@ -88,6 +89,7 @@ def sweep(
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
     device: str | None = None,
+    dtype: Dtype | None = None,
     threads: int = 1,
     address: str | None = None,
     gpus_per_worker: float = 1.0,
@@ -108,25 +110,31 @@ def sweep(
         engine: local, or ray: workers on the machines of a Ray cluster.
         workers: By default one per GPU, or per CPU core.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model over all GPUs of a worker.
+        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the run, else bfloat16 or float32,
+            whichever this machine computes faster. Grids that name a dtype keep it.
         threads: CPU threads of a worker. Another number may change the last bits of a logit, and so a text.
         address: Of a Ray cluster to join ("auto": the one this machine belongs to); by default one on this machine.
         gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span several.
     """
     from lapa2_interp.experiments.checks import check_device, check_grids
     from lapa2_interp.experiments.engines import make_engine
-    from lapa2_interp.experiments.estimates import estimate, remember_rate, shown_size, shown_time
-    from lapa2_interp.experiments.grids import load_grid, parse_changes
-    from lapa2_interp.experiments.sweep import finished_of
+    from lapa2_interp.experiments.estimates import correct, estimate, shown_size, shown_time
+    from lapa2_interp.experiments.grids import parse_changes
+    from lapa2_interp.experiments.sweep import finished_of, load_grids
     from lapa2_interp.experiments.sweep import sweep as fill
+    from lapa2_interp.machine import slow_note, usual_device
 
     if not names:
         raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
     if threads < 1:
         raise RunError(f"--threads must be at least 1, found {threads}")
-    found = [load_grid(name, parse_changes(changes)) for name in names]
-    check_grids(found)
     if engine == "local":
         check_device(device)
+    found = load_grids(out, names, parse_changes(changes), dtype=dtype, device=device)
+    check_grids(found)
+    for note in dict.fromkeys(slow_note(cell.dtype, device) for grid in found for cell in grid.cells):
+        if note:
+            print(f"note: {note}", file=sys.stderr)
     runner = make_engine(engine, workers, device, threads, address, gpus_per_worker)
     cells = {cell.key: cell for grid in found for cell in grid.cells}
     there = finished_of(out, cells)
@@ -147,11 +155,9 @@ def sweep(
             file=sys.stderr,
         )
         raise
-    kinds = {(cell.model, cell.dtype) for cell in left}
-    if engine == "local" and done.work and done.seconds > 20 and len(kinds) == 1:
-        ((model, dtype),) = kinds
-        where = device or _device()
-        remember_rate(model, dtype, where, done.work / done.seconds / runner.slots)
+    if engine == "local":
+        made = [(cells[key], share) for key, share in done.shares.items()]
+        correct(made, done.seconds, runner.slots, device or usual_device())
     print(f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were there: {out}")
     if done.failed:
         raise RunError(
@@ -171,12 +177,6 @@ def _stopped_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def runs(

@@ -1,7 +1,7 @@
 """What `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the neurons that promote a token.
 
 Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the platform's), under a name
-that says what they depend on: a sample of the weights, the vocabulary, precision, and what was asked.
+that says what they depend on: a sample of the weights, the vocabulary, precision, the kind of processor, and what was asked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from jaxtyping import Float, Int
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -22,8 +21,10 @@ from tqdm import tqdm
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.errors import LayoutError, ScoringError
+from lapa2_interp.files import cache_folder, keep_file
+from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
-from lapa2_interp.models import cache_folder, fingerprint, keep_file, model_card
+from lapa2_interp.models import fingerprint, model_card
 from lapa2_interp.tasks import Attribute, Prompts, Task
 
 T = TypeVar("T")
@@ -118,6 +119,6 @@ class ModelKit:
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
         """The place in the cache of what was asked of this model."""
         model = self.once("fingerprint", lambda: fingerprint(self.model))
-        facts = [model, self.card.model_class, self.card.dtype, torch.device(self.card.device).type, *asked]
+        facts = [model, self.card.model_class, self.card.dtype, kind_of(self.card.device), *asked]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
         return cache_folder() / kind / f"{key}{suffix}"

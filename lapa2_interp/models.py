@@ -19,23 +19,25 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from difflib import get_close_matches
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from lapa2_interp.errors import ModelError, one_of
+from lapa2_interp.files import cache_folder
 from lapa2_interp.layout import text_markers
+from lapa2_interp.machine import resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lapa2_interp.attention.hooked import Model
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -85,7 +87,8 @@ def load_model(
 
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a local folder.
-        dtype: "float32", "bfloat16", "float16" or "float64".
+        dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device computes faster in it than in
+            float32, else float32 (`machine.faster_dtype`). Texts differ between dtypes.
         device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the layers of a model that is
             larger than one GPU over all there are (transformers' device_map).
         model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights unprocessed).
@@ -108,6 +111,7 @@ def load_model(
     spread = device == "auto"
     if device is None or spread:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = resolve_dtype(dtype, device)
     network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code, "auto" if spread else None)
     if getattr(network, "hf_device_map", None):
         _check_spread(network.hf_device_map, model_class)
@@ -158,8 +162,7 @@ def load_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    if dtype not in DTYPES:
-        raise ModelError(one_of("dtype", dtype, DTYPES))
+    dtype = resolve_dtype(dtype)
     tokenizer = load_tokenizer(name, trust_remote_code)
     if name in TINY:
         with torch.random.fork_rng(devices=[]):
@@ -336,34 +339,6 @@ def _exact_softmax(model: Model) -> None:
         block.attn.hook_pattern.register_forward_pre_hook(refine)
 
 
-def cache_folder() -> Path:
-    """Where things are kept that take long to make: `LAPA2_CACHE`, or the platform's folder for caches."""
-    from platformdirs import user_cache_dir
-
-    return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
-
-
-def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Put a file into the cache, whole: processes that make the same one do not meet.
-
-    Args:
-        write: Given a path of the same ending, writes it.
-
-    Raises:
-        ModelError: The cache cannot be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="writing-", dir=file.parent) as folder:
-            fresh = Path(folder) / file.name
-            write(fresh)
-            fresh.replace(file)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder that can"
-        ) from error
-
-
 def fingerprint(model: Model) -> str:
     """What tells a model from another in the cache: a sample of every weight, and the vocabulary."""
     network: Any = getattr(model, "original_model", model)
@@ -430,7 +405,7 @@ def smollm2_file() -> Path | None:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers(), warnings.catch_warnings():
+    with _quiet_transformers(), warnings.catch_warnings(), redirect_stderr(StringIO()):  # a bar that knows no switch
         warnings.simplefilter("ignore")
         network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The tensors are plain float32 now; these marks of their origin would forbid saving them.

@@ -16,9 +16,24 @@ from lapa2_interp.cli import main
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.experiments import estimates
 from lapa2_interp.experiments.checks import check_device, check_grids
-from lapa2_interp.experiments.estimates import STEP, cost, estimate, rate, remember_rate, shown_size, shown_time, work
+from lapa2_interp.experiments.estimates import (
+    KEYS,
+    MORE_KEYS,
+    ROWS,
+    START,
+    Pace,
+    correct,
+    cost,
+    estimate,
+    pace,
+    plan_seconds,
+    seconds,
+    shown_size,
+    shown_time,
+)
 from lapa2_interp.experiments.grids import CELL, EXAMPLE, Block, Cell, built_in, load_grid, parse_changes
 from lapa2_interp.layout import layout
+from lapa2_interp.machine import measured, remember
 from lapa2_interp.methods import Soft
 
 TINY = """
@@ -584,15 +599,32 @@ def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
     assert 0.4 < estimate(found.cells, 1, "cpu").disk / written < 2.5
 
 
-def test_estimates_add_up(grid, monkeypatch, tmp_path):
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
-    remember_rate("tiny-gpt2", "float32", "cpu", 200.0)
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """A cache with nothing in it."""
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_step_costs_its_rows_and_their_keys():
+    at = Pace((10, 20, 40), (1.0, 1.5, 3.5), 0.01, "")
+    assert at.row == pytest.approx(0.1)
+    assert [at.step(rows, KEYS) for rows in (5, 10, 15, 30, 40, 100)] == pytest.approx([1, 1, 1.25, 2.5, 3.5, 9.5])
+    assert at.step(10, KEYS + 50) == pytest.approx(1 + 10 * 50 * 0.01)
+    assert at.step(10, 1) == 1, "fewer keys are no cheaper"
+    assert at.batch(10, KEYS, 21, anew=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
+    again = at.batch(10, KEYS, 21, anew=True) - at.batch(10, KEYS, 21, anew=False)
+    assert again == pytest.approx(20 * 10 * (KEYS + 10.5) * 0.1)
+    assert at.batch(0, KEYS, 21, anew=False) == 0
+
+
+def test_estimates_add_up(grid, own_cache):
+    remember("cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24))  # a hundredth of a second a row
     cells = grid(TINY + "seed = [1, 2]").cells
     one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
     assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
-    assert one.seconds == pytest.approx(sum(map(work, cells)) / 200)
-    assert two.seconds == pytest.approx(one.seconds / 2)
-    assert one.basis == "tiny-gpt2 float32 as measured here"
+    assert two.seconds - START == pytest.approx((one.seconds - START) / 2)
+    assert one.basis == "tiny-gpt2 float32 as timed here"
     assert one.needs == 4 * estimates.model_size("tiny-gpt2").parameters
     assert estimate([], 2, "cpu").seconds == 0
     assert estimate(cells, 1, "auto").row_tokens == estimate(cells, 1, "cuda:3").row_tokens == one.row_tokens
@@ -602,10 +634,76 @@ def test_estimates_add_up(grid, monkeypatch, tmp_path):
     assert costs[2] - costs[1] == costs[1] - costs[0] > 0, "a prompt is read once"
     wide = CELL.validate_python(raw | {"samples": 60})
     narrow = CELL.validate_python(raw | {"samples": 60, "max_rows": 20})
-    rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
     assert cost(wide) == cost(narrow), "the same tokens"
-    assert work(wide) - cost(wide) == STEP * wide.length * math.ceil(rows / 120)
-    assert work(narrow) - cost(wide) == STEP * wide.length * math.ceil(rows / 20), "in more passes"
+    at = Pace(ROWS, (1.06, 1.24, 1.72), 0.0, "")  # and a second a pass
+    rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
+    new = wide.length - min(len(prompt.encode()) for prompt in wide.task.prompts.texts)
+    passes = math.ceil(rows / 20) - math.ceil(rows / 120)
+    assert seconds(narrow, at) - seconds(wide, at) == pytest.approx(passes * (new - 1)), "in more passes"
+
+
+def test_a_plan_takes_what_its_cell_takes(grid):
+    from lapa2_interp.plan import plan
+
+    at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
+    for changes in ("", "max_rows = 3\n"):
+        cell = grid(TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes).cells[0]
+        todo = plan(
+            load("tiny-gpt2"), cell.decoder, cell.task, cell.attribute, cell.task.prompts.texts, None, cell.length, cell.samples,
+            cell.max_rows,
+        )  # fmt: skip
+        assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at), rel=0.1)
+
+
+def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys):
+    first = pace("tiny-llama", "float32", "cpu")
+    assert capsys.readouterr().err == "timing tiny-llama in float32, once on this kind of machine\n"
+    assert first.rows == ROWS
+    assert all(0 < step < 5 for step in first.seconds)
+    assert len(measured("cpu", "tiny-llama float32 steps")) == 4
+    monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
+    assert pace("tiny-llama", "float32", "cpu") == first
+    assert capsys.readouterr().err == ""
+    (own_cache / "machine.json").write_text('{"a kind": {"tiny-llama float32 steps": [0.0]}')
+    with pytest.raises(pytest.fail.Exception, match="it was timed before"):
+        pace("tiny-llama", "float32", "cpu")
+
+
+def test_more_keys_cost_more(own_cache):
+    remember("cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5))
+    assert pace("tiny-gpt2", "float32", "cpu").key == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_a_model_that_is_not_here_is_guessed_by_its_size(own_cache, monkeypatch):
+    estimates._guessed.cache_clear()
+    monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
+    found = pace("gpt2-medium", "float32", "cpu")
+    estimates._guessed.cache_clear()
+    assert found.basis == "gpt2-medium by its size, a rough guess"
+    assert found.row == pytest.approx(2 * 354_823_168 / (estimates.BATCHED * 1e9))
+
+
+def test_a_sweep_corrects_the_next_estimate(grid, own_cache):
+    remember("cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24))
+    cells = grid(TINY + "seed = [1, 2]").cells
+    told = sum(seconds(cell, pace("tiny-gpt2", "float32", "cpu")) for cell in cells)
+    before = estimate(cells, 1, "cpu").seconds - START
+    shares = [(cell, 60 / told) for cell in cells]
+    correct(shares, 20.0, 1, "cpu")
+    assert estimate(cells, 1, "cpu").seconds - START == pytest.approx(before), "too short to tell"
+    for ratio, kept in ((1.4, 1.4), (9.0, 2.0), (0.85, 0.85)):
+        correct(shares, START + 60 * ratio, 1, "cpu")
+        assert estimate(cells, 1, "cpu").seconds - START == pytest.approx(kept * before, rel=1e-3)
+    both = [(cells[0], 1.0), (CELL.validate_python(cells[1].model_dump() | {"dtype": "bfloat16"}), 1.0)]
+    correct(both, 1e6, 1, "cpu")
+    assert estimate(cells, 1, "cpu").seconds - START == pytest.approx(0.85 * before, rel=1e-3), "which was it?"
+
+
+def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
+    remember("cpu", "tiny-gpt2 float32 steps", (1.0, 1.0, 1.0, 1.0))
+    assert measured("cpu", "tiny-gpt2 float32 steps") is None
 
 
 def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):
@@ -616,33 +714,8 @@ def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_pa
     assert printed.count(f"long cannot run: length 5000 exceeds the context of {most} of tiny-gpt2") == 1
 
 
-def test_rates_come_from_models_of_like_size_or_from_this_machine(monkeypatch, tmp_path):
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
-    monkeypatch.setattr(estimates, "_flops", lambda dtype, device: 1e9)
-    remember_rate("tiny-gpt2", "float32", "cpu", 200.0)
-    speed, basis = rate("gpt2-medium", "float32", "cpu")
-    assert basis == "gpt2-medium by its size, from a matrix product", "a tiny model tells nothing of a large one"
-    assert speed == pytest.approx(estimates.BATCHED * 1e9 / (2 * 354_823_168))
-    remember_rate("EleutherAI/pythia-12b", "float32", "cpu", 1.0)
-    remember_rate("meta-llama/Llama-2-7b-hf", "float32", "cpu", 2.0)
-    speed, basis = rate("meta-llama/Llama-2-13b-hf", "float32", "cpu")
-    assert basis == "meta-llama/Llama-2-13b-hf by its size, from EleutherAI/pythia-12b"
-    assert speed == pytest.approx(11_846_072_320 / 13_015_864_320)
-    assert rate("meta-llama/Llama-2-7b-hf", "float32", "cuda:1")[1].endswith("from a matrix product")
-    assert rate("tiny-gpt2", "float32", "cpu") == (200.0, "tiny-gpt2 float32 as measured here")
-    for text in ("", "[1]", '{"tiny-gpt2 float32 cpu": -1, "x": 3, "a b c": "d"}', '{"tiny-gpt2 float32 cpu": 0}'):
-        (tmp_path / "rates.json").write_text(text)
-        assert rate("tiny-gpt2", "float32", "cpu")[1].endswith("from a matrix product")
-
-
-def test_rates_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
-    remember_rate("tiny-gpt2", "float32", "cpu", 200.0)
-
-
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("given", "text"),
     [
         (0.0, "0 s"),
         (40.0, "40 s"),
@@ -654,8 +727,8 @@ def test_rates_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
         (3.9e9, "123.7 years"),
     ],
 )
-def test_times_for_reading(seconds, text):
-    assert shown_time(seconds) == text
+def test_times_for_reading(given, text):
+    assert shown_time(given) == text
 
 
 def test_sizes_for_reading():
@@ -667,8 +740,9 @@ def test_sizes_for_reading():
     ]
 
 
-def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(estimates, "_flops", lambda dtype, device: 1e11)
+def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(own_cache, tmp_path, capsys):
+    for dtype in ("float32", "bfloat16"):
+        remember("cpu", f"smollm2-135m {dtype} steps", (0.06, 0.24, 0.72, 0.3))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("paper/", "quick/"))}

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.errors import DeadHookError
+from lapa2_interp.files import keep_file
 from lapa2_interp.methods import Intervention
-from lapa2_interp.models import keep_file
 
 STRONG = 50.0
 """The value a neuron is set to when its effect on the next token is read."""

@@ -26,9 +26,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tqdm import tqdm
+
 from lapa2_interp.errors import RunError, one_of
 from lapa2_interp.experiments.engines import ATTEMPTS, Failed, Job, Opened, Outcome, Worker, died
 from lapa2_interp.experiments.store import library_versions, source_commit
+from lapa2_interp.machine import slow_note
 
 SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS")
 """Environment variables the workers get from the coordinator: how they load models, and how they compute."""
@@ -53,11 +56,12 @@ class Remote(Worker):
         with suppress(OSError):
             os.chdir(folder)
 
-    def place(self) -> tuple[str, str, dict[str, str]]:
-        """The node's id, the machine's name, and its versions of the libraries that compute."""
+    def place(self) -> tuple[str, str, dict[str, str], str | None]:
+        """The node's id, the machine's name, its versions of the libraries that compute, and whether bfloat16 is slow there."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), socket.gethostname(), library_versions()
+        node = ray.get_runtime_context().get_node_id()
+        return node, socket.gethostname(), library_versions(), slow_note("bfloat16", self.device)
 
     def do(self, job: Job) -> Outcome:
         outcome = super().do(job)
@@ -74,10 +78,13 @@ class Seat:
         node: Of the cluster; empty until the actor has started.
         job: What it does, and for the how-manieth time that is tried.
         cell: Key of the cell it has planned.
+        machine, slow: The machine's name, and what there is to say of bfloat16 on it.
     """
 
     actor: Any
     node: str = ""
+    machine: str = ""
+    slow: str | None = None
     job: tuple[Job, int] | None = None
     cell: str = ""
 
@@ -120,6 +127,7 @@ class Cluster:
         self._refs: dict[Any, Seat] = {}
         self._queue: deque[tuple[Job, int]] = deque()
         self._stillborn, self._alive = 0, monotonic()
+        self._told: set[str] = set()
         try:
             self._on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
             self.slots = workers or self._room()
@@ -194,6 +202,9 @@ class Cluster:
             mine = [seat for seat in free if seat.cell == job.cell.key]
             seat = (mine or free)[0]
             seat.job, seat.cell = (job, attempt), job.cell.key
+            if seat.slow and job.cell.dtype == "bfloat16" and seat.machine not in self._told:
+                self._told.add(seat.machine)
+                tqdm.write(f"note: on {seat.machine} {seat.slow}", file=sys.stderr)
             self._refs[seat.actor.do.remote(job)] = seat
 
     def wait(self) -> Iterator[tuple[Job, Outcome]]:
@@ -240,8 +251,8 @@ class Cluster:
         self._started(seat, *found)
         return None
 
-    def _started(self, seat: Seat, node: str, machine: str, versions: dict[str, str]) -> None:
-        self._stillborn, seat.node = 0, node
+    def _started(self, seat: Seat, node: str, machine: str, versions: dict[str, str], slow: str | None) -> None:
+        self._stillborn, seat.node, seat.machine, seat.slow = 0, node, machine, slow
         for name, version in _public(versions).items():
             if version != self._versions[name]:
                 raise RunError(

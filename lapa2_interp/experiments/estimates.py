@@ -1,41 +1,60 @@
 """How long a grid takes on this machine, and how much it writes, before anything runs.
 
-The unit is the row-token: one token through the model in one branch. A pass reads all weights however few rows it has, and so
-costs STEP row-tokens more: cells of 4 texts and of 120 then tell the same rate of this machine. It comes from the last sweep of
-the same model and precision where there was one; else, by the number of parameters, from a sweep of a model of like size, or from
-a matrix product.
+Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs the reading of all weights,
+something for every row, and a little for every key a row has (`Pace`). A few steps of the real model are timed once on each kind
+of machine, at 6, 24 and 72 rows, and kept in the user's cache; a sweep that took longer or shorter than they tell corrects them.
+A model that is not on this machine is guessed by its number of parameters, from a matrix product.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
+import numpy as np
+from tqdm import tqdm
 
+from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import ModelError
 from lapa2_interp.experiments.grids import Cell
-from lapa2_interp.models import TINY, cache_folder, keep_file
+from lapa2_interp.machine import clock_of, measured, n_threads, operations_per_second, remember, usual_device
+from lapa2_interp.methods import get as get_method
+from lapa2_interp.models import SMOLLM2, TINY, load_model, smollm2_file
+from lapa2_interp.tasks import load_task
 from lapa2_interp.trace import trace_bytes
 
-STEP = 40
-"""Row-tokens that a pass of the model takes beside those of its rows (SmolLM2 in bfloat16 on a CPU core: 42 ms against 1.0)."""
+if TYPE_CHECKING:
+    from lapa2_interp.attention.hooked import Model
+    from lapa2_interp.plan import Plan
+
+ROWS = (6, 24, 72)
+"""Rows of the timed steps."""
+KEYS, MORE_KEYS = 40, 320
+"""Keys they have in front of them; the middle one also has more."""
+STEPS = 5
+"""Steps of each, of which the quickest counts."""
+START = 10.0
+"""Seconds until a worker has imported the libraries and loaded a small model."""
 BATCHED = 0.4
-"""Share of a large matrix product's speed that decoding reaches where nothing was measured."""
+"""Share of the timed matrix products' speed that decoding reaches where nothing else was measured."""
+STEP = 40
+"""There, rows that the reading of the weights costs as much as."""
+MUCH = 1e11
+"""Operations that take seconds on a CPU; for less no step is timed."""
+LEAST, MOST = 0.5, 2.0
+"""How far a sweep corrects the timed steps."""
 TEXT_BYTES = 5
 """Of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000
 """Of a cell's three files before the first text."""
-ALIKE = 30
-"""How many times larger or smaller a model may be than the one whose measured rate tells its own."""
 
 
 @dataclass(frozen=True)
@@ -103,28 +122,56 @@ def model_size(name: str) -> Size:
     return Size(parameters, config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings)
 
 
+def weight_bytes(model: str, dtype: str) -> int:
+    """Memory of a model's weights."""
+    return model_size(model).parameters * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+
+
 def cost(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last, which nothing reads.
 
     A method that reads its text anew at every step reads all of it every time.
     """
-    method, task = cell.decoder, cell.task
-    branches = method.branches(task, cell.attribute)
-    prompts = [_tokens(prompt, cell.model) for prompt in task.prompts.texts]
-    fronts = [each.prefix + each.join for each in branches if isinstance(each.prefix, str)]
-    before = 1 + cell.doubled_bos + max(prompts) + max((_tokens(text, cell.model) for text in fronts), default=0)
-    new = max(1, cell.length - (min(prompts) if task.length_counts_prompt else 0))
-    steps = (new - 1) * before + new * (new - 1) // 2 if method.reads_anew else new - 1
-    return len(branches) * len(prompts) * (before + cell.samples * steps)
+    branches, n_prompts = len(cell.decoder.branches(cell.task, cell.attribute)), len(cell.task.prompts.texts)
+    before, new = _lengths(cell)
+    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.reads_anew else new - 1
+    return branches * n_prompts * (before + cell.samples * steps)
 
 
-def work(cell: Cell) -> int:
-    """A cell's row-tokens and what its passes take besides, as row-tokens; by this cells take time."""
+def seconds(cell: Cell, at: Pace) -> float:
+    """What one worker takes for a cell: its prompts, and the steps of every batch of rows."""
     from lapa2_interp.plan import MAX_ROWS
 
-    together = max(1, (cell.max_rows or MAX_ROWS) // len(cell.decoder.branches(cell.task, cell.attribute)))
-    passes = math.ceil(len(cell.task.prompts.texts) * cell.samples / together) * cell.length
-    return cost(cell) + STEP * passes
+    branches, n_prompts = len(cell.decoder.branches(cell.task, cell.attribute)), len(cell.task.prompts.texts)
+    before, new = _lengths(cell)
+    together = max(1, (cell.max_rows or MAX_ROWS) // branches)
+    full, rest = divmod(n_prompts * cell.samples, together)
+    anew = cell.decoder.reads_anew
+    batches = full * at.batch(together * branches, before, new, anew) + at.batch(rest * branches, before, new, anew)
+    return branches * n_prompts * before * at.row + batches
+
+
+def plan_seconds(todo: Plan, at: Pace) -> float:
+    """The same of a plan."""
+    branches, found = len(todo.branches), 0.0
+    longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
+    for group in todo.groups:
+        before, new = max(longest[i] for i, _ in group), max(todo.steps[i] for i, _ in group)
+        found += at.batch(branches * len(group), before, new, todo.method.reads_anew)
+        found += branches * len({i for i, _ in group}) * before * at.row
+    return found
+
+
+def _lengths(cell: Cell) -> tuple[int, int]:
+    """Tokens of the longest BOS, prefix and prompt, and new ones of the shortest prompt."""
+    prompts = [_tokens(prompt, cell.model) for prompt in cell.task.prompts.texts]
+    fronts = [
+        each.prefix + each.join
+        for each in cell.decoder.branches(cell.task, cell.attribute)
+        if isinstance(each.prefix, str)
+    ]
+    before = 1 + cell.doubled_bos + max(prompts) + max((_tokens(text, cell.model) for text in fronts), default=0)
+    return before, max(1, cell.length - (min(prompts) if cell.task.length_counts_prompt else 0))
 
 
 def _tokens(text: str, model: str) -> int:
@@ -138,92 +185,165 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
     Raises:
         ModelError: A model has no configuration.
     """
-    import torch
-
-    here = "cuda" if torch.cuda.is_available() else "cpu"
     if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
-        device = here
-    rates = {(cell.model, cell.dtype): rate(cell.model, cell.dtype, device) for cell in cells}
-    seconds = sum(work(cell) / rates[cell.model, cell.dtype][0] for cell in cells) / max(1, workers)
+        device = usual_device()
+    kinds = dict.fromkeys((cell.model, cell.dtype) for cell in cells)
+    operations = sum(2 * cost(cell) * model_size(cell.model).parameters for cell in cells)
+    paces = {kind: pace(*kind, device, timed=operations > MUCH) for kind in kinds}
+    learnt = {kind: correction(*kind, device) for kind in kinds}
+    busy = sum(seconds(cell, paces[cell.model, cell.dtype]) * learnt[cell.model, cell.dtype] for cell in cells)
     disk = 0
     for cell in cells:
         size, texts = model_size(cell.model), len(cell.task.prompts.texts) * cell.samples
         rows = texts * len(cell.decoder.branches(cell.task, cell.attribute))
         trace = trace_bytes(cell.trace, rows, cell.length, size.n_layers, size.n_heads, 0, 0)  # type: ignore[arg-type]
         disk += CELL_BYTES + texts * cell.length * TEXT_BYTES + trace
-    widths = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     return Estimate(
         cells=len(cells),
         texts=sum(len(cell.task.prompts.texts) * cell.samples for cell in cells),
         row_tokens=sum(map(cost, cells)),
-        seconds=seconds,
+        seconds=START + busy / max(1, workers) if cells else 0.0,
         disk=disk,
-        basis="; ".join(dict.fromkeys(basis for _, basis in rates.values())),
-        needs=max((model_size(cell.model).parameters * widths[cell.dtype] for cell in cells), default=0),
+        basis="; ".join(dict.fromkeys(each.basis for each in paces.values())),
+        needs=max((weight_bytes(cell.model, cell.dtype) for cell in cells), default=0),
     )
 
 
 # --- what this machine does
 
 
-def rate(model: str, dtype: str, device: str) -> tuple[float, str]:
-    """Row-tokens of `work` per second of one worker, and where the number comes from."""
-    known = _known()
-    kind = device.partition(":")[0]
-    found = known.get(f"{model} {dtype} {kind}")
-    if found:
-        return found, f"{model} {dtype} as measured here"
-    parameters = model_size(model).parameters
-    others: dict[float, tuple[str, float]] = {}  # by how much larger the other model is
-    for name, speed in known.items():
-        other, width, where = name.rsplit(" ", 2)
-        if where == kind and width == dtype:
-            with suppress(ModelError):
-                others[model_size(other).parameters / parameters] = (other, speed)
-    times = min(others, key=lambda each: max(each, 1 / each), default=float("inf"))
-    if 1 / ALIKE <= times <= ALIKE:
-        other, speed = others[times]
-        return speed * times, f"{model} by its size, from {other}"
-    return BATCHED * _flops(dtype, kind) / (2 * parameters), f"{model} by its size, from a matrix product"
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step of decoding by one worker, which reads one token in every row.
+
+    Attributes:
+        rows, seconds: Of some steps behind `KEYS` keys, rows rising; straight lines between and beyond.
+        key: Seconds that one key more costs each row.
+        basis: Where the numbers come from.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    key: float
+    basis: str
+
+    def step(self, rows: int, keys: int | float) -> float:
+        """Seconds of a step of so many rows behind so many keys."""
+        known = float(np.interp(rows, self.rows, self.seconds))
+        more = max(0.0, rows - self.rows[-1]) * self.row
+        return known + more + rows * max(0.0, keys - KEYS) * self.key
+
+    @property
+    def row(self) -> float:
+        """Seconds that one row more costs a large step, and one token more a prompt."""
+        return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+
+    def batch(self, rows: int, before: int, new: int, anew: bool) -> float:
+        """Seconds of a batch's steps.
+
+        Args:
+            before, new: Tokens read before the first step, and steps.
+            anew: Every step reads all of its text.
+        """
+        again = rows * (before + new / 2) * self.row if anew else 0.0
+        return (new - 1) * (self.step(rows, before + new / 2) + again) if rows else 0.0
 
 
-def remember_rate(model: str, dtype: str, device: str, speed: float) -> None:
-    """Keep a measured rate for the next estimate."""
-    known = _known() | {f"{model} {dtype} {device.partition(':')[0]}": round(speed, 2)}
-    with suppress(ModelError):  # a cache that cannot be written
-        keep_file(_file(), lambda path: path.write_text(json.dumps(known), encoding="utf-8"))
+def pace(model: str, dtype: str, device: str, loaded: Model | None = None, timed: bool = True) -> Pace:
+    """A model's pace on this machine: as timed here, now if it never was; guessed by its size where the model is not here.
 
+    Args:
+        loaded: The model, if it is loaded already, and computes with as many threads as it will; otherwise one thread.
+        timed: Time it now if it never was.
+    """
+    import torch
 
-def _file() -> Path:
-    return cache_folder() / "rates.json"
-
-
-def _known() -> dict[str, float]:
-    """Measured rates by model, dtype and kind of device; what a damaged file says is passed over."""
-    with suppress(OSError, ValueError):
-        found = TypeAdapter(dict[str, float]).validate_json(_file().read_bytes())
-        return {name: speed for name, speed in found.items() if speed > 0 and name.count(" ") >= 2}
-    return {}
+    threads = torch.get_num_threads() if loaded is not None and device.startswith("cpu") else 1
+    name = f"{model} {dtype} steps" + f", {threads} threads" * (threads > 1)
+    found = measured(device, name)
+    here = loaded is not None or (is_here(model) and weight_bytes(model, dtype) < machine_memory() / 3)
+    if found is None and timed and here:
+        found = remember(device, name, _timed(model, dtype, device, loaded, threads))
+    if found is not None and len(found) == len(ROWS) + 1:
+        *seconds, long = found
+        key = max(0.0, (long - seconds[1]) / (ROWS[1] * (MORE_KEYS - KEYS)))
+        return Pace(ROWS, tuple(seconds), key, f"{model} {dtype} as timed here")
+    return _guessed(model, dtype, device)
 
 
 @cache
-def _flops(dtype: str, device: str) -> float:
-    """Operations per second of one thread (or GPU) at a matrix product."""
-    import torch
+def _guessed(model: str, dtype: str, device: str) -> Pace:
+    speed = BATCHED * operations_per_second(dtype, device) / (2 * model_size(model).parameters)
+    return Pace((0, 100), (STEP / speed, (STEP + 100) / speed), 0.0, f"{model} by its size, a rough guess")
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        a = torch.ones(128, 1024, dtype=getattr(torch, dtype), device=device)
-        b = torch.ones(1024, 1024, dtype=getattr(torch, dtype), device=device)
-        (a @ b).sum().item()
-        began, runs = perf_counter(), 0
-        while perf_counter() - began < 0.3:
-            (a @ b).sum().item()
-            runs += 1
-        return 2 * 128 * 1024 * 1024 * runs / (perf_counter() - began)
-    finally:
-        torch.set_num_threads(before)
+
+def correction(model: str, dtype: str, device: str) -> float:
+    """What a real sweep of a model took, as a multiple of what its timed steps told; 1 where there was none."""
+    return (measured(device, f"{model} {dtype} sweep") or (1.0,))[0]
+
+
+def correct(made: Sequence[tuple[Cell, float]], took: float, workers: int, device: str) -> None:
+    """Let the next estimate learn from a sweep.
+
+    Args:
+        made: Cells, and the share of each that was made; of several models or dtypes nothing is learnt.
+        took: Seconds.
+        device: Of this machine.
+    """
+    kinds = {(cell.model, cell.dtype) for cell, _ in made}
+    if len(kinds) != 1 or took < 6 * START:
+        return
+    ((model, dtype),) = kinds
+    told = sum(share * seconds(cell, pace(model, dtype, device)) for cell, share in made)
+    ratio = (took - START) * workers / told
+    remember(device, f"{model} {dtype} sweep", (min(max(ratio, LEAST), MOST),))
+
+
+def _timed(model: str, dtype: str, device: str, loaded: Model | None, threads: int) -> tuple[float, ...]:
+    """Seconds of a step at each of ROWS behind KEYS keys, and of the middle one behind MORE_KEYS."""
+    print(f"timing {model} in {dtype}, once on this kind of machine", file=sys.stderr)
+    found = loaded or load_model(model, dtype, device)
+    with n_threads(threads):
+        clock = clock_of(device) if threads == 1 else perf_counter
+        return (*(_step(found, rows, KEYS, clock) for rows in ROWS), _step(found, ROWS[1], MORE_KEYS, clock))
+
+
+def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> float:
+    """Seconds of a step of so many rows, everything included: bias, trace, sampling. The least of some."""
+    from lapa2_interp.decoding import run_plan
+    from lapa2_interp.plan import plan
+
+    clock = _Clock(seconds)
+    ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
+    prompt = model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])
+    task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
+    rule = Augmentation(alpha=0.5)
+    todo = plan(model, get_method("prefix"), task, "positive", [prompt], rule, STEPS, samples=rows, max_rows=rows)
+    run_plan(model, todo, trace="pooled", progress=clock)
+    return min(after - before for before, after in pairwise(clock.times))
+
+
+class _Clock(tqdm):
+    """Looks like a bar, and notes when it is advanced."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(disable=True)
+        self.clock, self.times = clock, list[float]()
+
+    def update(self, n: int | float | None = 1) -> None:
+        self.times.append(self.clock())
+
+
+def is_here(model: str) -> bool:
+    """Whether a model's weights can be had without the network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if model == SMOLLM2:
+        return smollm2_file() is not None
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return (
+        model in TINY or Path(model).is_dir() or any(isinstance(try_to_load_from_cache(model, n), str) for n in names)
+    )
 
 
 def machine_workers() -> int:

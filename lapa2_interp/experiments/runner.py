@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from time import perf_counter
+from typing import cast
 
 import pandas as pd
+import torch
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
@@ -20,6 +22,7 @@ from lapa2_interp.decoding import (
     progress_bar,
     run_plan,
 )
+from lapa2_interp.experiments.estimates import MUCH, pace, plan_seconds, shown_time
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.methods import Method
@@ -117,7 +120,7 @@ def run_arms(
 
 
 def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: int = 0) -> str:
-    """What these plans will make, in one line: texts, branches, tokens, and the size of the trace."""
+    """What these plans will make, in one line: texts, branches, tokens, the size of the trace, and the time if it is long."""
     texts = sum(len(group) for each in plans for group in each.groups)
     line = (
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches {', '.join(plans[0].branches)}"
@@ -125,6 +128,7 @@ def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: in
     if plans[0].method.reads_anew:
         cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
         line += f"; every step reads its text anew: {read} tokens through the model, where a cache would need {cached}"
+    line += _time(model, plans)
     if trace == "none":
         return line
     size = sum(
@@ -140,3 +144,17 @@ def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: in
         for each in plans
     )
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
+
+
+LONG = 20.0
+"""Seconds; what takes longer is told before."""
+
+
+def _time(model: Model, plans: Sequence[Plan]) -> str:
+    card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
+    tokens = sum(len(each.branches) * each.tokens_read(each.method.reads_anew) for each in plans)
+    if 2 * tokens * sum(each.numel() for each in network.parameters()) < MUCH:
+        return ""
+    at = pace(card.name, card.dtype, card.device.partition(":")[0], model)
+    told = sum(plan_seconds(each, at) for each in plans)
+    return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""

@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.decoding import join_traces, progress_bar
-from lapa2_interp.errors import RunError, first_problem, one_of
+from lapa2_interp.errors import GridError, RunError, first_problem, one_of
 from lapa2_interp.experiments.engines import Engine, Failed, Job, Opened, Outcome, Part
-from lapa2_interp.experiments.estimates import cost, work
-from lapa2_interp.experiments.grids import CELL, Cell, Grid
+from lapa2_interp.experiments.estimates import cost
+from lapa2_interp.experiments.grids import CELL, Cell, Grid, load_grid
 from lapa2_interp.experiments.store import (
     MANIFEST,
     SAMPLES,
@@ -51,6 +51,7 @@ from lapa2_interp.experiments.store import (
     write_run,
     write_trace,
 )
+from lapa2_interp.machine import faster_dtype
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -399,6 +400,55 @@ def _listing(folder: Path) -> Listing:
 # --- filling
 
 
+def load_grids(
+    folder: Path,
+    names: Sequence[str],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> list[Grid]:
+    """Grids as they go on in a run folder: where they leave the dtype to the machine, it is that of the cells the run has.
+
+    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made twice.
+
+    Args:
+        folder: The run, or where it will be.
+        names, changes: As `grids.load_grid`.
+        dtype: What dtype "auto" means; by default that of the grid's cells in the run, else what this machine computes faster.
+        device: Where cells will be computed.
+
+    Raises:
+        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than the one asked for.
+        RunError: The folder is not a run, or one of another version.
+    """
+    listed = _listed_dtypes(folder)
+
+    def auto(grid: str, model: str) -> str:
+        there = listed.get((grid, model), set())
+        found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
+        if dtype is not None and there and dtype not in there:
+            raise GridError(
+                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a new folder"
+            )
+        if dtype is None and len(there) > 1:
+            raise GridError(f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}")
+        return dtype or next(iter(there), None) or faster_dtype(device)
+
+    return [load_grid(name, changes, auto=auto) for name in names]
+
+
+def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
+    """Dtypes of a run's cells by grid and model; a damaged plan is passed over, as the sweep writes it anew."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for grid, keys in (_listing(folder).grids if (folder / "run.json").is_file() else {}).items():
+        for key in keys:
+            with suppress(OSError, ValueError):
+                cell = CELL.validate_json((folder / "plan" / f"{key}.json").read_text("utf-8"))
+                found.setdefault((grid, cell.model), set()).add(cell.dtype)
+    return found
+
+
 def add_grids(folder: Path, grids: Sequence[Grid]) -> SweepRun:
     """Note grids and their cells in a run, which is made when it is not there.
 
@@ -424,13 +474,13 @@ def add_grids(folder: Path, grids: Sequence[Grid]) -> SweepRun:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did: cells that were there before, made now, and that failed; `work` is that of estimates."""
+    """What a sweep did: cells that were there before, made now, and that failed; and what share of every cell was made now."""
 
     before: int
     made: int
     failed: tuple[str, ...]
     seconds: float
-    work: float
+    shares: dict[str, float]
 
 
 def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print) -> Swept:
@@ -484,14 +534,14 @@ class _Sweep:
         self.left: dict[str, set[int]] = {}
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
-        self.made, self.work = 0, 0.0
+        self.made, self.shares = 0, dict[str, float]()
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
     def all(self) -> Swept:
         began = perf_counter()
         if not self.todo:
-            return Swept(self.before, 0, (), 0.0, 0.0)
+            return Swept(self.before, 0, (), 0.0, {})
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
         with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
             while waiting or ready or under_way:
@@ -506,7 +556,7 @@ class _Sweep:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
                     state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
                     bar.set_postfix_str(state, refresh=False)
-        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.work)
+        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.shares)
 
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; the jobs it gives rise to."""
@@ -535,7 +585,7 @@ class _Sweep:
                 assert job.group is not None
                 self._keep(key, job.group, outcome)
                 share = self._share(key, job.group)
-                self.work += work(job.cell) * share / self.costs[key]
+                self.shares[key] = self.shares.get(key, 0.0) + share / self.costs[key]
                 bar.update(share)
                 self.left[key].discard(job.group)
                 if not self.left[key]:

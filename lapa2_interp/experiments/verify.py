@@ -84,7 +84,7 @@ class Study:
     long_length: int = 0
     long_texts: int = 1
     long_alphas: tuple[float, ...] = (0.5, 1.0)
-    long_dtype: str = "bfloat16"
+    long_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Alphas in rising order, each once, without the 0 that every part has anyway.

@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, PrefixError, first_problem, one_of
+from lapa2_interp.machine import AUTO, faster_dtype
 from lapa2_interp.methods import Method, Soft, for_task
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.plan import assign
@@ -30,7 +31,7 @@ from lapa2_interp.tasks import Attribute, MethodSettings, Prompts, Task, load_ta
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
-dtype = "bfloat16"
+dtype = "auto"                   # bfloat16 or float32, whichever this machine computes faster; or a name
 task = "sentiment"               # a name of `lapa2 tasks`, or a task file
 samples = 7                      # continuations per prompt
 length = 128                     # the longest; shorter texts are the beginnings of these
@@ -68,7 +69,8 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "float32"
+    """auto: that of the run's cells of this grid and model, or what the sweeping machine computes faster; never in a cell."""
     model_class: Literal["TransformerBridge", "HookedTransformer"] = "TransformerBridge"
     method: str | dict[str, Any]
     """A name, or { name = ..., PARAMETER = VALUE }."""
@@ -104,7 +106,7 @@ class Cell(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
     model_class: str
     method: str
     parameters: dict[str, float | bool | str]
@@ -185,12 +187,21 @@ def built_in() -> list[str]:
     return sorted(str(file.relative_to(root).with_suffix("")) for file in root.rglob("*.toml"))
 
 
-def load_grid(name: str, changes: Mapping[str, Any] | None = None, *, check: bool = True) -> Grid:
+AutoDtype = Callable[[str, str], str]
+"""What dtype "auto" means, given the names of a grid and of a model."""
+
+
+def load_grid(
+    name: str, changes: Mapping[str, Any] | None = None, *, check: bool = True, auto: AutoDtype | None = None
+) -> Grid:
     """A built-in grid, or that of a TOML file, with every cell resolved.
+
+    To fill a run folder that may have cells of the grid already, use `sweep.load_grids`.
 
     Args:
         changes: Values that replace a key in every block, such as {"samples": 1}.
         check: Raise when something is missing; otherwise the grid's `needs` say what.
+        auto: What dtype "auto" means; by default what this machine computes faster (`machine.faster_dtype`).
 
     Raises:
         GridError: Unknown name or key, a malformed value, an impossible combination, or (with `check`) something is missing.
@@ -223,7 +234,7 @@ def load_grid(name: str, changes: Mapping[str, Any] | None = None, *, check: boo
                 raise GridError(f"{where}: {key} is an empty list, so the block has no cell")
         axes = [value if isinstance(value, list) else [value] for value in keys.values()]
         for point in itertools.product(*axes):
-            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs):
+            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs, partial(auto or _fastest, title)):
                 cells.setdefault(cell.key, cell)
     if not cells:
         raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
@@ -238,10 +249,16 @@ def _check_keys(keys: Iterable[str], where: str) -> None:
             raise GridError(f"{where}: {one_of('key', key, Block.model_fields)}")
 
 
-def _resolve(point: dict[str, Any], where: str, needs: list[str]) -> list[Cell]:
+def _fastest(grid: str, model: str) -> str:
+    return faster_dtype()
+
+
+def _resolve(point: dict[str, Any], where: str, needs: list[str], auto: Callable[[str], str]) -> list[Cell]:
     """The cells of one point of a block: one per attribute."""
     try:
         block = Block.model_validate(point)
+        if block.dtype == AUTO:
+            block = block.model_copy(update={"dtype": auto(block.model)})
     except ValidationError as error:
         raise GridError(f"{where}: {first_problem(error, FORMS, Block.model_fields)}") from None
     try:
