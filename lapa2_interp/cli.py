@@ -29,6 +29,7 @@ from lapa2_interp.errors import (
     TraceError,
     one_of,
 )
+from lapa2_interp.machine import Dtype, DtypeOrAuto
 
 if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
@@ -55,8 +56,6 @@ app.command(sweep)
 app.command(runs)
 app.command(report)
 
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-AnyDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]
 
 
@@ -238,8 +237,10 @@ def probe(
     import torch
 
     from lapa2_interp.attention.liveness import assert_live
+    from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.models import load_model, load_transformers, model_card
 
+    tell_if_slow(dtype, device)
     loaded = load_model(model, dtype=dtype, device=device, model_class=model_class, trust_remote_code=trust_remote_code)
     card = model_card(loaded)
     found = assert_live(loaded, model)
@@ -278,7 +279,7 @@ def generate(
     trace: Literal["none", "pooled", "full"] = "full",
     patterns: str = "",
     augmentation: AugmentationOptions = AugmentationOptions(),
-    dtype: AnyDtype = "auto",
+    dtype: DtypeOrAuto = "auto",
     device: str | None = None,
     model_class: ModelClass = "TransformerBridge",
     max_rows: int | None = None,
@@ -320,7 +321,7 @@ def generate(
     from lapa2_interp import methods as decoders
     from lapa2_interp.experiments.runner import estimate, run_arms
     from lapa2_interp.experiments.store import new_folder, write_run
-    from lapa2_interp.machine import slow_note
+    from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.models import load_model
     from lapa2_interp.tasks import load_task, read_prompts
 
@@ -339,8 +340,7 @@ def generate(
         print(estimate(loaded, plans, trace, len(kept)), file=sys.stderr)
 
     with new_folder(out, force) as folder:
-        if note := slow_note(dtype, device):
-            print(f"note: {note}", file=sys.stderr)
+        tell_if_slow(dtype, device)
         loaded = load_model(
             model, dtype=dtype, device=device, model_class=model_class, trust_remote_code=trust_remote_code
         )
@@ -540,7 +540,10 @@ def propositions(
         force: Replace a finished folder.
     """
     from lapa2_interp.experiments.verify import Study, verify
+    from lapa2_interp.machine import tell_if_slow
 
+    for each in dict.fromkeys((dtype, long_dtype)):
+        tell_if_slow(each, device)
     study = Study(
         model=model, dtype=dtype, device=device, alphas=alphas, free=free, length=length, samples=samples, seed=seed,
         synthetic_length=synthetic_length, text=text, long_length=long_length, long_texts=long_texts,

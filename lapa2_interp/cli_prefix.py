@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from lapa2_interp.errors import PrefixError
+from lapa2_interp.machine import Dtype, DtypeOrAuto
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 app = App(
     name="prefix", help="Train soft prefixes, measure them on held-out text, or import them.", help_format="plaintext"
 )
-
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @app.command
@@ -68,6 +67,7 @@ def train(
     """
     from lapa2_interp.cli import _settings
     from lapa2_interp.corpora import split_off
+    from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.prefixes import training
     from lapa2_interp.prefixes.evaluation import evaluate_sets
     from lapa2_interp.prefixes.recipes import recipe as make_recipe
@@ -75,6 +75,7 @@ def train(
 
     changes = {"objective": objective, "parameterisation": parameterisation, "start": "set" if start_from else None}
     chosen = make_recipe(recipe, **({k: v for k, v in changes.items() if v is not None} | _settings(settings)))
+    tell_if_slow(chosen.dtype, device)
     chosen_task = load_task(task)
     names = attribute or tuple(chosen_task.attributes)
     for name in names:
@@ -110,7 +111,7 @@ def evaluate(
     task: str | None = None,
     limit: int = 250,
     max_tokens: int = 64,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
@@ -126,6 +127,7 @@ def evaluate(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.prefixes import cards
     from lapa2_interp.prefixes.evaluation import evaluate_sets
     from lapa2_interp.tasks import load_task
@@ -135,6 +137,7 @@ def evaluate(
         raise PrefixError(
             f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train --out` makes a set"
         )
+    tell_if_slow(dtype, device)
     corpora = _read(data, list(dict.fromkeys(card.attribute for card in found)), split="test")
     table = evaluate_sets(
         folders,
@@ -157,7 +160,7 @@ def score_generated(
     length: int = 64,
     alpha: float = 0.5,
     classifier: str = "embedded",
-    dtype: Dtype = "bfloat16",
+    dtype: DtypeOrAuto = "auto",
     device: str | None = None,
     seed: int = 1,
     trust_remote_code: bool = False,
@@ -170,13 +173,15 @@ def score_generated(
         length: Tokens of a text, the prompt's included where the task counts them.
         alpha: Of LaPA2.
         classifier: embedded, or a sequence classifier: hub id or folder.
-        dtype: Precision of weights and computation.
+        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         seed: Of the random streams.
         trust_remote_code: Run code that comes with a model.
     """
     from lapa2_interp.experiments.generated import score_sets
+    from lapa2_interp.machine import tell_if_slow
 
+    tell_if_slow(dtype, device)
     table = score_sets(
         folders, samples=samples, length=length, alpha=alpha, classifier=classifier, dtype=dtype, device=device, seed=seed,
         trust_remote_code=trust_remote_code,

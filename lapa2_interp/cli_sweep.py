@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from lapa2_interp.errors import GridError, RunError, counted
+from lapa2_interp.machine import Dtype
 
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
@@ -122,7 +122,7 @@ def sweep(
     from lapa2_interp.experiments.grids import parse_changes
     from lapa2_interp.experiments.sweep import finished_of, load_grids
     from lapa2_interp.experiments.sweep import sweep as fill
-    from lapa2_interp.machine import slow_note, usual_device
+    from lapa2_interp.machine import tell_if_slow, usual_device
 
     if not names:
         raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
@@ -132,9 +132,8 @@ def sweep(
         check_device(device)
     found = load_grids(out, names, parse_changes(changes), dtype=dtype, device=device)
     check_grids(found)
-    for note in dict.fromkeys(slow_note(cell.dtype, device) for grid in found for cell in grid.cells):
-        if note:
-            print(f"note: {note}", file=sys.stderr)
+    for used in dict.fromkeys(cell.dtype for grid in found for cell in grid.cells):
+        tell_if_slow(used, device)
     runner = make_engine(engine, workers, device, threads, address, gpus_per_worker)
     cells = {cell.key: cell for grid in found for cell in grid.cells}
     there = finished_of(out, cells)

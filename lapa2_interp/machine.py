@@ -10,19 +10,22 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from time import perf_counter, thread_time
+from typing import Literal, get_args
 
 from pydantic import TypeAdapter
 
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.files import cache_folder, keep_file
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
+DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that make a processor another one to the libraries that compute."""
 FASTER = 0.9
@@ -111,8 +114,8 @@ def resolve_dtype(dtype: str, device: str | None = None) -> str:
     """
     if dtype == AUTO:
         return faster_dtype(device)
-    if dtype not in DTYPES:
-        raise ModelError(one_of("dtype", dtype, (AUTO, *DTYPES)))
+    if dtype not in get_args(Dtype):
+        raise ModelError(one_of("dtype", dtype, get_args(DtypeOrAuto)))
     return dtype
 
 
@@ -148,6 +151,12 @@ def slow_note(dtype: str, device: str | None = None) -> str | None:
     if times < SLOWER:
         return None
     return f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in float32; dtype auto chooses"
+
+
+def tell_if_slow(dtype: str, device: str | None = None) -> None:
+    """Print `slow_note`, where there is one, on standard error."""
+    if note := slow_note(dtype, device):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def usual_device() -> str:

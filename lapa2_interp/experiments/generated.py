@@ -28,7 +28,7 @@ def score_sets(
     length: int = 64,
     alpha: float = 0.5,
     classifier: str = "embedded",
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str | None = None,
     seed: int = 1,
     trust_remote_code: bool = False,

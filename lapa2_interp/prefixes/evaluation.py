@@ -119,7 +119,7 @@ def evaluate_sets(
     *,
     limit: int = 250,
     max_tokens: int = 64,
-    dtype: str = "bfloat16",
+    dtype: str = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:

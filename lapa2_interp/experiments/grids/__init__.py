@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, PrefixError, first_problem, one_of
-from lapa2_interp.machine import AUTO, faster_dtype
+from lapa2_interp.machine import AUTO, Dtype, DtypeOrAuto, faster_dtype
 from lapa2_interp.methods import Method, Soft, for_task
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.plan import assign
@@ -69,7 +69,7 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: DtypeOrAuto = "float32"
     """auto: that of the run's cells of this grid and model, or what the sweeping machine computes faster; never in a cell."""
     model_class: Literal["TransformerBridge", "HookedTransformer"] = "TransformerBridge"
     method: str | dict[str, Any]
@@ -106,7 +106,7 @@ class Cell(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
-    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    dtype: Dtype
     model_class: str
     method: str
     parameters: dict[str, float | bool | str]
