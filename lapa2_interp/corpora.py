@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import lzma
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,11 +140,13 @@ def _from_file(path: Path) -> pd.DataFrame:
 
 
 def _from_hub(name: str, split: str) -> pd.DataFrame:
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
     corpus = HUB[name]
     if split not in corpus.splits:
         raise DataError(one_of("split", split, corpus.splits))
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # carriage returns in a log
     try:
         rows = load_dataset(corpus.repository, split=corpus.splits[split]).to_pandas()
     except Exception as error:  # hub, network and file formats each raise their own

@@ -13,7 +13,6 @@ observed by the trace recorder.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -33,6 +32,7 @@ from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, TraceError, 
 from lapa2_interp.methods import Method, Start
 from lapa2_interp.models import model_card
 from lapa2_interp.plan import Batch, Plan, plan
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.sampling import draw
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace import Recorder, TraceKind
@@ -197,12 +197,6 @@ def check_options(top_k: int, eos: str, trace: str, patterns: Sequence[tuple[int
             raise Lapa2Error(one_of(kind, found, allowed))
     if patterns and trace == "none":
         raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
-
-
-def progress_bar(new_tokens: int, label: str) -> tqdm:
-    """Tokens, tokens/s and time left on stderr, shown after 2 s; a line every 10 s where stderr is not a terminal."""
-    every = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(total=new_tokens, unit="tok", desc=label, delay=2, mininterval=every, smoothing=0.1, dynamic_ncols=True)
 
 
 def _decode(

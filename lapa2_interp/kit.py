@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from jaxtyping import Float, Int
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.attention.neurons import is_gated, promoters
@@ -25,6 +24,7 @@ from lapa2_interp.files import cache_folder, keep_file
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
 from lapa2_interp.models import fingerprint, model_card
+from lapa2_interp.progress import no_progress
 from lapa2_interp.tasks import Attribute, Prompts, Task
 
 T = TypeVar("T")
@@ -80,9 +80,7 @@ class ModelKit:
             raise LayoutError(
                 f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
             ) from None
-        made = run_plan(
-            self.model, todo, seed=DRAFT_SEEDS + seed, eos="stop", trace="none", progress=tqdm(disable=True)
-        )
+        made = run_plan(self.model, todo, seed=DRAFT_SEEDS + seed, eos="stop", trace="none", progress=no_progress())
         ends = set(self.end_ids)
         before = len(self.text(self.ids(prompt)))
         texts = [

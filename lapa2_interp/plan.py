@@ -5,14 +5,12 @@ Axes: branch = one model call of the method; a batch's rows are branch x sample,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
-from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model, is_bridge
 from lapa2_interp.augmentation import Augmentation
@@ -21,6 +19,7 @@ from lapa2_interp.kit import ModelKit
 from lapa2_interp.layout import Layout, layout, left_pad
 from lapa2_interp.methods import Branch, Kit, Method, Prepared, Soft
 from lapa2_interp.prefixes import SoftName, SoftPrefix, find_prefix
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.sampling import uniforms
 from lapa2_interp.tasks import Task
 
@@ -259,11 +258,12 @@ def plan(
 
 
 def _prepare(method: Method, kit: Kit, task: Task, attribute: str, prompts: Sequence[str]) -> tuple[Prepared, ...]:
-    every = 0.2 if sys.stderr.isatty() else 10.0
-    bar = tqdm(
-        prompts, f"preparing {method.name} {attribute}", unit="prompt", delay=2, mininterval=every, dynamic_ncols=True
-    )
-    return tuple(method.prepare(kit, task, attribute, prompt) for prompt in bar)
+    found = []
+    with progress_bar(len(prompts), f"preparing {method.name} {attribute}", "prompt") as bar:
+        for prompt in prompts:
+            found.append(method.prepare(kit, task, attribute, prompt))
+            bar.update()
+    return tuple(found)
 
 
 def _for_prompt(branch: Branch, known: Prepared) -> Branch:

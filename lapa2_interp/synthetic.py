@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Int
-from tqdm import tqdm
 
 from lapa2_interp.errors import TraceError
+from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -165,7 +165,7 @@ def draw_log_odds(
             f"the prefix must have 1 to {int(lengths[0]) - 1} keys (one fewer than the shortest length), found {l_pre}"
         )
     found = {}
-    with tqdm(total=len(families) * texts, desc="synthetic logits", unit="text", delay=2) as bar:
+    with progress_bar(len(families) * texts, "synthetic logits", "text") as bar:
         for number, (name, family) in enumerate(families.items()):
             drawn = []
             for text in range(texts):

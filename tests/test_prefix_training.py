@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import load
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from lapa2_interp import load_task
 from lapa2_interp.corpora import read_corpus
@@ -26,6 +25,7 @@ from lapa2_interp.prefixes.training import (
     tokenise,
     train_set,
 )
+from lapa2_interp.progress import no_progress
 
 SENTIMENT = load_task("sentiment")
 SMALL = {"dtype": "float32", "slots": 3, "batch": 4, "max_tokens": 12, "check_every": 3, "shared": 0}
@@ -64,7 +64,7 @@ def job(name="tiny-gpt2", folder=None, seed=0, **settings):
 
 
 def run(each):
-    with tqdm(disable=True) as bar:
+    with no_progress() as bar:
         each.run(bar)
     return each
 

@@ -20,12 +20,12 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.errors import DeadHookError
 from lapa2_interp.files import keep_file
 from lapa2_interp.methods import Intervention
+from lapa2_interp.progress import progress_bar
 
 STRONG = 50.0
 """The value a neuron is set to when its effect on the next token is read."""
@@ -127,12 +127,7 @@ def promoters(
     total = (n_layers - first_layer) * n_neurons
     if done < n_layers and file is not None:
         print(f"computing the control table once into {file}: {total:,} neurons", file=sys.stderr)
-    every = 0.2 if sys.stderr.isatty() else 10.0
-    bar = tqdm(
-        total=total, initial=(done - first_layer) * n_neurons, unit="neuron", desc="control table", delay=2, mininterval=every,
-        dynamic_ncols=True, disable=done == n_layers,
-    )  # fmt: skip
-    with bar:
+    with progress_bar(total, "control table", "neuron", initial=(done - first_layer) * n_neurons) as bar:
         for layer in range(done, n_layers):
             for first in range(0, n_neurons, ROWS):
                 neurons = torch.arange(first, min(first + ROWS, n_neurons))

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from lapa2_interp.errors import RunError
 from lapa2_interp.experiments.grids import Cell
 from lapa2_interp.prefixes import SoftName
+from lapa2_interp.progress import no_progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,7 +173,7 @@ class Worker:
                 top_k=cell.top_k,
                 eos=cell.eos,  # type: ignore[arg-type]
                 trace=cell.trace,  # type: ignore[arg-type]
-                progress=tqdm(disable=True),
+                progress=no_progress(),
             )
         except EmptyGenerationError as error:
             made = error.generation

@@ -19,7 +19,6 @@ from lapa2_interp.decoding import (
     EosPolicy,
     check_options,
     join_traces,
-    progress_bar,
     run_plan,
 )
 from lapa2_interp.experiments.estimates import MUCH, pace, plan_seconds, shown_time
@@ -28,6 +27,7 @@ from lapa2_interp.kit import ModelKit
 from lapa2_interp.methods import Method
 from lapa2_interp.models import model_card
 from lapa2_interp.plan import Plan, plan
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace import TraceKind, trace_bytes
 

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from lapa2_interp import __version__
-from lapa2_interp.decoding import join_traces, progress_bar
+from lapa2_interp.decoding import join_traces
 from lapa2_interp.errors import GridError, RunError, first_problem, one_of
 from lapa2_interp.experiments.engines import Engine, Failed, Job, Opened, Outcome, Part
 from lapa2_interp.experiments.estimates import cost
@@ -52,6 +52,7 @@ from lapa2_interp.experiments.store import (
     write_trace,
 )
 from lapa2_interp.machine import faster_dtype
+from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -21,7 +21,6 @@ import pandas as pd
 from lapa2_interp import plots
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.decoding import progress_bar
 from lapa2_interp.errors import DataError, TraceError
 from lapa2_interp.experiments.runner import estimate, run_arms
 from lapa2_interp.experiments.store import MANIFEST, Run, library_versions, new_folder, source_commit, write_run
@@ -29,6 +28,7 @@ from lapa2_interp.forcing import teacher_forced
 from lapa2_interp.layout import Layout, layout
 from lapa2_interp.methods import get
 from lapa2_interp.models import load_model, model_card
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.propositions import (
     by_alpha,
     exponent_table,

@@ -6,7 +6,6 @@ attribute makes that attribute's texts likelier than its siblings do; `accuracy`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lapa2_interp.layout import text_markers
 from lapa2_interp.prefixes import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.prefixes.training import tokenise
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.stats import Interval, mean_interval
 from lapa2_interp.tasks import Task
 
@@ -75,10 +75,9 @@ def held_out_table(
         behind: By name: a soft prefix, the text of a hard one, or None.
         texts: Token ids by label.
     """
-    every = 0.5 if sys.stderr.isatty() else 30.0
     total = len(behind) * sum(map(len, texts.values()))
     frames = []
-    with tqdm(total=total, unit="text", desc=label, delay=2, mininterval=every, dynamic_ncols=True) as bar:
+    with progress_bar(total, label, "text") as bar:
         for name, rows in texts.items():
             columns = {"label": name, "text": np.arange(len(rows)), "tokens": [len(row) for row in rows]}
             for prefix, given in behind.items():

@@ -37,6 +37,7 @@ from lapa2_interp.layout import text_markers
 from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, Training, load_prefix, read_card, save_prefix
 from lapa2_interp.prefixes.recipes import Recipe
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks import Task
 
 if TYPE_CHECKING:
@@ -557,8 +558,7 @@ def _firsts(
 
 
 def _run(job: Job, label: str) -> None:
-    every = 0.5 if sys.stderr.isatty() else 30.0
-    with tqdm(total=job.total, unit="step", desc=label, mininterval=every, dynamic_ncols=True) as bar:
+    with progress_bar(job.total, label, "step") as bar:
         job.run(bar)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -20,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from lapa2_interp.errors import ScoringError
+from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -173,8 +171,7 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
     # Texts of similar length together: models pad a batch to its longest.
     order = sorted(waiting, key=lambda key: len(waiting[key].text))
-    every = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(total=len(order), unit="text", desc=scorer.name, delay=2, mininterval=every, dynamic_ncols=True) as bar:
+    with progress_bar(len(order), scorer.name, "text") as bar:
         for part in _parts(order, scorer.batch_size):
             try:
                 found = scorer.score([waiting[key] for key in part])

@@ -1,0 +1,74 @@
+"""How far long work is, on standard error: a bar on a terminal; elsewhere, as in a log, a plain line every 15 s.
+
+Work of less than two seconds shows nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+SHOWN_AFTER = 2.0
+"""Seconds."""
+LINE_EVERY = 15.0
+"""Seconds."""
+
+
+def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 0) -> tqdm:
+    """A bar to advance by `update`; a context manager.
+
+    Args:
+        total: Units there are.
+        label: What is being done.
+        unit: In the singular.
+        initial: Units done before.
+    """
+    form: dict[str, Any] = {"desc": label, "total": total, "unit": unit, "initial": initial, "delay": SHOWN_AFTER}
+    if sys.stderr.isatty():
+        return tqdm(**form, mininterval=0.2, smoothing=0.1, dynamic_ncols=True)
+    return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
+
+
+def no_progress() -> tqdm:
+    """A bar that shows nothing, for work inside other work."""
+    return tqdm(disable=True)
+
+
+class Lines(tqdm):
+    """A bar as whole lines, at most one every 15 s, and one when the work ends."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write a line if one is due. The last one is left to `close`, which knows the last postfix."""
+        now = self._time()
+        if now - getattr(self, "written", self.start_t) < LINE_EVERY or self.n >= (self.total or float("inf")):
+            return False
+        self.written = now
+        self._write()
+        return True
+
+    def clear(self, nolock: bool = False) -> None:
+        """A line that is written stays."""
+
+    def close(self) -> None:
+        """Write the last line, if the work took long enough to be told of."""
+        if getattr(self, "disable", True):
+            return
+        self.disable = True
+        self._decr_instances(self)
+        if self._time() - self.start_t >= self.delay:
+            self._write()
+
+    def _write(self) -> None:
+        self.fp.write(f"{self}\n")
+        self.fp.flush()
+
+    def __str__(self) -> str:
+        n, total, gone = self.n, self.total, self.format_dict["elapsed"]
+        done = f"{100 * n // total} % ({n:,} of {total:,} {self.unit}s)" if total else f"{n:,} {self.unit}s"
+        parts = [done, *([self.postfix] if self.postfix else []), f"{self.format_interval(gone)} gone"]
+        rate = self.format_dict["rate"] or (n - self.initial) / max(gone, 1e-9)
+        if not self.disable and rate and total and n < total:
+            parts.append(f"{self.format_interval(round((total - n) / rate))} left")
+        return f"{self.desc}: {', '.join(parts)}"
