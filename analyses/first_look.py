@@ -15,7 +15,7 @@
 # the next-token logits do when a single head is kept from reading the prefix?
 #
 # Everything here is TransformerLens as you know it; `augmented(...)` is a context manager around any forward pass. Set the
-# environment variable `LAPA2_MODEL` to look at another model.
+# environment variable `LAPA2_MODEL`, or give `--model`, to look at another model.
 
 # %%
 import os
@@ -26,11 +26,15 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, augmented, generate, load_model, load_task, methods, model_card, plots
+from lapa2_interp.experiments.scripts import ScriptOptions
 from lapa2_interp.layout import layout
 from lapa2_interp.trace import head_table, pooled
 
+parser = ScriptOptions("One prefix, one prompt, every head.")
+parser.add_argument("--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`")
+options = parser.read()
 torch.set_grad_enabled(False)
-model = load_model(os.environ.get("LAPA2_MODEL", "smollm2-135m"))
+model = load_model(options.model)
 print(model_card(model))
 
 # %% [markdown]

@@ -4,8 +4,8 @@
     python analyses/reproduce.py --scale quick    # the embedded model, hours of two cores (`lapa2 grids`)
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 
-What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what a scale takes. Further
-options go to the analysis scripts, such as --scorers accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
+What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what a scale takes. The analysis
+scripts get --scorers, --perplexity and --device, such as --scorers accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp.cli import main as lapa2
+from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.experiments.grids import built_in
-from lapa2_interp.experiments.items import as_markdown, shown_claims
+from lapa2_interp.experiments.items import PERPLEXITY_TEXTS, as_markdown, shown_claims
 from lapa2_interp.experiments.results import results_of
+from lapa2_interp.experiments.scripts import ScriptOptions, add_scoring, count
 from lapa2_interp.experiments.sweep import load_run
 
 HERE = Path(__file__).resolve().parent
@@ -38,11 +40,13 @@ SCALES = {"demo": ("quick", ["samples=1", "prompts=4", "length=48"]), "quick": (
 
 
 def run_script(file: Path, *arguments: str) -> str:
-    """Run a script as if from the command line; its traceback, or nothing."""
+    """Run a script as if from the command line; what stopped it, or nothing."""
     before, path = sys.argv, list(sys.path)
     sys.argv, sys.path = [str(file), *arguments], [str(file.parent), *path]
     try:
         runpy.run_path(str(file), run_name="__main__")
+    except Lapa2Error as error:
+        return f"error: {error}"
     except (Exception, SystemExit):
         return traceback.format_exc()
     finally:
@@ -69,18 +73,22 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
 
 
 def main() -> int:
-    """Run everything; the number of scripts that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run everything; the exit code, 1 if a script failed."""
+    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=SCALES, default="quick")
     parser.add_argument("--out", type=Path, help="the run folder; by default results/SCALE")
     parser.add_argument(
         "--items", nargs="+", choices=ITEMS, default=ITEMS, metavar="ITEM", help=f"these alone, of {', '.join(ITEMS)}"
     )
     parser.add_argument("--no-sweep", action="store_true", help="take the run as it is; tables show what is missing")
-    parser.add_argument("--engine", default="local", help="of `lapa2 sweep`")
-    parser.add_argument("--workers", help="of `lapa2 sweep`")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="of `lapa2 sweep`")
+    parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
-    options, rest = parser.parse_known_args()
+    add_scoring(parser, PERPLEXITY_TEXTS)
+    options = parser.read()
+    asked_of_scripts = ["--scorers", *options.scorers, "--perplexity", str(options.perplexity)]
+    if options.device:
+        asked_of_scripts += ["--device", options.device]
     out = options.out or Path("results") / options.scale
     folder, changes = SCALES[options.scale]
     if not options.no_sweep:
@@ -88,7 +96,7 @@ def main() -> int:
         asked = [word for change in changes for word in ("--set", change)]
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
-                asked += [f"--{name}", value]
+                asked += [f"--{name}", str(value)]
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped == 130 or (stopped and not (out / "run.json").is_file()):
             return stopped
@@ -97,8 +105,8 @@ def main() -> int:
     failed = {}
     for number, item in enumerate(items, 1):
         print(f"[{number}/{len(items)}] {item}", file=sys.stderr)
-        for file in (HERE / f"{item}.py", HERE.parent / "figures" / f"{item}.py"):
-            if file.is_file() and (problem := run_script(file, str(out), *rest)):
+        for file, more in ((HERE / f"{item}.py", asked_of_scripts), (HERE.parent / "figures" / f"{item}.py", ())):
+            if file.is_file() and (problem := run_script(file, str(out), *more)):
                 failed[f"{file.parent.name}/{file.name}"] = problem
                 break
     claims = collect_verdicts(out / "tables")
@@ -111,7 +119,7 @@ def main() -> int:
     counts = ", ".join(f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items())
     print(f"\n{len(items) - len(failed)} of {len(items)} items; claims: {counts}")
     print(f"tables, figures and report.html in {out}")
-    return len(failed)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@
 #     python analyses/span_question.py --out results/span_question --samples 40
 
 # %%
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -43,26 +42,28 @@ import pandas as pd
 
 from lapa2_interp import Augmentation, load_model, load_task, methods, plots
 from lapa2_interp.experiments.runner import run_arms
+from lapa2_interp.experiments.scripts import ScriptOptions, count
 from lapa2_interp.experiments.store import new_folder, read_run, write_run
+from lapa2_interp.models import DTYPES
 from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.embedded import EmbeddedScorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, score_table
 from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval, paired_difference, tails
 
-parser = argparse.ArgumentParser(description="Boost different keys and see what attention, control and fluency do.")
+parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument("--out", type=Path, default=Path("results/span_question"), help="folder of runs, one per arm")
 parser.add_argument("--model", default="smollm2-135m", help="a name of `lapa2 models`, a hub id or a folder")
 parser.add_argument(
-    "--samples", type=int, default=40, help="texts per prompt and attribute; 77 show 4 points of accuracy"
+    "--samples", type=count(), default=40, help="texts per prompt and attribute; 77 show 4 points of accuracy"
 )
-parser.add_argument("--prompts", type=int, default=15, help="of the paper's 15 sentiment prompts")
-parser.add_argument("--length", type=int, default=64, help="tokens of a text, its prompt included")
-parser.add_argument("--dtype", default="bfloat16")
+parser.add_argument("--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts")
+parser.add_argument("--length", type=count(), default=64, help="tokens of a text, its prompt included")
+parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="precision of weights and computation")
 parser.add_argument(
-    "--perplexity", type=int, default=10, help="texts per prompt and attribute whose perplexity is measured"
+    "--perplexity", type=count(), default=10, help="texts per prompt and attribute whose perplexity is measured"
 )
-options, _ = parser.parse_known_args()
+options = parser.read()
 
 # %% [markdown]
 # ## The arms

@@ -56,6 +56,8 @@ app.command(sweep)
 app.command(runs)
 app.command(report)
 
+MOST_STEPS = 1_000_000
+"""Rows that `lapa2 layout` shows: more than any context has positions."""
 ModelClass = Literal["TransformerBridge", "HookedTransformer"]
 
 
@@ -189,8 +191,8 @@ def layout(
     from lapa2_interp.layout import layout as make_layout
     from lapa2_interp.models import load_tokenizer
 
-    if steps < 1:
-        raise LayoutError(f"--steps must be at least 1, found {steps}")
+    if not 1 <= steps <= MOST_STEPS:
+        raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = make_layout(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
     facts = explain(found, augmentation.build(0.5), steps)

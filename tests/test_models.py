@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -70,8 +72,47 @@ def test_pickled_weights_are_refused(folder, tmp_path):
     shutil.copytree(folder, path)
     (path / "model.safetensors").unlink()
     torch.save(load_transformers("tiny-llama")[0].state_dict(), path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="safetensors"):
+    with pytest.raises(
+        ModelError, match=r"as a pickle alone \(pytorch_model\.bin\), which is not read.*convert it once: (.*)$"
+    ) as no:
         load_model(str(path), device="cpu")
+    command = str(no.value).partition("convert it once: ")[2]
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, capture_output=True)
+    load_model(str(path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("gone", "put", "message"),
+    [
+        (["model.safetensors"], {}, r"has no weights: put model\.safetensors into it, beside what is there \(config\.json, "),
+        (["model.safetensors"], {"model.safetensors.index.json": '{"weight_map": {"a": "m-1.safetensors", "b": "m-2"}}'},
+         r"lacks weights that its index names: m-1\.safetensors and 1 more; download the rest"),
+        (["model.safetensors"], {"model.safetensors.index.json": "{"}, r"cannot read .*index\.json \(JSONDecodeError"),
+        (["tokenizer.json", "tokenizer_config.json"], {}, r"its files \(tokenizer\.json, .* are missing or empty"),
+        ([], {"config.json": "{"}, r"cannot load the model in the folder .*not a valid JSON file; download"),
+        ([], {"config.json": '{"model_type": "no-such-type"}'}, r"cannot load the model in the folder .*no-such-type"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(folder, tmp_path, gone, put, message):
+    import shutil
+
+    path = shutil.copytree(folder, tmp_path / "lacking")
+    for name in gone:
+        (path / name).unlink()
+    for name, text in put.items():
+        (path / name).write_text(text)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(str(path), device="cpu")
+    assert "HF_HUB_OFFLINE" not in str(caught.value)
+    assert "hub" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_without_a_folder_is_no_hub_id(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, message in (("file", "is a file; give the folder"), ("nothing", "does not exist; give the folder")):
+        with pytest.raises(ModelError, match=message):
+            load_model(str(tmp_path / name))
 
 
 def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
@@ -82,7 +123,7 @@ def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ModelError, match="cannot load model"):
+    with pytest.raises(ModelError, match="cannot load the model in the folder"):
         load_model(str(tmp_path / "cut"), device="cpu")
     shutil.copytree(folder, tmp_path / "ctrl")
     config = CTRLConfig(vocab_size=300, n_embd=16, dff=32, n_layer=1, n_head=2, n_positions=64)

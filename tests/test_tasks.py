@@ -73,6 +73,12 @@ def test_the_example_is_a_task(tmp_path):
     assert task.parameters("air-decoding") == {"omega": 100.0}
 
 
+def test_a_task_file_that_is_no_text(tmp_path):
+    (tmp_path / "bad.toml").write_bytes(b"\xff = 1")
+    with pytest.raises(TaskError, match=r"cannot read the task file .*bad\.toml.*utf-8"):
+        load_task(str(tmp_path / "bad.toml"))
+
+
 def test_unknown_tasks(tmp_path):
     for name in ("sentimnt", str(tmp_path / "missing.toml")):
         with pytest.raises(TaskError, match=r"unknown task .*allowed: detox, sentiment, topic.*path of a \.toml file"):
@@ -95,3 +101,33 @@ def test_prompt_files(tmp_path):
         read_prompts(lines)
     with pytest.raises(TaskError, match="cannot read prompts"):
         read_prompts(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": 3}\n', r'line 2: expected .*found \'{"prompt": 3}\''),
+        ("p.jsonl", b'["The lake"]', r"line 1: expected a JSON object with a text"),
+        ("p.jsonl", b"3", "line 1: expected"),
+        ("p.jsonl", b'{"prompt": null}', "line 1: expected"),
+        ("p.jsonl", b'{"prompt": " "}', "line 1: expected"),
+        ("p.jsonl", b'{"prompt": {"text": 4}}', "line 1: expected"),
+        ("p.jsonl", b"[" * 100_000, r"line 1: expected .*\[\['\.\.\.$"),
+        ("p.txt", b"The lake\n\xff\xfe\n", r"p\.txt line 2: the bytes b'\\xff\\xfe\\n' are not UTF-8"),
+        ("p.txt", b"\n \n", "has no prompts"),
+        ("p.txt", None, "cannot read prompts from .*Is a directory"),
+    ],
+)
+def test_a_bad_file_of_prompts_names_line_and_value(tmp_path, name, written, message):
+    file = tmp_path / name
+    file.mkdir() if written is None else file.write_bytes(written)
+    with pytest.raises(TaskError, match=message) as caught:
+        read_prompts(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_line_of_prompts_ends_where_the_file_says(tmp_path):
+    """JSON lets U+2028 stand in a text; editors put a mark in front and carriage returns at the ends."""
+    file = tmp_path / "p.jsonl"
+    file.write_bytes('\ufeff{"prompt": "two\u2028lines"}\r\n{"prompt": "The sea"}\r\n'.encode())
+    assert read_prompts(file) == ("two\u2028lines", "The sea")

@@ -8,10 +8,8 @@ generates.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,14 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import Lapa2Error, RunError, ScoringError, counted
+from lapa2_interp.errors import RunError, ScoringError, counted
+from lapa2_interp.experiments.scripts import ScriptOptions, add_scoring
 from lapa2_interp.experiments.sweep import SweepRun, load_run
 from lapa2_interp.methods import registry
 from lapa2_interp.stats import Difference, paired_difference
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import xarray as xr
 
 PAPER_MODELS = {
@@ -467,34 +464,16 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
     """
+    parser = ScriptOptions(title)
     default = Path(os.environ.get("LAPA2_RUN", "results/quick"))
-    in_notebook = Path(sys.argv[0]).name.startswith("ipykernel")
-    if not in_notebook:
-        sys.excepthook = _one_line
-    parser = argparse.ArgumentParser(description=title)
     parser.add_argument("run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`")
     parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
-    parser.add_argument(
-        "--scorers", nargs="+", default=["accuracy", "toxicity", "perplexity"],
-        help="NAME or NAME=MODEL, as of `lapa2 score`: accuracy=MODEL, toxicity=perspective, perplexity=gpt2-large",
-    )  # fmt: skip
-    parser.add_argument(
-        "--perplexity", type=int, default=PERPLEXITY_TEXTS, help="texts of an arm whose perplexity is measured"
-    )
-    parser.add_argument("--device", help="of scorers that run a model")
-    options, _ = parser.parse_known_args([] if in_notebook else None)
+    add_scoring(parser, PERPLEXITY_TEXTS)
+    options = parser.read()
     return Bench(
         load_run(options.run), item, grids or (item,), options.out or options.run, tuple(options.scorers), options.perplexity,
         options.device, title=title,
     )  # fmt: skip
-
-
-def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As the command line says it: what a user can mend needs no traceback."""
-    if isinstance(error, Lapa2Error):
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
 
 
 # --- tables

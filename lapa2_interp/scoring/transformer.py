@@ -10,7 +10,7 @@ import torch
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.models import load_transformers
+from lapa2_interp.models import check_weights, load_transformers, quiet_transformers
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
@@ -141,9 +141,11 @@ def _load_classifier(model: str, trust_remote_code: bool) -> tuple[PreTrainedMod
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    check_weights(model, "AutoModelForSequenceClassification")
     try:
-        network = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model, **options)
+        with quiet_transformers():
+            network = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True, **options)
+            tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
         reason = " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
         raise ScoringError(

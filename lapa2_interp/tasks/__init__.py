@@ -146,7 +146,10 @@ def load_task(name: str) -> Task:
     if name in built_in():
         text = (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
     elif path.suffix == ".toml" and path.is_file():
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
         raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
     try:
@@ -196,25 +199,38 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         TaskError: Unreadable, empty, or a line is malformed; the message names it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"cannot read prompts from {path}: {error}") from None
+        raw = path.read_bytes()
+        # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
+        lines = raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    except OSError as error:
+        raise TaskError(f"cannot read prompts from {path}: {error.strerror}; give a text file") from None
+    except UnicodeDecodeError as error:
+        at, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
+        raise TaskError(f"{path} line {at}: the bytes {bad!r} are not UTF-8; save the file as UTF-8") from None
+    read = _prompt_of_json if path.suffix == ".jsonl" else str
     found = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if path.suffix == ".jsonl":
-            try:
-                prompt = json.loads(line)["prompt"]
-                line = prompt["text"] if isinstance(prompt, dict) else prompt
-                if not isinstance(line, str):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise TaskError(
-                    f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as RealToxicityPrompts has it, '
-                    f'in "prompt"."text"), found {line[:60]!r}'
-                ) from None
-        found.append(line)
+        try:
+            found += [read(line)] if line.strip() else []
+        except (ValueError, RecursionError):
+            raise TaskError(
+                f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as RealToxicityPrompts has it, '
+                f'in "prompt"."text"), found {line[:60]!r}{"..." * (len(line) > 60)}'
+            ) from None
     if not found:
         raise TaskError(f"{path} has no prompts; give one per line")
     return tuple(found)
+
+
+def _prompt_of_json(line: str) -> str:
+    """The prompt of a line of .jsonl.
+
+    Raises:
+        ValueError: There is none, or it is no text.
+    """
+    read = json.loads(line)
+    prompt = read.get("prompt") if isinstance(read, dict) else None
+    text = prompt.get("text") if isinstance(prompt, dict) else prompt
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(text)
+    return text

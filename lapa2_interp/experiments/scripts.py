@@ -1,0 +1,103 @@
+"""What the scripts of analyses/ and figures/ share: options as of the command line, and errors as one line with exit code 2.
+
+A script is also a notebook, which has no options: there they have their defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lapa2_interp.errors import Lapa2Error, one_of
+from lapa2_interp.scoring.named import NAMES
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class ScriptOptions(argparse.ArgumentParser):
+    """A script's options.
+
+    Args:
+        title: What the script does, for --help.
+    """
+
+    def __init__(self, title: str, **settings: Any) -> None:
+        super().__init__(description=title, allow_abbrev=False, **settings)
+
+    def read(self) -> argparse.Namespace:
+        """The options given. From here on an error that a user can mend is one line on stderr and exit code 2."""
+        if Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
+            return self.parse_args([])
+        sys.excepthook = _one_line
+        return self.parse_args()
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Of argparse, with a hint for an option that is misspelt."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest and rest[0].startswith("-"):
+            names = [name for name in self._option_string_actions if name.startswith("--")]
+            self.error(one_of("option", rest[0].partition("=")[0], names))
+        if rest:
+            self.error(f"there is no place for {rest[0]!r}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line."""
+        print(f"error: {message} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that takes a whole number in a range."""
+
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least or (most is not None and found > most):
+            allowed = f"at least {least}" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"takes a whole number, {allowed}; found {text!r}")
+        return found
+
+    return read
+
+
+def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
+    """ScriptOptions of scripts that score.
+
+    Args:
+        texts: The default of --perplexity.
+    """
+    options.add_argument(
+        "--scorers", nargs="+", default=["accuracy", "toxicity", "perplexity"], type=_scorer,
+        help="NAME or NAME=MODEL, as of `lapa2 score`: accuracy=MODEL, toxicity=perspective, perplexity=gpt2-large",
+    )  # fmt: skip
+    options.add_argument(
+        "--perplexity", type=count(), default=texts, help="texts of an arm whose perplexity is measured"
+    )
+    options.add_argument("--device", help="of scorers that run a model")
+
+
+def _scorer(text: str) -> str:
+    if text.partition("=")[0] not in NAMES:
+        raise argparse.ArgumentTypeError(one_of("scorer", text.partition("=")[0], NAMES))
+    return text
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As the command line says it: what a user can mend needs no traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    if isinstance(error, Lapa2Error):
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.__excepthook__(kind, error, trace)
