@@ -36,6 +36,7 @@
 
 # %%
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -43,8 +44,8 @@ import pandas as pd
 from lapa2_interp import Augmentation, load_model, load_task, methods, plots
 from lapa2_interp.experiments.runner import run_arms
 from lapa2_interp.experiments.scripts import ScriptOptions, count
-from lapa2_interp.experiments.store import new_folder, read_run, write_run
-from lapa2_interp.models import DTYPES
+from lapa2_interp.experiments.store import new_folder, read_manifest, read_run, write_run
+from lapa2_interp.machine import DtypeOrAuto
 from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.embedded import EmbeddedScorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, score_table
@@ -59,7 +60,10 @@ parser.add_argument(
 )
 parser.add_argument("--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts")
 parser.add_argument("--length", type=count(), default=64, help="tokens of a text, its prompt included")
-parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="precision of weights and computation")
+parser.add_argument(
+    "--dtype", default="auto", choices=get_args(DtypeOrAuto),
+    help="precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster",
+)  # fmt: skip
 parser.add_argument(
     "--perplexity", type=count(), default=10, help="texts per prompt and attribute whose perplexity is measured"
 )
@@ -87,10 +91,13 @@ ARMS = {
 task = load_task("sentiment")
 model = None
 runs = {}
+folders = {arm: options.out / arm.replace(" ", "_").replace(":", "colon") for arm in ARMS}
+there = [read_manifest(folder).model.dtype for folder in folders.values() if folder.exists()]
+dtype = there[0] if there and options.dtype == "auto" else options.dtype  # goes on as it was begun
 for number, (arm, augmentation) in enumerate(ARMS.items(), 1):
-    folder = options.out / arm.replace(" ", "_").replace(":", "colon")
+    folder = folders[arm]
     if not folder.exists():
-        model = model or load_model(options.model, dtype=options.dtype)
+        model = model or load_model(options.model, dtype=dtype)
         print(f"arm {number} of {len(ARMS)}: {arm}", flush=True)
         with new_folder(folder) as fresh:
             made = run_arms(
@@ -131,7 +138,7 @@ with Cache(options.out / "scores") as cache:
     scores = [score_table(samples, EmbeddedScorer("sentiment"), cache)]
     few = samples[samples["sample"] < options.perplexity]
     weights = next(iter(runs.values())).manifest.model.weights
-    scores.append(score_table(few, Perplexity(options.model, generator=weights, dtype=options.dtype), cache))
+    scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
 scores = pd.concat(scores, ignore_index=True)
 cells, differences = cell_table(scores), difference_table(scores)
 everything = pd.concat([masses.assign(attribute="all"), cells], ignore_index=True)

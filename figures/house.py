@@ -37,7 +37,11 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
         made = subprocess.run([sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=False)
         if made.returncode:  # it has said why
             sys.exit(made.returncode)
-    figure = draw(*map(_table, files))
+    tables = [_table(file) for file in files]
+    try:
+        figure = draw(*tables)
+    except KeyError as error:
+        raise RunError(f"{files[0]} has no column {error}; delete it, and it is made again") from error
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for ending in ("png", "pdf"):
         place = out / "figures" / f"{item}.{ending}"

@@ -181,6 +181,8 @@ def score_generated(
     from lapa2_interp.experiments.generated import score_sets
     from lapa2_interp.machine import tell_if_slow
 
+    if not folders:
+        raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
     tell_if_slow(dtype, device)
     table = score_sets(
         folders, samples=samples, length=length, alpha=alpha, classifier=classifier, dtype=dtype, device=device, seed=seed,

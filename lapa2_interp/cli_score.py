@@ -187,6 +187,10 @@ def train(
     from lapa2_interp.tasks import load_task
 
     chosen = load_task(task)
+    if not 0 < c < math.inf:
+        raise ScoringError(f"--c must be a positive number, found {c:g}")
+    if out.exists() and not out.is_dir():
+        raise ScoringError(f"--out {out} is a file; give a folder")
     labels = tuple(chosen.attributes)
     card = train_scorer(
         chosen.name,

@@ -122,7 +122,7 @@ def sweep(
     from lapa2_interp.experiments.grids import parse_changes
     from lapa2_interp.experiments.sweep import finished_of, load_grids
     from lapa2_interp.experiments.sweep import sweep as fill
-    from lapa2_interp.machine import tell_if_slow, usual_device
+    from lapa2_interp.machine import default_device, tell_if_slow
 
     if not names:
         raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
@@ -156,7 +156,7 @@ def sweep(
         raise
     if engine == "local":
         made = [(cells[key], share) for key, share in done.shares.items()]
-        correct(made, done.seconds, runner.slots, device or usual_device())
+        correct(made, done.seconds, runner.slots, device or default_device())
     print(f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were there: {out}")
     if done.failed:
         raise RunError(

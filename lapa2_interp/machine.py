@@ -123,7 +123,7 @@ def faster_dtype(device: str | None = None) -> str:
     """bfloat16 or float32: on a CPU by timing both, on a GPU bfloat16 where it is native."""
     import torch
 
-    device = usual_device() if device in (None, AUTO) else str(device)
+    device = default_device() if device in (None, AUTO) else str(device)
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if not device.startswith("cpu"):
@@ -144,7 +144,7 @@ def slowness(dtype: str) -> float:
 
 def slow_note(dtype: str, device: str | None = None) -> str | None:
     """One line about a dtype that this CPU emulates; None where there is nothing to say."""
-    device = usual_device() if device in (None, AUTO) else str(device)
+    device = default_device() if device in (None, AUTO) else str(device)
     if not device.startswith("cpu") or dtype not in ("bfloat16", "float16"):
         return None
     times = slowness(dtype)
@@ -159,7 +159,7 @@ def tell_if_slow(dtype: str, device: str | None = None) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def usual_device() -> str:
+def default_device() -> str:
     """cuda where there is one, else cpu."""
     import torch
 

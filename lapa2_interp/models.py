@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.files import cache_folder
 from lapa2_interp.layout import text_markers
-from lapa2_interp.machine import resolve_dtype
+from lapa2_interp.machine import default_device, resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -111,16 +111,13 @@ def load_model(
         raise ModelError(one_of("model class", model_class, wrap))
     spread = device == "auto"
     if device is None or spread:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device()
     dtype = resolve_dtype(dtype, device)
     network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code, "auto" if spread else None)
     if getattr(network, "hf_device_map", None):
         _check_spread(network.hf_device_map, model_class)
     else:
-        try:
-            network = network.to(device)
-        except (RuntimeError, AssertionError) as error:
-            raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+        move(network, device)
     architecture = type(network).__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
@@ -139,6 +136,19 @@ def load_model(
     assert_live(model, name)
     model.lapa2_card = _card(model, name, weights, architecture, network.generation_config)
     return model
+
+
+def move(network: PreTrainedModel, device: str | None) -> None:
+    """Put a network on a device, by default CUDA when there is one.
+
+    Raises:
+        ModelError: There is no such device, or no room on it.
+    """
+    device = device or default_device()
+    try:
+        network.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
 
 
 def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:

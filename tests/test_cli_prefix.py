@@ -161,3 +161,8 @@ def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     assert message in printed
     assert not printed.splitlines()[-1].startswith(" ")
     assert not (tmp_path / "x").exists()
+
+
+def test_scoring_sets_needs_a_set(capsys):
+    assert main(["prefix", "score"]) == 2
+    assert "name the folder of a set" in capsys.readouterr().err.splitlines()[-1]

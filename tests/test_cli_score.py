@@ -169,6 +169,29 @@ def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_column_of_numbers_is_no_text(tmp_path, capsys):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": 3}\n')
+    assert lapa2("score --scorers distinct --out", tmp_path / "out", file) == 2
+    assert "has no text in column 'text', found 3; give --column" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("--c 0 --out OUT", "--c must be a positive number, found 0"),
+        ("--c nan --out OUT", "--c must be a positive number, found nan"),
+        ("--out FILE", "is a file; give a folder"),
+    ],
+)
+def test_scorer_training_refuses_before_it_reads(settings, message, tmp_path, capsys):
+    file = tmp_path / "file.jsonl"
+    file.write_text("")
+    line = settings.replace("OUT", str(tmp_path / "out")).replace("FILE", str(file))
+    assert lapa2(f"scorers train --task sentiment --data {file} {line}") == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_judge_without_a_key(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     file = tmp_path / "texts.jsonl"

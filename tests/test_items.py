@@ -294,9 +294,13 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
 
 def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "decay.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunError, match=r"cannot read .*decay\.csv .*; delete it, and it is made again"):
-        script("figures", "decay", run, "--out", tmp_path)
+    for damage, message in (
+        (b"\xff\xfe\x00", r"cannot read .*decay\.csv .*"),
+        (b"metric\nacc\n", r"decay\.csv has no column .*"),
+    ):
+        (tmp_path / "tables" / "decay.csv").write_bytes(damage)
+        with pytest.raises(RunError, match=message + "; delete it, and it is made again"):
+            script("figures", "decay", run, "--out", tmp_path)
 
 
 # --- the paper's numbers

@@ -88,7 +88,7 @@ def test_pickled_weights_are_refused(folder, tmp_path):
         (["model.safetensors"], {"model.safetensors.index.json": '{"weight_map": {"a": "m-1.safetensors", "b": "m-2"}}'},
          r"lacks weights that its index names: m-1\.safetensors and 1 more; download the rest"),
         (["model.safetensors"], {"model.safetensors.index.json": "{"}, r"cannot read .*index\.json \(JSONDecodeError"),
-        (["tokenizer.json", "tokenizer_config.json"], {}, r"its files \(tokenizer\.json, .* are missing or empty"),
+        (["tokenizer.json", "tokenizer_config.json"], {}, r"cannot load the model in the folder .*tokenizer"),
         ([], {"config.json": "{"}, r"cannot load the model in the folder .*not a valid JSON file; download"),
         ([], {"config.json": '{"model_type": "no-such-type"}'}, r"cannot load the model in the folder .*no-such-type"),
     ],
@@ -106,6 +106,13 @@ def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(folde
     assert "HF_HUB_OFFLINE" not in str(caught.value)
     assert "hub" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_empty_tokenizer_is_no_tokenizer(tmp_path):
+    """Of GPT-2 without its files transformers makes a tokenizer that knows nothing."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ModelError, match=r"its files \(tokenizer\.json, .* are missing or empty"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_path_without_a_folder_is_no_hub_id(tmp_path):
@@ -260,3 +267,12 @@ def test_the_seal_of_the_real_conversion_holds():
     folder = models.smollm2_folder()
     seal = json.loads((folder / "seal.json").read_text())
     assert models._sha256(folder / "model.safetensors") == seal["model.safetensors"][0]
+
+
+def test_a_device_that_is_not_there():
+    """Everything that takes a network to a device says so in one line."""
+    network = load_transformers("tiny-gpt2")[0]
+    for device in ("gpu", "cpu:x"):
+        with pytest.raises(ModelError, match=f"cannot use device '{device}'") as caught:
+            models.move(network, device)
+        assert "\n" not in str(caught.value)

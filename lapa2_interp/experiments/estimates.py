@@ -25,7 +25,7 @@ from tqdm import tqdm
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import ModelError
 from lapa2_interp.experiments.grids import Cell
-from lapa2_interp.machine import clock_of, measured, n_threads, operations_per_second, remember, usual_device
+from lapa2_interp.machine import clock_of, default_device, measured, n_threads, operations_per_second, remember
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.models import SMOLLM2, TINY, load_model, smollm2_file
 from lapa2_interp.tasks import load_task
@@ -186,7 +186,7 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
         ModelError: A model has no configuration.
     """
     if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
-        device = usual_device()
+        device = default_device()
     kinds = dict.fromkeys((cell.model, cell.dtype) for cell in cells)
     operations = sum(2 * cost(cell) * model_size(cell.model).parameters for cell in cells)
     paces = {kind: pace(*kind, device, timed=operations > MUCH) for kind in kinds}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +35,7 @@ class ScriptOptions(argparse.ArgumentParser):
         sys.excepthook = _one_line
         return self.parse_args()
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Of argparse, with a hint for an option that is misspelt."""
         found, rest = self.parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):

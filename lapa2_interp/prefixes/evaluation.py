@@ -134,7 +134,7 @@ def evaluate_sets(
         PrefixError: A folder is not a set, or the sets differ in model, weights or attributes.
         DataError: An attribute has no text.
     """
-    from lapa2_interp.models import load_transformers
+    from lapa2_interp.models import load_transformers, move
 
     sets = {
         folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)} for folder in folders
@@ -154,7 +154,7 @@ def evaluate_sets(
     network, tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
     if weights != wanted:
         raise PrefixError(f"the set was made for {model} with weights {wanted}; found {weights}")
-    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    move(network, device)
     share = -(-limit // len(corpora))
     texts = {
         name: [

@@ -406,7 +406,7 @@ def train_set(
         DataError: An attribute has no text, or the objective needs a second attribute.
         PrefixError: The folder holds other prefixes, or the loss is not a number.
     """
-    from lapa2_interp.models import load_transformers
+    from lapa2_interp.models import load_transformers, move
 
     attributes = tuple(attributes or task.attributes)
     for attribute in attributes:
@@ -415,7 +415,7 @@ def train_set(
         raise DataError(f"a contrastive objective needs texts of two attributes at least; found only {attributes[0]!r}")
     network, tokenizer, weights = load_transformers(model, recipe.dtype, trust_remote_code)
     network.requires_grad_(False)
-    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    move(network, device)
     shape = kv_shape_of(network.config, recipe.slots)
     n_ctx = network.config.max_position_embeddings
     if recipe.slots + 1 + recipe.max_tokens > n_ctx:

@@ -10,7 +10,7 @@ import torch
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.models import check_weights, load_transformers, quiet_transformers
+from lapa2_interp.models import check_weights, load_transformers, move, quiet_transformers
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
@@ -50,7 +50,7 @@ class Perplexity(Scorer):
         trust_remote_code: bool = False,
     ) -> None:
         self.network, self.tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
-        self.network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        move(self.network, device)
         self.min_words, self.doubled_bos = min_words, doubled_bos
         n_ctx = self.network.config.max_position_embeddings
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
@@ -107,7 +107,7 @@ class Classifier(Scorer):
     ) -> None:
         self.name = name
         self.network, self.tokenizer = _load_classifier(model, trust_remote_code)
-        self.network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        move(self.network, device)
         own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
         if wrong := [label for label in labels or {} if label not in own]:
             raise ScoringError(f"{model}: {one_of('label', wrong[0], own)}")
