@@ -20,7 +20,8 @@ import pandas as pd
 
 from lapa2_interp.cli import main as lapa2
 from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.experiments.grids import built_in
+from lapa2_interp.experiments.estimates import scoring_seconds, shown_time
+from lapa2_interp.experiments.grids import built_in, load_grid, parse_changes
 from lapa2_interp.experiments.items import PERPLEXITY_TEXTS, as_markdown, shown_claims
 from lapa2_interp.experiments.results import results_of
 from lapa2_interp.experiments.scripts import ScriptOptions, add_scoring, count
@@ -97,6 +98,9 @@ def main() -> int:
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
                 asked += [f"--{name}", str(value)]
+        found = [load_grid(name, parse_changes(changes), check=False) for name in grids]
+        scoring = shown_time(scoring_seconds(found, len(options.items)))
+        print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped == 130 or (stopped and not (out / "run.json").is_file()):
             return stopped

@@ -33,6 +33,7 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
         machine_memory,
         machine_workers,
         model_size,
+        scoring_seconds,
         shown_size,
         shown_time,
     )
@@ -50,7 +51,7 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
         )
         return
     workers = machine_workers()
-    print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9}  {'disk':>8}")
+    print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9}  {'scoring':>8}  {'disk':>8}")
     basis, notes = [], []
     for grid in found:
         each = estimate(grid.cells, workers)
@@ -60,7 +61,8 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
             else f"  needs {shown_size(each.needs)} for weights: not on this machine"
         )
         line = f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11}  {shown_time(each.seconds):>9}"
-        print(f"{line}  {shown_size(each.disk):>8}{fits}\n    {grid.description}")
+        scoring = shown_time(scoring_seconds([grid]))
+        print(f"{line}  {scoring:>8}  {shown_size(each.disk):>8}{fits}\n    {grid.description}")
         basis += each.basis.split("; ")
         notes += [f"{grid.name} cannot run yet: {need}" for need in grid.needs]
         for cell in grid.cells:
@@ -69,7 +71,8 @@ def grids(*names: str, changes: Changes = (), as_json: Annotated[bool, Parameter
                     f"{grid.name} cannot run: length {cell.length} exceeds the context of {most} of {cell.model}"
                 )
     print(
-        f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that grids share are made once"
+        f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that grids share are made once; "
+        "scoring: by the embedded scorers, with tables and figures"
     )
     for note in dict.fromkeys(notes):
         print(note)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import shlex
 import sys
 import tomllib
@@ -17,16 +18,19 @@ from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.experiments import estimates
 from lapa2_interp.experiments.checks import check_device, check_grids
 from lapa2_interp.experiments.estimates import (
+    ITEM,
     KEYS,
     MORE_KEYS,
     ROWS,
     START,
+    TOKEN,
     Pace,
     correct,
     cost,
     estimate,
     pace,
     plan_seconds,
+    scoring_seconds,
     seconds,
     shown_size,
     shown_time,
@@ -681,6 +685,21 @@ def test_a_model_that_is_not_here_is_guessed_by_its_size(own_cache, monkeypatch)
     estimates._guessed.cache_clear()
     assert found.basis == "gpt2-medium by its size, a rough guess"
     assert found.row == pytest.approx(2 * 354_823_168 / (estimates.BATCHED * 1e9))
+
+
+def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
+    remember("cpu", "smollm2-135m float32 steps", (0.1, 0.2, 0.68, 0.2))  # a hundredth of a second a token
+    cores = len(os.sched_getaffinity(0))
+    small = grid(TINY.replace("24", "40"))
+    tokens = 2 * 2 * 40
+    assert scoring_seconds([small]) == pytest.approx(ITEM + tokens * (0.01 / cores + TOKEN))
+    assert scoring_seconds([small, small], items=5) == pytest.approx(5 * ITEM + 2 * tokens * (0.01 / cores + TOKEN))
+    many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
+    assert scoring_seconds([many]) == pytest.approx(ITEM + 40 * (120 * 0.01 / cores + 400 * TOKEN)), (
+        "120 for perplexity"
+    )
+    five = grid(TINY.replace("24", "40"), name="detox")
+    assert scoring_seconds([five]) - ITEM == pytest.approx(2.625 * (scoring_seconds([small]) - ITEM))
 
 
 def test_a_sweep_corrects_the_next_estimate(grid, own_cache):

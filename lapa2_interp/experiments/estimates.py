@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import ModelError
-from lapa2_interp.experiments.grids import Cell
+from lapa2_interp.experiments.grids import Cell, Grid
 from lapa2_interp.machine import clock_of, default_device, measured, n_threads, operations_per_second, remember
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.models import SMOLLM2, TINY, load_model, smollm2_file
@@ -49,6 +49,16 @@ STEP = 40
 """There, rows that the reading of the weights costs as much as."""
 MUCH = 1e11
 """Operations that take seconds on a CPU; for less no step is timed."""
+PERPLEXITY_TEXTS = 120
+"""Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
+FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
+READ_AT_FIVE = ("sent_topic", "detox")
+"""Grids whose texts are scored at all of them."""
+TOKEN = 2e-5
+"""Seconds that the embedded classifiers take for a token."""
+ITEM = 6.0
+"""Seconds that the script of a figure or table takes besides: intervals, drawing."""
 LEAST, MOST = 0.5, 2.0
 """How far a sweep corrects the timed steps."""
 TEXT_BYTES = 5
@@ -207,6 +217,28 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
         basis="; ".join(dict.fromkeys(each.basis for each in paces.values())),
         needs=max((weight_bytes(cell.model, cell.dtype) for cell in cells), default=0),
     )
+
+
+def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
+    """What it takes to score the texts of grids by the embedded scorers, and to make tables and figures.
+
+    Args:
+        items: Scripts to be run; by default one per grid.
+    """
+    read, classified = 0.0, 0.0
+    for grid in grids:
+        lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
+        arms: dict[tuple[str, ...], list[Cell]] = {}
+        for cell in grid.cells:
+            arms.setdefault((cell.model, cell.task.name, cell.method, cell.variant, cell.arm), []).append(cell)
+        for cells in arms.values():
+            texts = sum(len(cell.task.prompts.texts) * cell.samples for cell in cells)
+            classified += lengths * texts * cells[0].length
+            read += lengths * min(texts, PERPLEXITY_TEXTS) * cells[0].length
+    timed = 2 * read * model_size(SMOLLM2).parameters > MUCH
+    at = pace(SMOLLM2, "float32", default_device(), timed=timed)
+    scripts = ITEM * (len(grids) if items is None else items)
+    return scripts + read * at.row / len(os.sched_getaffinity(0)) + classified * TOKEN
 
 
 # --- what this machine does

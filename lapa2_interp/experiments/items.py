@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError, ScoringError, counted
+from lapa2_interp.experiments.estimates import FRACTIONS, PERPLEXITY_TEXTS
 from lapa2_interp.experiments.scripts import ScriptOptions, add_scoring
 from lapa2_interp.experiments.sweep import SweepRun, load_run
 from lapa2_interp.methods import registry
@@ -52,10 +53,6 @@ METRICS = {
 """Our metrics by the paper's names and units: percent, perplexity, shares."""
 BETTER = {"acc": 1, "tox": -1, "ppl": -1, "dist1": 1, "dist2": 1, "dist3": 1}
 """Whether more of a metric is better."""
-FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
-PERPLEXITY_TEXTS = 120
-"""Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
 HALVES = {0: "whole", 1: "first", 2: "second"}
 """Parts of a text in words: of table half."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
