@@ -173,7 +173,7 @@ def test_a_column_of_numbers_is_no_text(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": 3}\n')
     assert lapa2("score --scorers distinct --out", tmp_path / "out", file) == 2
-    assert "has no text in column 'text', found 3; give --column" in capsys.readouterr().err.splitlines()[-1]
+    assert "has no text in column 'text', found '3'; give --column" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, A
             f"{source} has no column {column!r}; found {', '.join(map(str, table.columns))}; give --column"
         )
     if not any(isinstance(text, str) and text.strip() for text in table[column]):
-        raise ScoringError(f"{source} has no text in column {column!r}, found {table[column].iloc[0]!r}; give --column")
+        raise ScoringError(
+            f"{source} has no text in column {column!r}, found {str(table[column].iloc[0])!r}; give --column"
+        )
     table = table.rename(columns={column: "text"}).reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = table[name].fillna("").astype(str) if name in table else ""
