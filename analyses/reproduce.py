@@ -60,6 +60,7 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
     frames = [found for file in files if file.is_file() and len(found := pd.read_csv(file))]
     claims = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["item", "verdict"])
+    tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
     if len(claims):
         shown = shown_claims(claims)
