@@ -20,6 +20,7 @@ from lapa2_interp.experiments.engines import Failed, Here, Job, Opened
 from lapa2_interp.experiments.grids import Cell, load_grid
 from lapa2_interp.experiments.store import library_versions
 from lapa2_interp.experiments.sweep import sweep
+from lapa2_interp.machine import remember
 from lapa2_interp.methods import for_task
 from lapa2_interp.plan import plan
 from lapa2_interp.tasks import load_task
@@ -118,6 +119,16 @@ def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(m
     assert (swept.made, swept.failed) == (2, ())
     assert [attempt for _, attempt in filter(None, engine.lost)] == [1], "a job was under way there"
     assert_equal(tmp_path / "run", here)
+
+
+def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(machines, grid, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))  # the workers' too
+    remember("cpu", "bfloat16 / float32", (3.0,))
+    half = [Cell.model_validate(cell.model_dump() | {"dtype": "bfloat16"}) for cell in grid.cells[:1]]
+    done = sweep(tmp_path / "run", [replace(grid, cells=(*half, *grid.cells[1:]))], Cluster(address=machines.address))
+    assert (done.made, done.failed) == (2, ())
+    said = capsys.readouterr().err
+    assert said.count(f"note: on {socket.gethostname()} bfloat16 is slow on this processor: a product takes 3.0 times") == 1
 
 
 class Deadly(Cell):

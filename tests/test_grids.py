@@ -392,7 +392,10 @@ def test_an_empty_axis_in_one_of_two_blocks_is_no_silence(grid):
         grid(f"{TINY}\n[[block]]\nseed = 1\n[[block]]\naugmentation = []")
 
 
-def test_unknown_grids_and_malformed_changes():
+def test_unknown_grids_and_malformed_changes(tmp_path):
+    (tmp_path / "latin.toml").write_bytes("description = 'é'".encode("latin-1"))
+    with pytest.raises(GridError, match=r"cannot read .*latin\.toml as text: "):
+        load_grid(str(tmp_path / "latin.toml"))
     with pytest.raises(
         GridError, match="unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"
     ):

@@ -210,7 +210,10 @@ def load_grid(
         text = (resources.files(__name__) / f"{name}.toml").read_text("utf-8")
         title = name
     elif Path(name).suffix == ".toml" and Path(name).is_file():
-        text, title = Path(name).read_text("utf-8"), Path(name).stem
+        try:
+            text, title = Path(name).read_text("utf-8"), Path(name).stem
+        except (OSError, UnicodeDecodeError) as error:
+            raise GridError(f"cannot read {name} as text: {error}") from None
     elif Path(name).suffix == ".toml":
         raise GridError(f"there is no file {name}; `lapa2 grids` ends with an example of one")
     else:
