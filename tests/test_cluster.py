@@ -202,7 +202,7 @@ class Machines:
         return refs[:1], refs[1:]
 
     def get(self, ref):
-        return "node", "far", library_versions() | {"torch": "1.13.0+cu117"}
+        return "node", "far", library_versions() | {"torch": "1.13.0+cu117"}, None
 
     def kill(self, actor):
         pass
