@@ -88,7 +88,14 @@ def main() -> int:
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, PERPLEXITY_TEXTS)
     options = parser.read()
-    asked_of_scripts = ["--scorers", *options.scorers, "--perplexity", str(options.perplexity)]
+    asked_of_scripts = [
+        "--scorers",
+        *options.scorers,
+        "--perplexity",
+        str(options.perplexity),
+        "--dtype",
+        options.dtype,
+    ]
     if options.device:
         asked_of_scripts += ["--device", options.device]
     out = options.out or Path("results") / options.scale

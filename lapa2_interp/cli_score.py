@@ -38,7 +38,7 @@ def score(
     judge_prices: tuple[float, float] | None = None,
     only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     cache: Path | None = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
@@ -68,7 +68,7 @@ def score(
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
         only: Texts with these values alone, as COLUMN=VALUE.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
-        dtype: Precision of the perplexity model; by default that of the run, as in the tables of analyses/, or float32.
+        dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with a model.
         force: Replace an earlier folder of tables.
@@ -102,7 +102,7 @@ def score(
             labels=_labels(labels),
             judge_url=judge_url,
             judge_prices=judge_prices or (None, None),
-            dtype=dtype or (manifest.model.dtype if manifest else "float32"),
+            dtype=dtype,
             device=device,
             generator=manifest.model.weights if manifest else None,
             trust_remote_code=trust_remote_code,

@@ -95,6 +95,19 @@ def test_the_writer_of_the_texts_is_named(run_folder, tmp_path, capsys):
     assert "perplexity (tiny-gpt2 float32 self, random, seed 0" in capsys.readouterr().out
 
 
+def test_perplexity_is_measured_in_float32_whatever_wrote_the_texts(tmp_path, capsys):
+    run = run_arms(
+        load("tiny-gpt2", "bfloat16"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake"],
+        {"baseline": None}, length=40, samples=1, seed=4, trace="none",
+    )  # fmt: skip
+    with new_folder(tmp_path / "run") as folder:
+        write_run(folder, run)
+    for named, dtype in (("", "float32"), ("--dtype bfloat16", "bfloat16")):
+        line = f"score --force {named} --scorers perplexity=tiny-gpt2 --out"
+        assert lapa2(line, tmp_path / "a", tmp_path / "run") == 0
+        assert f"perplexity (tiny-gpt2 {dtype} self, random, seed 0" in capsys.readouterr().out
+
+
 def test_halves(run_folder, tmp_path):
     assert lapa2("score --scorers accuracy --parts 2 --out", tmp_path / "halves", run_folder) == 0
     assert set(pd.read_csv(tmp_path / "halves/table.csv")["part"]) == {1, 2}

@@ -128,7 +128,10 @@ def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(machines, grid, 
     done = sweep(tmp_path / "run", [replace(grid, cells=(*half, *grid.cells[1:]))], Cluster(address=machines.address))
     assert (done.made, done.failed) == (2, ())
     said = capsys.readouterr().err
-    assert said.count(f"note: on {socket.gethostname()} bfloat16 is slow on this processor: a product takes 3.0 times") == 1
+    assert (
+        said.count(f"note: on {socket.gethostname()} bfloat16 is slow on this processor: a product takes 3.0 times")
+        == 1
+    )
 
 
 class Deadly(Cell):

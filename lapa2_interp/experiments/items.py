@@ -141,6 +141,7 @@ class Bench:
         grids: The grids whose cells it shows, without their folder (quick/, paper/).
         out: Where tables go.
         scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
+        dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever wrote the texts.
     """
 
     run: SweepRun
@@ -150,6 +151,7 @@ class Bench:
     scorers: tuple[str, ...] = ("accuracy", "toxicity", "perplexity")
     perplexity_texts: int = PERPLEXITY_TEXTS
     device: str | None = None
+    dtype: str = "float32"
     claims: list[Claim] = field(default_factory=list)
     title: str = ""
 
@@ -242,7 +244,7 @@ class Bench:
         if asked is None:
             raise ScoringError(f"{self.item} needs a scorer for {name}; give --scorers {name} or {name}=MODEL")
         own = read_manifest(self.run.place(group["key"].iloc[0])).model
-        options = Options(task=task, dtype=own.dtype, device=self.device, generator=own.weights)
+        options = Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
         return make_scorer(name, asked.partition("=")[2], options)
 
     def table(
@@ -469,7 +471,7 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
     options = parser.read()
     return Bench(
         load_run(options.run), item, grids or (item,), options.out or options.run, tuple(options.scorers), options.perplexity,
-        options.device, title=title,
+        options.device, options.dtype, title=title,
     )  # fmt: skip
 
 
