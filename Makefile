@@ -7,12 +7,12 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo reproduce gallery test test-hooked lint types notebook check prefixes clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale demo --out results/demo
 
 # Every figure and table: SCALE=quick takes hours of two cores (`lapa2 grids` estimates them), SCALE=paper GPUs. Stop and repeat as you like.
 SCALE ?= quick
-reproduce: $(VENV)/.installed
+reproduce: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
 test: $(VENV)/.installed
@@ -42,7 +42,7 @@ TOPIC ?= --data agnews
 DETOX ?= --data jigsaw_train.jsonl
 TRAIN = $(VENV)/bin/lapa2 prefix train --task
 
-prefixes: $(VENV)/.installed
+prefixes: $(VENV)/.run-installed
 	$(TRAIN) sentiment $(SENTIMENT) --set limit=5400 --set check_every=60 --out results/prefixes/sentiment-mle
 	$(TRAIN) topic $(TOPIC) --set start=random --set limit=2200 --set check_every=60 --out results/prefixes/topic-mle
 	$(TRAIN) detox $(DETOX) --set start=random --set limit=4000 --set check_every=60 --out results/prefixes/detox-mle
@@ -58,23 +58,49 @@ gallery: reproduce
 	mkdir -p figures/$(SCALE)
 	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
 
-# torch first and with its dependencies: the builds for GPUs bring their own libraries, which no lock for all platforms
-# can name. Everything else comes exactly as locked.
-define install
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lapa2_interp needs Python 3.11 or newer; set PYTHON=")'
-	$(PYTHON) -m venv $(1)
-	$(1)/bin/pip install --quiet --disable-pip-version-check --constraint requirements.lock torch
-	$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements.lock
-	$(2)
-	$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	touch $(1)/.installed
-endef
+# The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no
+# lock for all platforms can name. uv where it is found; pip takes over where uv does not reach what pip is set up for.
+UV := $(shell command -v uv 2>/dev/null)
+get = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) || )$(1)/bin/pip install --quiet \
+	--disable-pip-version-check --no-compile $(2)
+locked = --no-deps $$(grep -v -e '^\#' -e '^-r' -e '^torch==' $(1))
+# Nothing is compiled that is never imported: the first import writes the bytecode.
+export PYTHONDONTWRITEBYTECODE =
 
-$(VENV)/.installed: requirements.lock pyproject.toml
-	$(call install,$(VENV),)
+# Where there is no NVIDIA driver, the CPU build will do; the plain index has it for macOS only. TORCH_INDEX= is the plain index.
+ifeq ($(shell uname -s),Linux)
+ifeq ($(wildcard /dev/nvidiactl)$(shell command -v nvidia-smi 2>/dev/null),)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
+endif
 
-$(HOOKED)/.installed: requirements.lock requirements-hooked.lock pyproject.toml
-	$(call install,$(HOOKED),$(HOOKED)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-hooked.lock)
+$(VENV)/.run-installed: requirements-run.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lapa2_interp needs Python 3.11 or newer; set PYTHON=")'
+	@echo "Installing into $(VENV) (once): the packages, about 300 MB ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(call get,$(VENV),$(call locked,requirements-run.lock))
+	@index=; if [ -z "$(TORCH_INDEX)" ]; then echo "torch, from the plain index (on Linux with the libraries of GPUs, gigabytes) ..."; \
+	elif $(VENV)/bin/pip index versions --retries 0 --timeout 5 --index-url "$(TORCH_INDEX)" torch >/dev/null 2>&1; then \
+		echo "torch, about 200 MB from $(TORCH_INDEX) ..."; index="--extra-index-url $(TORCH_INDEX)"; \
+	else echo "torch, from the plain index, as $(TORCH_INDEX) does not answer (on Linux gigabytes) ..."; fi; \
+	$(call get,$(VENV),--constraint requirements-run.lock $$index torch)
+	@$(call get,$(VENV),--no-deps --no-build-isolation --editable .)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.run-installed requirements.lock
+	@echo "Installing into $(VENV) (once): what tests and tools need, about 150 MB ..."
+	@$(call get,$(VENV),$(call locked,requirements.lock))
+	@touch $@
+
+# A few packages in front of the other environment's.
+$(HOOKED)/.installed: $(VENV)/.installed requirements-hooked.lock
+	@echo "Installing into $(HOOKED) (once) ..."
+	@$(VENV)/bin/python -m venv --clear $(HOOKED)
+	@$(call get,$(HOOKED),$(call locked,requirements-hooked.lock))
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(VENV)/bin/python -c "$$site" > "$$($(HOOKED)/bin/python -c "$$site")/venv.pth"
+	@$(call get,$(HOOKED),--no-deps --no-build-isolation --editable .)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(HOOKED)
