@@ -61,8 +61,8 @@ gallery: reproduce
 # The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no
 # lock for all platforms can name. uv where it is found; pip takes over where uv does not reach what pip is set up for.
 UV := $(shell command -v uv 2>/dev/null)
-get = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) || )$(1)/bin/pip install --quiet \
-	--disable-pip-version-check --no-compile $(2)
+get = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) || )$(VENV)/bin/pip --python $(1)/bin/python install \
+	--quiet --disable-pip-version-check --no-compile $(2)
 locked = --no-deps $$(grep -v -e '^\#' -e '^-r' -e '^torch==' $(1))
 # Nothing is compiled that is never imported: the first import writes the bytecode.
 export PYTHONDONTWRITEBYTECODE =
@@ -83,7 +83,7 @@ $(VENV)/.run-installed: requirements-run.lock pyproject.toml
 	elif $(VENV)/bin/pip index versions --retries 0 --timeout 5 --index-url "$(TORCH_INDEX)" torch >/dev/null 2>&1; then \
 		echo "torch, about 200 MB from $(TORCH_INDEX) ..."; index="--extra-index-url $(TORCH_INDEX)"; \
 	else echo "torch, from the plain index, as $(TORCH_INDEX) does not answer (on Linux gigabytes) ..."; fi; \
-	$(call get,$(VENV),--constraint requirements-run.lock $$index torch)
+	export PIP_RETRIES=2 UV_HTTP_RETRIES=1; $(call get,$(VENV),--constraint requirements-run.lock $$index torch)
 	@$(call get,$(VENV),--no-deps --no-build-isolation --editable .)
 	@touch $@
 
@@ -95,7 +95,7 @@ $(VENV)/.installed: $(VENV)/.run-installed requirements.lock
 # A few packages in front of the other environment's.
 $(HOOKED)/.installed: $(VENV)/.installed requirements-hooked.lock
 	@echo "Installing into $(HOOKED) (once) ..."
-	@$(VENV)/bin/python -m venv --clear $(HOOKED)
+	@$(VENV)/bin/python -m venv --clear --without-pip $(HOOKED)
 	@$(call get,$(HOOKED),$(call locked,requirements-hooked.lock))
 	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(VENV)/bin/python -c "$$site" > "$$($(HOOKED)/bin/python -c "$$site")/venv.pth"
