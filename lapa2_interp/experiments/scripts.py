@@ -9,9 +9,10 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from lapa2_interp.errors import Lapa2Error, one_of
+from lapa2_interp.machine import Dtype
 from lapa2_interp.scoring.named import NAMES
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
         "--perplexity", type=count(), default=texts, help="texts of an arm whose perplexity is measured"
     )
     options.add_argument("--device", help="of scorers that run a model")
+    options.add_argument(
+        "--dtype", choices=get_args(Dtype), default="float32", help="precision of the perplexity model"
+    )
 
 
 def _scorer(text: str) -> str:
