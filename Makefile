@@ -1,10 +1,10 @@
-# make demo | reproduce | gallery | test | test-hooked | lint | types | notebook | check | prefixes
+# make demo | reproduce | gallery | test | test-portable | test-hooked | lint | types | notebook | check | prefixes
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery test test-hooked lint types notebook check prefixes clean
+.PHONY: demo reproduce gallery test test-portable test-hooked lint types notebook check prefixes clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run-installed
@@ -15,11 +15,23 @@ SCALE ?= quick
 reproduce: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
+# Files share two processes of one thread each; what needs the machine to itself follows in one.
+define pytest
+	$(1) -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --durations 10 $(2)
+	$(1) -m pytest -m "not slow and alone" --durations 10 $(2)
+endef
+
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(call pytest,$(VENV)/bin/python,)
+
+# As on a processor without units for bfloat16 and AVX-512.
+test-portable: export ONEDNN_MAX_CPU_ISA := AVX2
+test-portable: export ATEN_CPU_CAPABILITY := avx2
+test-portable: export MKL_CBWR := COMPATIBLE
+test-portable: test
 
 test-hooked: $(HOOKED)/.installed
-	$(HOOKED)/bin/python -m pytest -m "not slow" tests
+	$(call pytest,$(HOOKED)/bin/python,tests)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

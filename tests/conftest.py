@@ -1,18 +1,23 @@
-"""Shared fixtures. Every signature of the package is checked at run time, axis names included."""
+"""Shared fixtures. Every signature of the package is checked at run time, axis names included, unless TYPED=0."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What tests measure and convert is not the user's: an emulated processor's rates would mislead `lapa2 grids`.
+os.environ["LAPA2_CACHE"] = str(Path(__file__).resolve().parent.parent / ".cache")
+if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from jaxtyping import install_import_hook
+if os.environ.get("TYPED") != "0":
+    from jaxtyping import install_import_hook
 
-install_import_hook("lapa2_interp", "beartype.beartype")
+    install_import_hook("lapa2_interp", "beartype.beartype")
 
 import functools
 import importlib.metadata
-from pathlib import Path
 
 import pytest
 
@@ -51,6 +56,16 @@ def soft_set(folder, model, task, **settings):
     for seed, attribute in enumerate(task.attributes):
         save_prefix(soft_prefix(model, attribute, task.name, seed=seed, **settings), folder, "float32")
     return str(folder)
+
+
+def real_once(cases, length):
+    """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow but for one per method."""
+    seen, found = set(), []
+    for case in cases:
+        marks = [pytest.mark.slow] if case[0] in seen else []
+        found += [(*case, "tiny-llama", 30), pytest.param(*case, "smollm2-135m", length, marks=marks)]
+        seen.add(case[0])
+    return found
 
 
 @pytest.fixture(params=MODEL_CLASSES)

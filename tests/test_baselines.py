@@ -557,11 +557,11 @@ def test_datg_generates_with_words_of_its_own(form):
     """On the embedded classifier, with what it prepared in the manifest; form P has a prefix per prompt, and takes LaPA2."""
     from lapa2_interp.experiments.runner import run_arms
 
-    model, task = load("smollm2-135m", "bfloat16"), load_task("sentiment")
-    method = methods.for_task("datg", task, form=form, drafts=6, draft_tokens=16)
+    model, task = load("smollm2-135m"), load_task("sentiment")
+    method = methods.for_task("datg", task, form=form, drafts=5, draft_tokens=12)
     arms = {"baseline": None} | ({"lapa2": Augmentation(alpha=1.0)} if form == "P" else {})
     prompts = task.prompts.texts[1:3]
-    run = run_arms(model, method, task, ["positive"], prompts, arms, length=20, samples=2, seed=1, trace="pooled")
+    run = run_arms(model, method, task, ["positive"], prompts, arms, length=14, samples=2, seed=1, trace="pooled")
     prepared = run.manifest.prepared["positive"]
     assert list(prepared) == list(prompts)
     assert all(each["positive"] for each in prepared.values())

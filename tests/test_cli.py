@@ -261,6 +261,7 @@ def test_help_teaches(command, capsys):
             assert expected in printed
 
 
+@pytest.mark.alone
 def test_help_and_import_are_quick_and_load_no_torch():
     code = (
         "import sys, lapa2_interp.cli as cli; cli.main(['--help']); print({'torch', 'transformers'} & set(sys.modules))"

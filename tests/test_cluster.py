@@ -108,6 +108,7 @@ class LosesAMachine(Cluster):
         return super()._lost(seat, given, error)
 
 
+@pytest.mark.alone
 def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(machines, grid, here, tmp_path):
     Held.mark = str(tmp_path / "held")
     engine = LosesAMachine(machines)
@@ -143,6 +144,7 @@ class Deadly(Cell):
         return os._exit, (1,)
 
 
+@pytest.mark.alone
 def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_workers(machines, grid, monkeypatch):
     monkeypatch.setattr(clusters, "ATTEMPTS", 2)
     cell = grid.cells[0]
@@ -164,6 +166,7 @@ def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_wor
         assert engine.slots == before + 1
 
 
+@pytest.mark.alone
 def test_a_cluster_that_is_not_there_is_refused_soon(monkeypatch):
     monkeypatch.setattr(clusters, "ANSWER", 4.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:

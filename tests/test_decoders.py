@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import load, soft_prefix
+from conftest import load, real_once, soft_prefix
 from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
 from lapa2_interp import Augmentation, generate, load_task, methods
@@ -402,14 +402,21 @@ def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
         assert start.log_likelihood[branch].tolist() == pytest.approx([float(each) for each in expected], abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["rose", "rsa-control", "gedi", "dexperts", "arithmetic"])
-@pytest.mark.parametrize(("task", "attribute"), [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")])
-def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute):
+CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "attribute", "model", "length"),
+    real_once(
+        [(name, *cell) for name in ("rose", "rsa-control", "gedi", "dexperts", "arithmetic") for cell in CELLS], 12
+    ),
+)
+def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, model, length):
     task = load_task(task)
-    model, method = load("smollm2-135m", "bfloat16"), methods.for_task(name, task)
+    model, method = load(model), methods.for_task(name, task)
     texts = {}
     for alpha in (0.0, method.alpha):
-        settings = {"augmentation": Augmentation(alpha=alpha), "length": 20, "trace": "pooled"}
+        settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}
         made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
         texts[alpha] = made.samples["text"].tolist()
         assert made.samples["finish"].tolist() == ["length"] * 2

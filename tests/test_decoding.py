@@ -91,7 +91,7 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
     model = load(name)
     network, _, _ = load_transformers(name)
     for augmentation in (None, Augmentation(alpha=0)):
-        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=22)
+        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=22 if name in TINY else 10)
         ids = layout(model.tokenizer, "Very positive:", "The lake").tensor
         for token in found.samples["tokens"][0]:
             with torch.no_grad():
@@ -103,17 +103,17 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
 def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
     model = load(tiny, "float32", model_class)
     settings = {"augmentation": augmentation, "seed": 3, "trace": "none"}
-    together = made(model, samples=20, **settings).samples
+    together = made(model, samples=8, **settings).samples
     first = made(model, samples=1, **settings).samples
-    alone = made(model, ["Once upon a time"], samples=20, max_rows=1, **settings).samples
-    backwards = made(model, ["Once upon a time", "The lake"], samples=20, max_rows=7, **settings).samples
+    alone = made(model, ["Once upon a time"], samples=8, max_rows=1, **settings).samples
+    backwards = made(model, ["Once upon a time", "The lake"], samples=8, max_rows=5, **settings).samples
     key = together.set_index(["prompt", "sample"])["text"]
-    assert len(key) == 40
+    assert len(key) == 16
     for other in (first, alone, backwards):
         assert other.set_index(["prompt", "sample"])["text"].equals(
             key.loc[list(zip(other["prompt"], other["sample"], strict=True))]
         )
-    assert key.nunique() == 40
+    assert key.nunique() == 16
 
 
 def test_a_short_text_begins_the_long_one():

@@ -125,7 +125,7 @@ def test_the_notebook_runs_on_a_small_model(tmp_path):
 
 def test_the_span_question_runs_and_resumes(tmp_path):
     script = ROOT / "analyses" / "span_question.py"
-    options = "--model tiny-llama --samples 1 --prompts 2 --perplexity 1 --length 45 --dtype float32 --out out"
+    options = "--model tiny-llama --samples 1 --prompts 2 --perplexity 1 --length 32 --dtype float32 --out out"
     for again in (False, True):
         done = subprocess.run(
             [sys.executable, script, *shlex.split(options)], cwd=tmp_path, capture_output=True, text=True

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from lapa2_interp import load_task
 from lapa2_interp.corpora import read_corpus
 from lapa2_interp.errors import DataError, PrefixError
-from lapa2_interp.models import load_transformers
+from lapa2_interp.models import load_tokenizer, load_transformers
 from lapa2_interp.prefixes import load_prefix
 from lapa2_interp.prefixes.recipes import RECIPES, Recipe, recipe
 from lapa2_interp.prefixes.scoring import TextRows, text_nll
@@ -348,7 +348,7 @@ def test_the_papers_recipes():
 def test_texts_are_cut_where_sentences_end():
     from lapa2_interp.corpora import pieces
 
-    tokenizer = load("smollm2-135m", "bfloat16").tokenizer
+    tokenizer = load_tokenizer("smollm2-135m")
     text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
     found = [tokenizer.decode(ids) for ids in pieces(text, tokenizer, 12)]
     assert found[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
@@ -357,7 +357,7 @@ def test_texts_are_cut_where_sentences_end():
 
 
 def test_long_texts_give_their_first_pieces_first():
-    tokenizer = load("smollm2-135m", "bfloat16").tokenizer
+    tokenizer = load_tokenizer("smollm2-135m")
     from lapa2_interp.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}

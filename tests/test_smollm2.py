@@ -5,13 +5,16 @@ import pytest
 from conftest import load
 
 from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp.forcing import teacher_forced
+from lapa2_interp.layout import layout
 from lapa2_interp.theory import fit_decay
 from lapa2_interp.trace import pooled
 
 
-@pytest.fixture(scope="module")
-def curves():
-    model, task = load("smollm2-135m", "bfloat16"), load_task("sentiment")
+@pytest.fixture(scope="module", params=[5, pytest.param(15, marks=pytest.mark.slow)])
+def curves(request):
+    """Traces by arm, of some or all of the prompts."""
+    model, task = load("smollm2-135m"), load_task("sentiment")
     arms = {"baseline": None, "half": Augmentation(alpha=0.5), "released": Augmentation(alpha=0.5, profile="released")}
     return {
         arm: generate(
@@ -19,9 +22,9 @@ def curves():
             methods.get("prefix"),
             task,
             "positive",
-            task.prompts.texts,
+            task.prompts.texts[: request.param],
             augmentation=a,
-            length=90,
+            length=82,
             trace="pooled",
         ).trace
         for arm, a in arms.items()
@@ -35,10 +38,10 @@ def at(trace, name, steps):
 def test_prefix_attention_fades_without_the_bias(curves):
     base = curves["baseline"]
     early, late = at(base, "prefix", slice(0, 8)), at(base, "prefix", slice(56, 72))
-    assert (late < early).all(), "for every one of the 15 prompts"
+    assert (late < early).all(), "for every prompt"
     assert late.mean() < 0.5 * early.mean()
     curve = pooled(base, "prefix")[0][:, :72].mean(axis=0).astype(float)
-    assert fit_decay(np.arange(72), curve).r2 > 0.8
+    assert fit_decay(np.arange(72), curve).r2 > (0.8 if len(base["sample"]) == 15 else 0.7), "a mean of five is noisier"
 
 
 def test_lapa2_holds_it_up_at_step_64(curves):
@@ -57,3 +60,15 @@ def test_the_released_span_feeds_the_sink_instead(curves):
     }
     assert gain["released", "bos"] > 3 * gain["released", "prefix"]
     assert gain["half", "prefix"] > 2 * gain["released", "prefix"]
+
+
+def test_bfloat16_reads_a_text_as_float32_does():
+    """Prefix attention at every step: bfloat16 keeps three digits of a number, and two of what 30 layers make of it."""
+    shares = []
+    for dtype in ("float32", "bfloat16"):
+        model = load("smollm2-135m", dtype)
+        branch = layout(model.tokenizer, "Very positive:", "The lake")
+        text = model.tokenizer(" is a quiet place where people come to swim.", add_special_tokens=False).input_ids
+        trace = teacher_forced(model, branch, [text], Augmentation(alpha=0.5), trace="pooled")
+        shares.append(pooled(trace, "prefix")[0][0].astype(float))
+    np.testing.assert_allclose(shares[1], shares[0], rtol=0.05)

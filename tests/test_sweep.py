@@ -241,6 +241,7 @@ def really_sweep(folder, files):
     sweep(folder, grids_of(files), Here("cpu"))
 
 
+@pytest.mark.alone
 def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(traced, traced_files, tmp_path):
     rng, run, parts = random.Random(2), tmp_path / "run", 0
     for _ in range(3):
@@ -308,6 +309,7 @@ def quick_processes(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda name=None: context if name == "spawn" else real(name))
 
 
+@pytest.mark.alone
 def test_workers_end_with_a_coordinator_that_was_killed_and_another_number_of_them_makes_the_same(
     traced, traced_files, tmp_path, quick_processes, alone
 ):
@@ -323,6 +325,7 @@ def test_workers_end_with_a_coordinator_that_was_killed_and_another_number_of_th
     assert_equal_runs(run, traced[0])
 
 
+@pytest.mark.alone
 def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_path, alone):
     """A terminal interrupts the workers, too."""
     process = alone(tmp_path / "run", files, "--workers", "2")
@@ -346,6 +349,7 @@ def run_command(run, files, log):
     raise SystemExit(main(command(run, files, "--workers", "1")[3:]))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_path, number, code):
     run, log = tmp_path / "run", tmp_path / "log"
@@ -405,6 +409,7 @@ def deadly(folder, victim, always, job):
     return engines._worker.do(job)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("always", [False, True])
 def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
     undisturbed, files, tmp_path, monkeypatch, quick_processes, always
@@ -429,6 +434,7 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
     assert_equal_runs(tmp_path / "run", whole)
 
 
+@pytest.mark.alone
 def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, quick_processes):
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     with Processes(1, "cpu") as engine:
@@ -604,6 +610,7 @@ def fill_disk(folder, files, outcomes):
         raise SystemExit(7 if "is full" in str(error) else 8) from error
 
 
+@pytest.mark.alone
 def test_a_real_full_disk_stops_cleanly_and_goes_on(traced, traced_files, tmp_path, small_disk):
     """In another process, because HDF5 has been seen to take one down."""
     process = start(fill_disk, small_disk / "run", traced_files, in_a_file(traced[1], tmp_path))
