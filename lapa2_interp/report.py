@@ -55,25 +55,26 @@ def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str,
         sections: In order.
         facts: Settings, by name.
     """
-    return _template("report.html.j2").render(
+    return template("report.html.j2").render(
         title=title,
         lead=lead,
         sections=[
-            {"title": s.title, "text": s.text, "image": s.figure and _png(s.figure), "table": _cells(s.table)}
+            {"title": s.title, "text": s.text, "image": s.figure and png(s.figure), "table": _cells(s.table)}
             for s in sections
         ],
         facts=facts,
     )
 
 
-def _template(name: str) -> Template:
-    from jinja2 import Environment, PackageLoader
+def template(name: str, folder: Path | None = None) -> Template:
+    """A template of the package, or of a folder; both include the package's `report.css.j2`."""
+    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
-    loader = PackageLoader("lapa2_interp", ".")
+    loader = ChoiceLoader([*([FileSystemLoader(folder)] if folder else []), PackageLoader("lapa2_interp", ".")])
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
-def _png(drawing: Drawing) -> str:
+def png(drawing: Drawing) -> str:
     return base64.b64encode(drawing._repr_png_()).decode("ascii")
 
 
@@ -122,7 +123,7 @@ def run_report(run: SweepRun, tables: Path, figures: Path, title: str = "A LaPA2
     used = sum(len(item["image"] or "") for item in items) + 3 * sum(len(str(item["rows"])) for item in items) + 100_000
     n_prompts, texts = _texts(run, SIZE - used)
     manifests = [read_manifest(run.place(key)) for key in run.finished]
-    return _template("run_report.html.j2").render(
+    return template("run_report.html.j2").render(
         title=title,
         colours=COLOURS,
         verdicts=VERDICTS,
@@ -429,12 +430,12 @@ def _texts(run: SweepRun, room: int) -> tuple[int, dict[str, Any]]:
             if cell.model not in tokenizers:
                 tokenizers[cell.model] = load_tokenizer(cell.model)
             columns.append(
-                {"arm": arm, "cell": cell.key} | _column(run.cell(cell.key), prompts, tokenizers[cell.model])
+                {"arm": arm, "cell": cell.key} | text_column(run.cell(cell.key), prompts, tokenizers[cell.model])
             )
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})
     data: dict[str, Any] = {"unit": UNIT, "groups": shown}
-    data["top"] = {name: _top([text[name] for text in _each_text(data) if text[name]]) for name in ("p", "b")}
+    data["top"] = {name: colour_top([text[name] for text in _each_text(data) if text[name]]) for name in ("p", "b")}
     return max((len(group["prompts"]) for group in shown), default=0), data
 
 
@@ -462,7 +463,7 @@ def _groups(run: SweepRun) -> dict[tuple[str, ...], dict[str, Cell]]:
     return groups
 
 
-def _column(cell: Run, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def text_column(cell: Run, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The branch whose attention colours the texts of a cell, its prefix, and the texts."""
     from lapa2_interp.trace import branch_name, pooled
 
@@ -501,7 +502,7 @@ def _each_text(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     return (text for group in data["groups"] for arm in group["arms"] for text in arm["texts"] if text is not None)
 
 
-def _top(masses: Sequence[Sequence[int]]) -> int:
+def colour_top(masses: Sequence[Sequence[int]]) -> int:
     """The end of the colour scale: what only one token in a hundred exceeds, rounded up to .05."""
     if not masses:
         return 0

@@ -1,0 +1,659 @@
+"""The demo's page: what is measured on its run and its stored texts, and how each panel shows it. Every number is of this run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp import __version__, plots
+from lapa2_interp.experiments.sweep import SweepRun, load_run
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from lapa2_interp.experiments.grids import Cell, Grid
+
+HERE = Path(__file__).resolve().parent
+SCORER_DTYPE = "float32"
+ALL_LAYERS = ("all", "")
+COLOURS = dict(zip(("0", "1/2", "1", "1/2, bottom half", "1/2, top half"), plots.COLOURS, strict=False))
+"""An arm keeps its colour in every panel."""
+L_PRE = 3
+SYNTHETIC = {"longest": 100_000, "texts": 12}
+"""How far synthetic logits go, and texts per family: seconds, where `lapa2 propositions` takes minutes."""
+SHOWN_FIRST = 2
+"""Prompts whose texts are open; the others are folded away."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is read off the short texts, and the verdicts on synthetic logits.
+
+    Attributes:
+        cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`, against the arm without LaPA2.
+    """
+
+    cells: pd.DataFrame
+    differences: pd.DataFrame
+    synthetic: pd.DataFrame
+
+
+def measure(out: Path, grid: Grid, threads: int) -> Measured:
+    """Score the run's texts and judge the claims on synthetic logits; what was measured before is read."""
+    from lapa2_interp.propositions import synthetic_verdicts
+    from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
+    from lapa2_interp.synthetic import draw_log_odds, lengths_up_to
+
+    keys = [cell.key for cell in grid.cells]
+    samples = load_run(out).samples(keys)
+    kept = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
+    scores = pd.read_parquet(kept) if kept.is_file() else _score(samples, grid, out, threads)
+    _keep(kept, scores)
+    tables = [cell_table(part) for _, part in scores.groupby("scorer", sort=False)]
+    judged = out / "scores" / f"{_hash(__version__, *SYNTHETIC.values())}.parquet"
+    if judged.is_file():
+        verdicts = pd.read_parquet(judged)
+    else:
+        lengths = lengths_up_to(SYNTHETIC["longest"], L_PRE)
+        drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC["texts"], seed=1)
+        verdicts = synthetic_verdicts(drawn, lengths, L_PRE, (0.0, 0.5, 1.0))
+        _keep(judged, verdicts)
+    cells = pd.concat([*tables, distinct_cells(samples)], ignore_index=True)
+    return Measured(cells, difference_table(scores), verdicts)
+
+
+def _score(samples: pd.DataFrame, grid: Grid, out: Path, threads: int) -> pd.DataFrame:
+    import torch
+
+    from lapa2_interp.experiments.store import read_manifest
+    from lapa2_interp.scoring import Cache
+    from lapa2_interp.scoring.embedded import EmbeddedScorer
+    from lapa2_interp.scoring.tables import score_table
+    from lapa2_interp.scoring.transformer import Perplexity
+
+    cell = grid.cells[0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weights = read_manifest(out / "cells" / cell.key).model.weights
+        with Cache(out / "scores") as cache:
+            scorers = (EmbeddedScorer("sentiment"), Perplexity(cell.model, SCORER_DTYPE, generator=weights))
+            return pd.concat([score_table(samples, each, cache) for each in scorers], ignore_index=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _keep(file: Path, table: pd.DataFrame) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f".writing-{file.name}")
+    table.drop(columns=["tokens"], errors="ignore").to_parquet(fresh, index=False)
+    fresh.replace(file)
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+
+
+# --- the page
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: how to read it, what it shows (found in this run), and the command that makes it for other texts."""
+
+    title: str
+    how: str
+    command: str
+    found: Sequence[str] = ()
+    image: str | None = None
+    alt: str = ""
+    tables: Sequence[Mapping[str, Any]] = ()
+    part: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def page(out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], seconds: float) -> str:
+    """The page as one string that loads nothing.
+
+    Args:
+        read: One trace per stored text, axes alpha, sample, step, layer, head.
+        seconds: What this call took.
+    """
+    from lapa2_interp.report import template
+
+    run, traces = load_run(out), _joined(read)
+    arms = {cell.key: arm_name(cell) for cell in grid.cells}
+    panels = [
+        decay(grid, traces),
+        heads(grid, traces),
+        texts(run, grid, arms),
+        numbers(grid, measured, arms),
+        verdicts(grid, measured, traces),
+        halves(run, grid, measured, arms),
+        methods(grid),
+    ]
+    cell = grid.cells[0]
+    lead = (
+        f"A prefix such as “{cell.task.attributes[cell.attribute].prefix}” in front of a prompt steers what a language model writes, as far "
+        "as the model attends to it. The longer the text, the less it does. LaPA2 adds alpha · log(l / l_pre) to the attention scores of the "
+        "prefix's l_pre tokens, where l is the number of tokens so far, so that attention on the prefix falls more slowly. This page shows that "
+        f"on {cell.model}, with texts made a moment ago on this machine."
+    )
+    return template("page.html.j2", HERE).render(
+        title="A first look at LaPA2",
+        lead=lead,
+        panels=panels,
+        colours=plots.COLOURS,
+        facts=_facts(out, run, grid, traces, seconds),
+    )
+
+
+def _joined(read: Sequence[xr.Dataset]) -> xr.Dataset:
+    import xarray as xr
+
+    numbered = [each.assign_coords(sample=[i]) for i, each in enumerate(read)]
+    return xr.concat(numbered, dim="sample", join="inner", data_vars="all", coords="different", compat="equals")
+
+
+def arm_name(cell: Cell) -> str:
+    """An arm as the page calls it."""
+    rule = cell.augmentation
+    if rule is None:
+        return "0"
+    return number(rule.alpha) + ("" if rule.layers in ALL_LAYERS else f", {rule.layers} half")
+
+
+def number(alpha: float) -> str:
+    """1/2 for 0.5."""
+    return str(Fraction(alpha).limit_denominator(8)) if alpha == float(Fraction(alpha).limit_denominator(8)) else f"{alpha:g}"
+
+
+def shown(arm: str) -> str:
+    """An arm in words."""
+    return "without LaPA2" if arm == "0" else f"alpha {arm}"
+
+
+def interval(low: float, high: float, digits: int = 2) -> str:
+    return "no interval" if np.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", words: Sequence[int] = ()) -> dict[str, Any]:
+    return {"head": list(head), "rows": [list(row) for row in rows], "note": note, "words": set(words)}
+
+
+def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel, fontsize=10)
+    axes.set_ylabel(ylabel, fontsize=10)
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _image(drawing: plots.Drawing) -> str:
+    from lapa2_interp.report import png
+
+    return png(drawing)
+
+
+# --- 1: attention against length
+
+
+def decay(grid: Grid, traces: xr.Dataset) -> Panel:
+    """Prefix attention against l, with fitted exponents."""
+    from lapa2_interp.propositions import exponent_table, pooled_table
+
+    curve, exponents = pooled_table(traces), exponent_table(traces)
+    n = int(curve["texts"].iloc[0])
+    rows, found = [], []
+    for alpha, line in curve.groupby("alpha"):
+        alpha = float(alpha)
+        fit = {row["quantity"]: row for row in exponents[exponents["alpha"] == alpha].to_dict("records")}
+        share, odds = fit["log A'"], fit["log-odds"]
+        rows.append(
+            [
+                shown(number(alpha)),
+                f"{share['mean']:.2f} {interval(share['low'], share['high'])}",
+                f"{share['predicted']:.2f}",
+                f"{min(0.0, alpha - 1):.2f}",
+                f"{odds['mean']:.2f} {interval(odds['low'], odds['high'])}",
+                f"{alpha:.2f}",
+            ]
+        )
+        first, last = line.iloc[0], line.iloc[-1]
+        found.append(f"{shown(number(alpha))} from {first['mean']:.1%} to {last['mean']:.1%}")
+    l = curve["l"]
+    head = [
+        "", "fitted exponent of l", "closed form, these lengths", "limit, alpha − 1", "slope of the log-odds", "claimed, alpha"
+    ]  # fmt: skip
+    note = (
+        "Fitted: slope of log attention on log l, with its 95 % interval over texts. The limit is reached only at lengths far beyond these; "
+        "the closed form's own slope over the same lengths, with the ratio of prefix and other scores as it is without LaPA2, is what to "
+        "compare with. On log-odds, slope of log(A'/(1−A')) + log(l/l_pre − 1) on log(l/l_pre), the claim holds at every length if that "
+        "ratio stays the same as the text grows."
+    )
+    return Panel(
+        "Attention on the prefix falls with length, and more slowly with LaPA2",
+        f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all that differs. Each line is the share "
+        "of attention that the prefix gets, mean over all layers, heads and texts; both axes are logarithmic, so a power of l is a straight "
+        "line. Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores as they are without LaPA2.",
+        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400 --long-texts 6 --out results/my-curves",
+        [f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes: {'; '.join(found)}."],
+        _image(_decay_figure(traces, curve)),
+        "attention on the prefix against l",
+        [_table(head, rows, note)],
+    )  # fmt: skip
+
+
+def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
+    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+    from lapa2_interp.propositions import curves
+
+    pooled = curves(traces, pooled=True)
+    ratio = (pooled.odds[pooled.base] + pooled.log_rest).mean(1, keepdims=True)
+    figure = plots.Drawing(figsize=(8.6, 4.6), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    for alpha, line in curve.groupby("alpha"):
+        name = number(float(alpha))
+        colour = COLOURS.get(name, plots.COLOURS[3])
+        axes.plot(line["l"], line["mean"], color=colour, lw=1.8, label=shown(name))
+        seen = line["low"] > 0
+        axes.fill_between(line["l"], line["low"].where(seen), line["high"], seen, color=colour, alpha=0.15, lw=0)
+        expected = 1 / (1 + np.exp(-(ratio - pooled.log_rest + float(alpha) * pooled.log_r))).mean(0)
+        axes.plot(line["l"], expected, color=colour, lw=1.3, ls=":")
+    axes.plot([], [], color="#555555", lw=1.3, ls=":", label="closed form")
+    axes.set(xscale="log", yscale="log")
+    low, high = curve["l"].min(), curve["l"].max()
+    ticks = [l for l in (10, 20, 50, 100, 200, 400, 1000, 2000) if low <= l <= high * 1.01]
+    axes.set_xticks(ticks, [str(l) for l in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    least = max(curve["mean"].min() / 1.6, 1e-6)
+    axes.set_ylim(least, min(1.0, float(curve["high"].max()) * 1.2))
+    marks = [m for m in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0) if least <= m <= axes.get_ylim()[1]]
+    if len(marks) > 1:
+        axes.set_yticks(marks)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+    else:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color="#e8e8e8", lw=0.7)
+    _axes(axes, "l, tokens so far", "attention on the prefix")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=10, ncols=4)
+    return figure
+
+
+# --- 2: layers and heads
+
+
+def heads(grid: Grid, traces: xr.Dataset) -> Panel:
+    """Layer x head maps."""
+    mass = traces["prefix"].mean(("sample", "step")).to_numpy().astype(float)
+    alphas = [float(a) for a in traces["alpha"].to_numpy()]
+    base = mass[alphas.index(0.0)]
+    order = np.sort(base.ravel())[::-1]
+    half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
+    top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
+    best = ", ".join(f"layer {layer} head {head} ({base[layer, head]:.0%})" for layer, head in top)
+    found = [f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix; the most have {best}."]
+    for alpha, each in zip(alphas, mass, strict=True):
+        if alpha:
+            more = int((each > base).sum())
+            found.append(
+                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from {base.mean():.1%} to {each.mean():.1%} on average"
+                + (f"; in {base.size - more} it falls, through queries and keys that earlier layers changed." if more < base.size else ".")
+            )
+    model = grid.cells[0].model
+    return Panel(
+        "Few heads hold the prefix; LaPA2 raises most of them",
+        "Each square is one head of one layer. Left: its attention on the prefix without LaPA2. Right: what LaPA2 adds (red) or takes "
+        "(blue). The same texts as above, mean over texts and steps.",
+        f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out results/my-map && '
+        "lapa2 trace results/my-map --out results/my-map-figures",
+        found,
+        _image(_head_figure(alphas, mass)),
+        "layer by head maps of attention on the prefix",
+    )  # fmt: skip
+
+
+def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
+    base = mass[alphas.index(0.0)]
+    others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
+    figure = plots.Drawing(figsize=(8.6, 5.6), layout="constrained", dpi=130)
+    axes = figure.subplots(1, 1 + len(others), sharey=True)
+    reach = max(float(np.abs(each).max()) for _, each in others) or 1.0
+    look = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
+    first = axes[0].imshow(100 * base, cmap="viridis", vmin=0, **look)
+    axes[0].set_title("without LaPA2", fontsize=10)
+    for panel, (alpha, each) in zip(axes[1:], others, strict=True):
+        last = panel.imshow(100 * each, cmap="RdBu_r", vmin=-100 * reach, vmax=100 * reach, **look)
+        panel.set_title(f"alpha {number(alpha)}: change", fontsize=10)
+    bars = [(first, [axes[0]], "attention on the prefix, %", 0.9), (last, list(axes[1:]), "change, percentage points", 0.6)]
+    for drawn, panels, label, size in bars:
+        bar = figure.colorbar(drawn, ax=panels, location="bottom", shrink=size, aspect=26)
+        bar.set_label(label, fontsize=9)
+        bar.ax.tick_params(labelsize=9)
+    for panel in axes:
+        panel.set_xticks(range(0, base.shape[1], 2 if base.shape[1] > 5 else 1))
+        panel.set_xlabel("head", fontsize=10)
+        panel.tick_params(labelsize=9)
+    axes[0].yaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("layer", fontsize=10)
+    return figure
+
+
+# --- 3: texts
+
+
+def texts(run: SweepRun, grid: Grid, arms: Mapping[str, str]) -> Panel:
+    """The same prompt's texts under the arms that act on all layers, side by side."""
+    from lapa2_interp.models import load_tokenizer
+    from lapa2_interp.report import UNIT, colour_top, text_column
+
+    cell = grid.cells[0]
+    tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
+    attributes = list(dict.fromkeys(each.attribute for each in grid.cells))
+    columns = {
+        (each.attribute, arms[each.key]): text_column(run.cell(each.key), prompts, tokenizer)
+        for each in grid.cells
+        if "half" not in arms[each.key]
+    }
+    names = list(dict.fromkeys(arm for _, arm in columns))
+    masses = [text["p"] for column in columns.values() for text in column["texts"] if text and text["p"]]
+    top = colour_top(masses)
+    groups = []
+    for i, prompt in enumerate(prompts):
+        for attribute in attributes:
+            made = [_coloured(columns[attribute, arm]["texts"][i], top, UNIT) | {"arm": shown(arm)} for arm in names]
+            prefix = cell.task.attributes[attribute].prefix
+            groups.append({"prompt": prompt, "attribute": attribute, "prefix": prefix, "columns": made, "open": i < SHOWN_FIRST})
+    means = {
+        arm: np.mean([np.mean(text["p"]) for (_, own), column in columns.items() if own == arm for text in column["texts"] if text])
+        for arm in names
+    }
+    found = ", ".join(f"{100 * mean * UNIT:.1f} % {shown(arm)}" for arm, mean in means.items())
+    model = cell.model
+    return Panel(
+        "The same prompt, side by side",
+        "Each token is coloured by the prefix attention of the step that chose it: the stronger the blue, the more. All texts of a row "
+        "start from the same prompt and the same random numbers. Point at a token for its number.",
+        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt --out results/mine && lapa2 report results/mine",
+        [f"Mean attention on the prefix over these texts: {found}."],
+        part="texts",
+        data={
+            "groups": [group for group in groups if group["open"]],
+            "folded": [group for group in groups if not group["open"]],
+            "ends": ["0 %", f"{100 * top * UNIT:.0f} % or more"],
+        },
+    )  # fmt: skip
+
+
+LEVELS = 16
+
+
+def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str, Any]:
+    if text is None:
+        return {"tokens": [], "mean": ""}
+    masses = text["p"] or [0] * len(text["t"])
+    level = [round((LEVELS - 1) * min(1.0, mass / top) ** 0.5) for mass in masses]
+    tokens = [
+        {"text": token.replace("\n", "⏎\n"), "level": each, "mass": f"{100 * mass * unit:.1f} %"}
+        for token, each, mass in zip(text["t"], level, masses, strict=True)
+    ]
+    return {"tokens": tokens, "mean": f"{100 * np.mean(masses) * unit:.1f} %" if len(masses) else ""}
+
+
+# --- 4: scores
+
+METRICS = {
+    "accuracy": ("accuracy, %", 100, 0), "perplexity": ("perplexity", 1, 1), "distinct-1": ("distinct-1", 1, 2),
+    "distinct-2": ("distinct-2", 1, 2), "distinct-3": ("distinct-3", 1, 2),
+}  # fmt: skip
+"""Names, factors and digits."""
+
+
+def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
+    """Accuracy, perplexity and distinct-n of every arm."""
+    labels = {cell.arm: arms[cell.key] for cell in grid.cells}
+    table = measured.cells[measured.cells["attribute"] == "all"].assign(arm=lambda t: t["arm"].map(labels))
+    gaps = measured.differences
+    if len(gaps):
+        gaps = gaps[gaps["attribute"] == "all"].assign(arm=lambda t: t["arm"].map(labels))
+    names = list(dict.fromkeys(labels.values()))
+    n = int(table["n"].max())
+    rows = []
+    for arm in names:
+        own = table[table["arm"] == arm].set_index("metric")
+        row = [shown(arm)]
+        for metric, (_, factor, digits) in METRICS.items():
+            if metric not in own.index or np.isnan(own.loc[metric, "mean"]):
+                row.append("no number")
+                continue
+            mean, low, high = (factor * own.loc[metric, each] for each in ("mean", "low", "high"))
+            row.append(f"{mean:.{digits}f} {interval(low, high, digits)}")
+        rows.append([*row, str(int(own["n"].max()))])
+    skipped = int(table.loc[table["metric"] == "perplexity", "skipped"].sum())
+    scorers = list(dict.fromkeys(measured.cells["scorer"]))
+    found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
+    for row in points.to_dict("records"):
+        found.append(
+            f"{shown(row['arm'])}: {100 * row['difference']:+.0f} points {interval(100 * row['low'], 100 * row['high'], 0)}"
+        )
+    least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series(dtype=float)
+    size = f"{100 * least.min():.0f}" + (f" to {100 * least.max():.0f}" if round(100 * least.min()) != round(100 * least.max()) else "")
+    warning = (
+        f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of {size} points of accuracy would show."
+        if len(least)
+        else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
+    )
+    note = "Scorers: " + "; ".join(scorers) + ". The perplexity model is the writer itself, which likes its own texts." * (
+        " self" in " ".join(scorers)
+    ) + (f" {skipped} texts of under 10 words have no perplexity." if skipped else "")
+    prompts = len(grid.cells[0].task.prompts.texts)
+    return Panel(
+        "Does it help? So few texts cannot tell",
+        f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts an arm. Accuracy is the share of texts that a "
+        "classifier finds to have the attribute that was asked for; low perplexity means fluent to the scoring model; distinct-n is the share "
+        "of different n-grams.",
+        "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
+        [warning, *([f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}."] if found else [])],
+        _image(_score_figure(table, names)),
+        "accuracy and perplexity of the arms with intervals",
+        [_table(["", *(name for name, _, _ in METRICS.values()), "n"], rows, note)],
+    )  # fmt: skip
+
+
+def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
+    figure = plots.Drawing(figsize=(8.6, 2.7), layout="constrained", dpi=130)
+    for panel, metric in zip(figure.subplots(1, 2, sharey=True), ("accuracy", "perplexity"), strict=True):
+        label, factor, _ = METRICS[metric]
+        own = table[table["metric"] == metric].set_index("arm")
+        for i, arm in enumerate(names):
+            if arm in own.index and not np.isnan(own.loc[arm, "mean"]):
+                mean, low, high = (factor * own.loc[arm, each] for each in ("mean", "low", "high"))
+                panel.plot([low, high], [i, i], color=COLOURS.get(arm, "#777777"), lw=2.4, solid_capstyle="butt")
+                panel.plot(mean, i, "o", color=COLOURS.get(arm, "#777777"), ms=6)
+        panel.set_yticks(range(len(names)), [shown(arm) for arm in names])
+        panel.set_ylim(len(names) - 0.5, -0.5)
+        panel.grid(axis="x", color="#e8e8e8", lw=0.7)
+        _axes(panel, f"{label} (95 % interval)", "")
+        if metric == "accuracy":
+            panel.set_xlim(-2, 102)
+    return figure
+
+
+# --- 5: verdicts
+
+SIGNS = {"supported": "✓", "not supported": "✗", "inconclusive": "○"}
+
+
+def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
+    """The propositions on synthetic logits and on the stored texts."""
+    from lapa2_interp.experiments.verify import shown_verdicts
+    from lapa2_interp.propositions import trace_verdicts
+
+    cell = grid.cells[0]
+    real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
+    drawn = shown_verdicts(measured.synthetic).assign(
+        family=measured.synthetic["where"].str.removeprefix("synthetic: ").to_numpy()
+    )
+    claims = list(dict.fromkeys(drawn["claim"]))
+    marks = drawn.assign(mark=drawn["verdict"].map(SIGNS)).pivot(index="family", columns="claim", values="mark")
+    families = list(dict.fromkeys(drawn["family"]))
+    synthetic = [[family, *(str(marks.loc[family, claim]) for claim in claims)] for family in families]
+    seen = shown_verdicts(real)
+    rows = [
+        [f"{SIGNS[row['verdict']]} {row['verdict']}", row["claim"], row["measured"], row["expected"], f"{row['margin']:g}", row["quantity"]]
+        for row in seen.to_dict("records")
+    ]
+    counts = {name: ", ".join(f"{n} {verdict}" for verdict, n in each["verdict"].value_counts().items()) for name, each in
+              (("synthetic logits", measured.synthetic), ("these texts", real))}  # fmt: skip
+    texts = int(real["texts"].max())
+    return Panel(
+        "The paper's claims, with verdicts",
+        f"Each claim is measured and its 95 % interval compared with a margin around what the paper says. Synthetic logits keep or break the "
+        f"paper's assumptions, one family at a time (up to l = {SYNTHETIC['longest']:,}); the real attention is that of panel 1, {texts} texts. "
+        "✓ supported, ✗ not supported, ○ inconclusive.",
+        f"lapa2 propositions --model {cell.model} --length 256 --out results/my-verdicts",
+        [f"Verdicts on {name}: {count}." for name, count in counts.items()],
+        tables=[
+            _table(["verdict", "claim", "measured", "expected", "margin", "quantity"], rows, f"{cell.model}, {texts} texts, the same under every alpha.", (1, 5)),
+            _table(["synthetic logits", *claims], synthetic, "Exchangeable: no key is different from another. Ratio unbounded: the prefix's scores "
+                   "grow against the others', which Proposition 1 excludes."),
+        ],
+    )  # fmt: skip
+
+
+# --- 6: half of the layers
+
+
+def halves(run: SweepRun, grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
+    """LaPA2 in one half of the layers: attention by layer, and accuracy."""
+    chosen = [cell for cell in grid.cells if arms[cell.key] in ("0", "1/2") or "half" in arms[cell.key]]
+    curves: dict[str, list[np.ndarray]] = {}
+    for cell in chosen:
+        trace = run.trace(cell.key)
+        assert trace is not None
+        part = trace.isel(branch=int(np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))[0]))
+        curves.setdefault(arms[cell.key], []).append(part["prefix"].mean(("step", "head")).to_numpy().astype(float))
+    layers = {arm: np.concatenate(found) for arm, found in curves.items()}
+    middle = next(iter(layers.values())).shape[1] // 2
+    labels = {cell.arm: arms[cell.key] for cell in grid.cells}
+    scored = measured.cells[(measured.cells["attribute"] == "all") & (measured.cells["metric"] == "accuracy")]
+    accuracy = scored.assign(arm=scored["arm"].map(labels)).set_index("arm")
+    rows = []
+    for arm, found in layers.items():
+        mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
+        rows.append(
+            [shown(arm), f"{found[:, :middle].mean():.1%}", f"{found[:, middle:].mean():.1%}", f"{found.mean():.1%}",
+             f"{mean:.0f} {interval(low, high, 0)}", str(len(found))]
+        )  # fmt: skip
+    base = layers["0"]
+    lower, upper = layers["1/2, bottom half"], layers["1/2, top half"]
+    found = [
+        f"With LaPA2 in the bottom half alone, attention on the prefix goes from {base[:, :middle].mean():.1%} to {lower[:, :middle].mean():.1%} "
+        f"there, and from {base[:, middle:].mean():.1%} to {lower[:, middle:].mean():.1%} in the top half, where nothing is added. In the top "
+        f"half alone it goes from {base[:, middle:].mean():.1%} to {upper[:, middle:].mean():.1%} there.",
+        "Whether one half is enough for control, so few texts cannot tell (panel 4).",
+    ]
+    model = grid.cells[0].model
+    return Panel(
+        "LaPA2 in half of the layers",
+        "The same alpha, 1/2, in all layers, only in the bottom half, or only in the top half. The lines are attention on the prefix by layer, mean "
+        "over the short texts, steps and heads; the dashed line parts the halves.",
+        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out results/my-halves && "
+        "lapa2 score results/my-halves --out results/my-halves-scores",
+        found,
+        _image(_halves_figure(layers, middle)),
+        "attention on the prefix by layer",
+        [_table(["", "bottom half", "top half", "all layers", "accuracy, %", "n"], rows)],
+    )  # fmt: skip
+
+
+def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
+    figure = plots.Drawing(figsize=(8.6, 3.7), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    for arm, found in layers.items():
+        label = "alpha 1/2, all layers" if arm == "1/2" else shown(arm)
+        axes.plot(100 * found.mean(0), color=COLOURS.get(arm, "#777777"), lw=1.8, marker="o", ms=3, label=label)
+    axes.axvline(middle - 0.5, color="#888888", lw=1, ls="--")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#e8e8e8", lw=0.7)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _axes(axes, "layer", "attention on the prefix, %")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=10, ncols=4)
+    return figure
+
+
+# --- 7: methods
+
+
+def methods(grid: Grid) -> Panel:
+    """Every decoding method with an example text, as shipped."""
+    from lapa2_interp.methods import registry
+
+    stored = json.loads((HERE / "examples.json").read_text("utf-8"))
+    rows = []
+    for name, method in registry().items():
+        found = stored["methods"].get(name, {})
+        with_it = found.get("with LaPA2")
+        rows.append(
+            [name, method.paper_name, method.equation, found.get("base", "no example"),
+             with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
+        )  # fmt: skip
+    note = (
+        f"Made by {stored['model']} ({stored['dtype']}) with `{stored['command']}` on {stored['machine']}, at commit {stored['commit'][:12]}; "
+        f"they come with the demo. “–”: no prefix for LaPA2 to act on, or not combined with it in the paper."
+    )
+    return Panel(
+        "Every decoding method",
+        f"A method combines the next-token distributions of the model with and without prefixes. Here is one text of each, steered "
+        f"towards “{stored['attribute']}”, from the prompt “{stored['prompt']}”. One text shows what a method's output looks like, not how good it is.",
+        f'lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive --prompt "Your prompt" --out results/my-method',
+        tables=[_table(["method", "paper", "log weight of the next token", "text", "text with LaPA2"], rows, note, (2, 3, 4))],
+    )  # fmt: skip
+
+
+# --- how it was made
+
+
+def machine() -> str:
+    """The processor, in words."""
+    import os
+
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = [line.partition(":")[2].strip() for line in info.read_text("utf-8").splitlines() if line.startswith("model name")]
+        name = lines[0] if lines else name
+    return f"{len(os.sched_getaffinity(0))} cores of {name}"
+
+
+def _facts(out: Path, run: SweepRun, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:
+    from lapa2_interp.experiments.store import read_manifest
+
+    manifest = read_manifest(run.place(grid.cells[0].key))
+    stored = json.loads((HERE / "texts.json").read_text("utf-8"))
+    cell = grid.cells[0]
+    lengths = traces.sizes["step"]
+    return {
+        "Model": f"{manifest.model.name}: {manifest.model.architecture}, {manifest.model.n_layers} layers x {manifest.model.n_heads} heads, "
+        f"{manifest.model.dtype}, {manifest.model.device}",
+        "Weights": manifest.model.weights,
+        "Short texts": f"{len(grid.cells)} cells in {out}: {len(cell.task.prompts.texts)} prompts, {cell.length} tokens with the prompt, seed {cell.seed}; "
+        "`lapa2 runs` and `lapa2 report` read it",
+        "Stored texts": f"{traces.sizes['sample']}, {lengths} tokens of each read; written by {stored['model']} with `{stored['command']}` on "
+        f"{stored['machine']}, at commit {stored['commit'][:12]}",
+        "Profile": "paper (Algorithm 1): exactly the prefix's tokens, l without BOS",
+        "Machine": f"{machine()}, {manifest.threads or 'GPU'} threads a process",
+        "Versions": f"lapa2_interp {__version__}, " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items()),
+        "Commit": manifest.commit or "not a checkout",
+        "Time": f"{seconds:.0f} s, this call",
+    }  # fmt: skip

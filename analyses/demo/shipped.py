@@ -1,0 +1,89 @@
+"""What the demo ships: long texts for it to read, and an example text of every method. Needed again when a method is new.
+
+    lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
+    python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
+    lapa2 sweep analyses/demo/examples.toml --out results/examples
+    python analyses/demo/shipped.py examples results/examples                              # examples.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from panels import machine
+
+from lapa2_interp.experiments.store import Manifest, read_manifest, read_run
+from lapa2_interp.experiments.sweep import load_run
+
+HERE = Path(__file__).resolve().parent
+TOKENS = 392
+"""Of each stored text, behind its prompt."""
+
+
+def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:
+    model = manifest.model
+    return {
+        "model": model.name, "weights": model.weights, "dtype": model.dtype, "machine": machine(), "commit": manifest.commit or "",
+        "versions": manifest.versions, "seed": manifest.seed, "command": command,
+    }  # fmt: skip
+
+
+def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
+    """The first n texts of runs, in turns."""
+    found = []
+    for folder in runs:
+        run = read_run(folder)
+        rows = run.samples.to_dict("records")
+        found.append(
+            [
+                {"prompt": row["prompt"], "attribute": row["attribute"], "tokens": [int(t) for t in row["tokens"]][:TOKENS],
+                 "text": row["text"]}
+                for row in rows
+            ]
+        )  # fmt: skip
+    turns = [text for group in zip(*found, strict=False) for text in group]
+    manifest = read_manifest(runs[0])
+    command = (
+        f"lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length {manifest.length} --dtype {manifest.model.dtype} "
+        f"--seed {manifest.seed}"
+    )
+    return _stamp(manifest, command) | {"texts": turns[:n]}
+
+
+def examples(folder: Path) -> Mapping[str, Any]:
+    """The text of every cell, by method."""
+    run = load_run(folder)
+    made: dict[str, Any] = {}
+    for key, cell in run.finished.items():
+        text = str(run.samples([key])["text"].iloc[0])
+        if cell.augmentation is None:
+            made.setdefault(cell.method, {})["base"] = text
+        else:
+            made.setdefault(cell.method, {})["with LaPA2"] = {"alpha": cell.augmentation.alpha, "text": text}
+    if len(run.finished) < len(run.plan):
+        sys.exit(f"{len(run.plan) - len(run.finished)} cells of {folder} are not finished")
+    first = next(iter(run.plan.values()))
+    stamp = _stamp(read_manifest(run.place(first.key)), "lapa2 sweep analyses/demo/examples.toml")
+    return stamp | {"attribute": first.attribute, "prompt": first.task.prompts.texts[0], "methods": made}
+
+
+def main() -> None:
+    """Write texts.json or examples.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("texts", "examples"))
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--n", type=int, default=6, help="how many texts to store")
+    options = parser.parse_args()
+    data = texts(options.runs, options.n) if options.what == "texts" else examples(options.runs[0])
+    file = HERE / f"{options.what}.json"
+    file.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(file)
+
+
+if __name__ == "__main__":
+    main()
