@@ -21,7 +21,7 @@ from lapa2_interp.decoding import (
     join_traces,
     run_plan,
 )
-from lapa2_interp.experiments.estimates import MUCH, pace, plan_seconds, shown_time
+from lapa2_interp.experiments.estimates import MUCH, Pace, pace, plan_seconds, shown_time
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.methods import Method
@@ -151,10 +151,22 @@ LONG = 20.0
 
 
 def _time(model: Model, plans: Sequence[Plan]) -> str:
-    card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
     tokens = sum(len(each.branches) * each.tokens_read(each.method.reads_anew) for each in plans)
-    if 2 * tokens * sum(each.numel() for each in network.parameters()) < MUCH:
+    if (at := _pace(model, tokens)) is None:
         return ""
-    at = pace(card.name, card.dtype, card.device.partition(":")[0], model)
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
+
+
+def reading_seconds(model: Model, tokens: int) -> float:
+    """About what it takes to read so many tokens of given texts (`teacher_forced`); 0 if that is not long."""
+    at = _pace(model, tokens)
+    return 0.0 if at is None else tokens * at.row
+
+
+def _pace(model: Model, tokens: int) -> Pace | None:
+    """The model's pace, if so many tokens through it may take long."""
+    card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
+    if 2 * tokens * sum(each.numel() for each in network.parameters()) < MUCH:
+        return None
+    return pace(card.name, card.dtype, card.device.partition(":")[0], model)

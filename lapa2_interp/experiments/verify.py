@@ -22,12 +22,14 @@ from lapa2_interp import plots
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import DataError, TraceError
-from lapa2_interp.experiments.runner import estimate, run_arms
+from lapa2_interp.experiments.estimates import shown_time
+from lapa2_interp.experiments.runner import LONG, estimate, reading_seconds, run_arms
 from lapa2_interp.experiments.store import MANIFEST, Run, library_versions, new_folder, source_commit, write_run
 from lapa2_interp.forcing import teacher_forced
 from lapa2_interp.layout import Layout, layout
 from lapa2_interp.methods import get
 from lapa2_interp.models import load_model, model_card
+from lapa2_interp.plan import Plan
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.propositions import (
     by_alpha,
@@ -227,8 +229,16 @@ def _generate(model: Model, study: Study) -> Run:
         length=study.length,
         samples=study.samples,
         seed=study.seed,
-        announce=lambda plans: print(estimate(model, plans, "full"), file=sys.stderr),
+        announce=lambda plans: _announce(model, study, plans),
     )
+
+
+def _announce(model: Model, study: Study, plans: Sequence[Plan]) -> None:
+    print(estimate(model, plans, "full"), file=sys.stderr)
+    baseline = sum(each.new_tokens for each in plans) // (1 + len(study.free))
+    told = reading_seconds(model, len(study.alphas) * baseline)
+    if told > LONG:
+        print(f"then they are read under {len(study.alphas)} alphas: about {shown_time(told)}", file=sys.stderr)
 
 
 def _arms(run: Run) -> dict[float, xr.Dataset]:
