@@ -121,11 +121,11 @@ def sweep(
     """
     from lapa2_interp.experiments.checks import check_device, check_grids
     from lapa2_interp.experiments.engines import make_engine
-    from lapa2_interp.experiments.estimates import correct, estimate, shown_size, shown_time
+    from lapa2_interp.experiments.estimates import estimate, shown_size, shown_time
     from lapa2_interp.experiments.grids import parse_changes
     from lapa2_interp.experiments.sweep import finished_of, load_grids
     from lapa2_interp.experiments.sweep import sweep as fill
-    from lapa2_interp.machine import default_device, tell_if_slow
+    from lapa2_interp.machine import tell_if_slow
 
     if not names:
         raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
@@ -157,9 +157,6 @@ def sweep(
             file=sys.stderr,
         )
         raise
-    if engine == "local":
-        made = [(cells[key], share) for key, share in done.shares.items()]
-        correct(made, done.seconds, runner.slots, device or default_device())
     print(f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were there: {out}")
     if done.failed:
         raise RunError(

@@ -25,7 +25,6 @@ from lapa2_interp.experiments.estimates import (
     START,
     TOKEN,
     Pace,
-    correct,
     cost,
     estimate,
     pace,
@@ -703,22 +702,6 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     )
     five = grid(TINY.replace("24", "40"), name="detox")
     assert scoring_seconds([five]) - ITEM == pytest.approx(2.625 * (scoring_seconds([small]) - ITEM))
-
-
-def test_a_sweep_corrects_the_next_estimate(grid, own_cache):
-    remember("cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24))
-    cells = grid(TINY + "seed = [1, 2]").cells
-    told = sum(seconds(cell, pace("tiny-gpt2", "float32", "cpu")) for cell in cells)
-    before = estimate(cells, 1, "cpu").seconds - START
-    shares = [(cell, 60 / told) for cell in cells]
-    correct(shares, 20.0, 1, "cpu")
-    assert estimate(cells, 1, "cpu").seconds - START == pytest.approx(before), "too short to tell"
-    for ratio, kept in ((1.4, 1.4), (9.0, 2.0), (0.85, 0.85)):
-        correct(shares, START + 60 * ratio, 1, "cpu")
-        assert estimate(cells, 1, "cpu").seconds - START == pytest.approx(kept * before, rel=1e-3)
-    both = [(cells[0], 1.0), (CELL.validate_python(cells[1].model_dump() | {"dtype": "bfloat16"}), 1.0)]
-    correct(both, 1e6, 1, "cpu")
-    assert estimate(cells, 1, "cpu").seconds - START == pytest.approx(0.85 * before, rel=1e-3), "which was it?"
 
 
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):

@@ -2,8 +2,7 @@
 
 Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs the reading of all weights,
 something for every row, and a little for every key a row has (`Pace`). A few steps of the real model are timed once on each kind
-of machine, at 6, 24 and 72 rows, and kept in the user's cache; a sweep that took longer or shorter than they tell corrects them.
-A model that is not on this machine is guessed by its number of parameters, from a matrix product.
+of machine, at 6, 24 and 72 rows, and kept in the user's cache. A model that is not on this machine is guessed by its number of parameters, from a matrix product.
 """
 
 from __future__ import annotations
@@ -59,12 +58,6 @@ TOKEN = 2e-5
 """Seconds that the embedded classifiers take for a token."""
 ITEM = 6.0
 """Seconds that the script of a figure or table takes besides: intervals, drawing."""
-LEAST, MOST = 0.5, 2.0
-"""How far a sweep corrects the timed steps."""
-TEXT_BYTES = 5
-"""Of a token in samples.parquet: its id and its letters, compressed."""
-CELL_BYTES = 40_000
-"""Of a cell's three files before the first text."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +193,7 @@ def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> 
     kinds = dict.fromkeys((cell.model, cell.dtype) for cell in cells)
     operations = sum(2 * cost(cell) * model_size(cell.model).parameters for cell in cells)
     paces = {kind: pace(*kind, device, timed=operations > MUCH) for kind in kinds}
-    learnt = {kind: correction(*kind, device) for kind in kinds}
-    busy = sum(seconds(cell, paces[cell.model, cell.dtype]) * learnt[cell.model, cell.dtype] for cell in cells)
+    busy = sum(seconds(cell, paces[cell.model, cell.dtype]) for cell in cells)
     disk = 0
     for cell in cells:
         size, texts = model_size(cell.model), len(cell.task.prompts.texts) * cell.samples
@@ -307,28 +299,6 @@ def pace(model: str, dtype: str, device: str, loaded: Model | None = None, timed
 def _guessed(model: str, dtype: str, device: str) -> Pace:
     speed = BATCHED * operations_per_second(dtype, device) / (2 * model_size(model).parameters)
     return Pace((0, 100), (STEP / speed, (STEP + 100) / speed), 0.0, f"{model} by its size, a rough guess")
-
-
-def correction(model: str, dtype: str, device: str) -> float:
-    """What a real sweep of a model took, as a multiple of what its timed steps told; 1 where there was none."""
-    return (measured(device, f"{model} {dtype} sweep") or (1.0,))[0]
-
-
-def correct(made: Sequence[tuple[Cell, float]], took: float, workers: int, device: str) -> None:
-    """Let the next estimate learn from a sweep.
-
-    Args:
-        made: Cells, and the share of each that was made; of several models or dtypes nothing is learnt.
-        took: Seconds.
-        device: Of this machine.
-    """
-    kinds = {(cell.model, cell.dtype) for cell, _ in made}
-    if len(kinds) != 1 or took < 6 * START:
-        return
-    ((model, dtype),) = kinds
-    told = sum(share * seconds(cell, pace(model, dtype, device)) for cell, share in made)
-    ratio = (took - START) * workers / told
-    remember(device, f"{model} {dtype} sweep", (min(max(ratio, LEAST), MOST),))
 
 
 def _timed(model: str, dtype: str, device: str, loaded: Model | None, threads: int) -> tuple[float, ...]:

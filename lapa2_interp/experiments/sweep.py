@@ -475,13 +475,12 @@ def add_grids(folder: Path, grids: Sequence[Grid]) -> SweepRun:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did: cells that were there before, made now, and that failed; and what share of every cell was made now."""
+    """What a sweep did: cells that were there before, made now, and that failed."""
 
     before: int
     made: int
     failed: tuple[str, ...]
     seconds: float
-    shares: dict[str, float]
 
 
 def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print) -> Swept:
@@ -535,14 +534,14 @@ class _Sweep:
         self.left: dict[str, set[int]] = {}
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
-        self.made, self.shares = 0, dict[str, float]()
+        self.made = 0
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
     def all(self) -> Swept:
         began = perf_counter()
         if not self.todo:
-            return Swept(self.before, 0, (), 0.0, {})
+            return Swept(self.before, 0, (), 0.0)
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
         with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
             while waiting or ready or under_way:
@@ -557,7 +556,7 @@ class _Sweep:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
                     state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
                     bar.set_postfix_str(state, refresh=False)
-        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began, self.shares)
+        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began)
 
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; the jobs it gives rise to."""
@@ -586,7 +585,6 @@ class _Sweep:
                 assert job.group is not None
                 self._keep(key, job.group, outcome)
                 share = self._share(key, job.group)
-                self.shares[key] = self.shares.get(key, 0.0) + share / self.costs[key]
                 bar.update(share)
                 self.left[key].discard(job.group)
                 if not self.left[key]:
