@@ -71,6 +71,9 @@ def run(each):
 
 # --- likelihoods
 
+ANGLES = 1e-5
+"""What rotary models may differ by in float64: their sines are float32, and those of AVX2 are others in rows of other lengths."""
+
 
 @pytest.mark.parametrize("shifted", [True, False])
 def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
@@ -79,6 +82,7 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
 
     network, _, _ = load_transformers(tiny, "float64")
     network.requires_grad_(False)
+    exact = 1e-9 if tiny == "tiny-gpt2" else ANGLES
     shape = kv_shape_of(network.config, 4)
     texts = [[5, 6, 7, 8, 9], [20, 21], [30, 31, 32]]
     rows = TextRows.of(texts, (0,))
@@ -96,10 +100,10 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
         logits = network(torch.tensor([[0, *text[:-1]]]), past_key_values=cache, position_ids=positions[None]).logits[0]
         expected.append(cross_entropy(logits, torch.tensor(text), reduction="none"))
     for row, each in enumerate(expected):
-        assert (nll[row, : len(each)] - each).abs().max() < 1e-9
+        assert (nll[row, : len(each)] - each).abs().max() < exact
         assert (nll[row, len(each) :] == 0).all()
     (gradient,) = torch.autograd.grad(sum(w * each.sum() for w, each in zip(weights, expected, strict=True)), both)
-    assert (found - gradient).abs().max() < 1e-9 * gradient.abs().max()
+    assert (found - gradient).abs().max() < exact * gradient.abs().max()
     assert gradient.abs().max() > 1e-3
 
 
@@ -109,7 +113,7 @@ def test_a_hard_prefix_is_read_but_not_scored():
     nll = text_nll(network, rows)
     logits = network(torch.tensor([[0, 11, 12, 5, 6, 7]])).logits[0]
     expected = cross_entropy(logits[2:5], torch.tensor([5, 6, 7]), reduction="none")
-    assert (nll[0, 2:5] - expected).abs().max() < 1e-9
+    assert (nll[0, 2:5] - expected).abs().max() < ANGLES
     assert (nll[0, :2] == 0).all()
 
 
@@ -195,7 +199,7 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
     ids = [5, 6, 7, 8]
     shifted = read_start(network, (0,), ids, 4, True)
     cache = network(torch.tensor([[0, *ids]]), position_ids=torch.arange(-1, 4)[None], use_cache=True).past_key_values
-    assert (shifted[0] - torch.stack([layer.keys[0, :, 1:] for layer in cache.layers])).abs().max() < 1e-12
+    assert (shifted[0] - torch.stack([layer.keys[0, :, 1:] for layer in cache.layers])).abs().max() < ANGLES
     # Only distances matter to rotary attention: unshifted slots in front of a text at 0 == shifted ones before a text at 4.
     unshifted = read_start(network, (0,), ids, 4, False)
     rows = TextRows.of([[9, 10, 11]], (0,))
@@ -203,9 +207,9 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
         text_nll(network, rows, both[0][None], both[1][None], moved)
         for both, moved in ((shifted, True), (unshifted, False))
     ]
-    assert (nll[0] - nll[1]).abs().max() < 1e-6  # rotation angles are float32 at any dtype
+    assert (nll[0] - nll[1]).abs().max() < ANGLES
     short = read_start(network, (0,), ids[:3], 7, True)
-    assert (short[:, :, :, :3] - shifted[:, :, :, :3]).abs().max() < 1e-12, "a short text is repeated"
+    assert (short[:, :, :, :3] - shifted[:, :, :, :3]).abs().max() < ANGLES, "a short text is repeated"
 
 
 # --- training
