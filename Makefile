@@ -17,7 +17,7 @@ reproduce: $(VENV)/.run-installed
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
 define pytest
-	$(1) -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --durations 10 $(2)
+	$(1) -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(2)
 	$(1) -m pytest -m "not slow and alone" --durations 10 $(2)
 endef
 

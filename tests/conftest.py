@@ -1,4 +1,4 @@
-"""Shared fixtures. Every signature of the package is checked at run time, axis names included, unless TYPED=0."""
+"""Shared fixtures. Every signature of the package is checked at run time, axis names included."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ os.environ["LAPA2_CACHE"] = str(Path(__file__).resolve().parent.parent / ".cache
 if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if os.environ.get("TYPED") != "0":
-    from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook
 
-    install_import_hook("lapa2_interp", "beartype.beartype")
+install_import_hook("lapa2_interp", "beartype.beartype")
 
 import functools
 import importlib.metadata
