@@ -2,7 +2,8 @@
 
 Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs the reading of all weights,
 something for every row, and a little for every key a row has (`Pace`). A few steps of the real model are timed once on each kind
-of machine, at 6, 24 and 72 rows, and kept in the user's cache. A model that is not on this machine is guessed by its number of parameters, from a matrix product.
+of machine, at 6, 24 and 72 rows, and kept in the user's cache. A model that is not on this machine is guessed by its number of
+parameters, from a matrix product.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ TOKEN = 2e-5
 """Seconds that the embedded classifiers take for a token."""
 ITEM = 6.0
 """Seconds that the script of a figure or table takes besides: intervals, drawing."""
+
+
+TEXT_BYTES = 5
+"""Of a token in samples.parquet: its id and its letters, compressed."""
+CELL_BYTES = 40_000
+"""Of a cell's three files before the first text."""
 
 
 @dataclass(frozen=True)
