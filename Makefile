@@ -7,10 +7,12 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo reproduce gallery test test-portable test-hooked lint types notebook check prefixes clean
 .DELETE_ON_ERROR:
 
+# A first look, in a minute or two: results/demo/report.html.
 demo: $(VENV)/.run-installed
-	$(VENV)/bin/python analyses/reproduce.py --scale demo --out results/demo
+	@$(VENV)/bin/python analyses/demo.py --out results/demo
 
-# Every figure and table: SCALE=quick takes hours of two cores (`lapa2 grids` estimates them), SCALE=paper GPUs. Stop and repeat as you like.
+# Every figure and table. SCALE=tiny: minutes, far too small to tell; quick: hours of two cores (`lapa2 grids` estimates them); paper:
+# GPUs. Stop and repeat as you like.
 SCALE ?= quick
 reproduce: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)

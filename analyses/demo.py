@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ def _demo(out: Path, model: str, length: int, workers: int | None) -> None:
               4 accuracy, perplexity and diversity, with intervals
 """
     )
-    with _pool(workers, max(1, min(MOST_THREADS, cores // workers))) as pool:
+    with _pool(workers, max(1, min(MOST_THREADS, cores // workers)), now=not page.is_file()) as pool:
         _stage(1, f"the model, {model}")
         from lapa2_interp.experiments.grids import load_grid
         from lapa2_interp.models import SMOLLM2, smollm2_folder
@@ -165,6 +166,9 @@ def _begin_apart(threads: int) -> None:
         parent.join()
         os._exit(1)
 
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
     threading.Thread(target=end_with_parent, daemon=True).start()
     _begin(threads)
 
@@ -186,44 +190,65 @@ class _Here(Executor):
         return done
 
 
-@contextmanager
-def _pool(workers: int, threads: int) -> Iterator[_Engine]:
-    """The engine, its processes started; they do not hear Ctrl-C, and end with this block."""
+def _start(workers: int, threads: int) -> list[Executor]:
+    """Processes that do not hear Ctrl-C and end when this one does; this very process where one is enough."""
     import multiprocessing
     import signal
     from multiprocessing import resource_tracker
 
     if workers == 1:
         _begin(threads)
-        yield _Engine([_Here()])
-        return
-    pools: list[ProcessPoolExecutor] = []
+        return [_Here()]
     resource_tracker.ensure_running()  # it would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         context = multiprocessing.get_context("spawn")
-        for _ in range(workers):
-            pools.append(ProcessPoolExecutor(1, mp_context=context, initializer=_begin_apart, initargs=(threads,)))
-            pools[-1].submit(os.getpid)
+        found = [
+            ProcessPoolExecutor(1, mp_context=context, initializer=_begin_apart, initargs=(threads,))
+            for _ in range(workers)
+        ]
+        for pool in found:
+            pool.submit(os.getpid)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return list(found)
+
+
+@contextmanager
+def _pool(workers: int, threads: int, *, now: bool) -> Iterator[_Engine]:
+    """The engine; its processes end with the block.
+
+    Args:
+        now: Start them at once: their imports take long. Otherwise when there is something for them to do.
+    """
+    engine = _Engine(workers, threads)
     try:
-        yield _Engine(pools)
+        if now:
+            engine.pools  # noqa: B018
+        yield engine
     finally:
-        for pool in pools:
-            for process in list((pool._processes or {}).values()):
-                with suppress(OSError):
-                    process.kill()
-            pool.shutdown(wait=True, cancel_futures=True)
+        engine.close()
 
 
 class _Engine:
     """Does the jobs of a sweep in processes that outlive it."""
 
-    def __init__(self, pools: Sequence[Executor]) -> None:
-        self.slots, self.pools = len(pools), list(pools)
+    def __init__(self, workers: int, threads: int) -> None:
+        self.slots, self._threads = workers, threads
         self._running: dict[Future, tuple[int, Job]] = {}
         self._latest: dict[int, str] = {}
+
+    @cached_property
+    def pools(self) -> list[Executor]:
+        return _start(self.slots, self._threads)
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for pool in self.__dict__.get("pools", []):
+            for process in list((getattr(pool, "_processes", None) or {}).values()):
+                with suppress(OSError):
+                    process.kill()
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> _Engine:
         return self

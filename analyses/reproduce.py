@@ -1,6 +1,6 @@
 """Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts, write the report.
 
-    python analyses/reproduce.py --scale demo     # seven minutes of two cores: everything, far too small to tell
+    python analyses/reproduce.py --scale tiny     # seven minutes of two cores: everything, far too small to tell
     python analyses/reproduce.py --scale quick    # the embedded model, hours of two cores (`lapa2 grids`)
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 
@@ -36,7 +36,7 @@ ITEMS = (
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
 EXTRA = ("heads", "related")
 """Ours, whose grids not every scale has."""
-SCALES = {"demo": ("quick", ["samples=1", "prompts=4", "length=48"]), "quick": ("quick", []), "paper": ("paper", [])}
+SCALES = {"tiny": ("quick", ["samples=1", "prompts=4", "length=48"]), "quick": ("quick", []), "paper": ("paper", [])}
 """The grids of a scale, and what is changed in them."""
 
 

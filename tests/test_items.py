@@ -107,7 +107,7 @@ def test_every_script_makes_its_golden_table(item, run, capsys, monkeypatch):
 
 def test_the_scripts_are_all_of_reproduce():
     reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
-    there = {file.stem for file in (ROOT / "analyses").glob("*.py")} - {"reproduce", "first_look", "span_question"}
+    there = {file.stem for file in (ROOT / "analyses").glob("*.py")} - {"reproduce", "demo", "first_look", "span_question"}
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     assert {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"} == set(FIGURES)
@@ -460,7 +460,7 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
 
     monkeypatch.setenv("LAPA2_RUN", str(run))
     for file in (ROOT / "analyses").glob("*.py"):
-        if file.stem != "reproduce":
+        if file.stem not in ("reproduce", "demo"):
             assert [cell.cell_type for cell in jupytext.read(file).cells][:2] == ["markdown", "code"], file
     book = jupytext.read(ROOT / "analyses" / "decay.py")
     nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()

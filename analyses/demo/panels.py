@@ -30,6 +30,8 @@ COLOURS = dict(zip(("0", "1/2", "1", "1/2, bottom half", "1/2, top half"), plots
 L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
 """How far synthetic logits go, and texts per family: seconds, where `lapa2 propositions` takes minutes."""
+WIDTH = 7.2
+"""Inches of a drawing: its letters are still read on a telephone."""
 SHOWN_FIRST = 2
 """Prompts whose texts are open; the others are folded away."""
 
@@ -191,9 +193,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", w
 
 
 def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
-    axes.set_xlabel(xlabel, fontsize=10)
-    axes.set_ylabel(ylabel, fontsize=10)
-    axes.tick_params(labelsize=9)
+    axes.set_xlabel(xlabel, fontsize=11)
+    axes.set_ylabel(ylabel, fontsize=11)
+    axes.tick_params(labelsize=10)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -240,7 +242,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         "ratio stays the same as the text grows."
     )
     return Panel(
-        "Attention on the prefix falls with length, and more slowly with LaPA2",
+        "Attention on the prefix against length, without LaPA2 and with it",
         f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all that differs. Each line is the share "
         "of attention that the prefix gets, mean over all layers, heads and texts; both axes are logarithmic, so a power of l is a straight "
         "line. Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores as they are without LaPA2.",
@@ -253,13 +255,13 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
 
 
 def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
-    from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
 
     from lapa2_interp.propositions import curves
 
     pooled = curves(traces, pooled=True)
     ratio = (pooled.odds[pooled.base] + pooled.log_rest).mean(1, keepdims=True)
-    figure = plots.Drawing(figsize=(8.6, 4.6), layout="constrained", dpi=130)
+    figure = plots.Drawing(figsize=(WIDTH, 4.3), layout="constrained", dpi=150)
     axes = figure.subplots()
     for alpha, line in curve.groupby("alpha"):
         name = number(float(alpha))
@@ -274,19 +276,19 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     low, high = curve["l"].min(), curve["l"].max()
     ticks = [l for l in (10, 20, 50, 100, 200, 400, 1000, 2000) if low <= l <= high * 1.01]
     axes.set_xticks(ticks, [str(l) for l in ticks])
-    axes.xaxis.set_minor_formatter(NullFormatter())
     least = max(curve["mean"].min() / 1.6, 1e-6)
     axes.set_ylim(least, min(1.0, float(curve["high"].max()) * 1.2))
-    marks = [m for m in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0) if least <= m <= axes.get_ylim()[1]]
+    marks = [m for m in (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0) if least <= m <= axes.get_ylim()[1]]
     if len(marks) > 1:
         axes.set_yticks(marks)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     else:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
+    axes.set_xlim(low / 1.04, high * 1.04)
     axes.grid(color="#e8e8e8", lw=0.7)
-    _axes(axes, "l, tokens so far", "attention on the prefix")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=10, ncols=4)
+    _axes(axes, "l, tokens so far (BOS included)", "attention on the prefix")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=11, ncols=4, handlelength=1.5, columnspacing=1.2)
     return figure
 
 
@@ -312,9 +314,9 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
             )
     model = grid.cells[0].model
     return Panel(
-        "Few heads hold the prefix; LaPA2 raises most of them",
+        "The layers and heads that attend to the prefix",
         "Each square is one head of one layer. Left: its attention on the prefix without LaPA2. Right: what LaPA2 adds (red) or takes "
-        "(blue). The same texts as above, mean over texts and steps.",
+        "(blue). The same texts as above, mean over texts and steps. Each map has its own scale.",
         f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out results/my-map && '
         "lapa2 trace results/my-map --out results/my-map-figures",
         found,
@@ -326,24 +328,23 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
 def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     base = mass[alphas.index(0.0)]
     others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
-    figure = plots.Drawing(figsize=(8.6, 5.6), layout="constrained", dpi=130)
+    figure = plots.Drawing(figsize=(WIDTH, 5.6), layout="constrained", dpi=150)
     axes = figure.subplots(1, 1 + len(others), sharey=True)
-    reach = max(float(np.abs(each).max()) for _, each in others) or 1.0
-    look = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
-    first = axes[0].imshow(100 * base, cmap="viridis", vmin=0, **look)
-    axes[0].set_title("without LaPA2", fontsize=10)
-    for panel, (alpha, each) in zip(axes[1:], others, strict=True):
-        last = panel.imshow(100 * each, cmap="RdBu_r", vmin=-100 * reach, vmax=100 * reach, **look)
-        panel.set_title(f"alpha {number(alpha)}: change", fontsize=10)
-    bars = [(first, [axes[0]], "attention on the prefix, %", 0.9), (last, list(axes[1:]), "change, percentage points", 0.6)]
-    for drawn, panels, label, size in bars:
-        bar = figure.colorbar(drawn, ax=panels, location="bottom", shrink=size, aspect=26)
-        bar.set_label(label, fontsize=9)
-        bar.ax.tick_params(labelsize=9)
+    look: dict[str, Any] = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
+    maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "viridis", "vmin": 0})]
+    for alpha, each in others:
+        reach = 100 * float(np.abs(each).max()) or 1.0
+        scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}
+        maps.append((f"alpha {number(alpha)}", "change, points", 100 * each, scale))
+    for panel, (title, label, found, scale) in zip(axes, maps, strict=True):
+        panel.set_title(title, fontsize=11)
+        bar = figure.colorbar(panel.imshow(found, **look, **scale), ax=panel, location="bottom", shrink=0.92, aspect=18)
+        bar.set_label(label, fontsize=10)
+        bar.ax.tick_params(labelsize=10)
     for panel in axes:
         panel.set_xticks(range(0, base.shape[1], 2 if base.shape[1] > 5 else 1))
         panel.set_xlabel("head", fontsize=10)
-        panel.tick_params(labelsize=9)
+        panel.tick_params(labelsize=10)
     axes[0].yaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("layer", fontsize=10)
     return figure
@@ -378,7 +379,7 @@ def texts(run: SweepRun, grid: Grid, arms: Mapping[str, str]) -> Panel:
         arm: np.mean([np.mean(text["p"]) for (_, own), column in columns.items() if own == arm for text in column["texts"] if text])
         for arm in names
     }
-    found = ", ".join(f"{100 * mean * UNIT:.1f} % {shown(arm)}" for arm, mean in means.items())
+    found = ", ".join(f"{100 * mean * UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}" for arm, mean in means.items())
     model = cell.model
     return Panel(
         "The same prompt, side by side",
@@ -471,7 +472,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
 
 
 def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
-    figure = plots.Drawing(figsize=(8.6, 2.7), layout="constrained", dpi=130)
+    figure = plots.Drawing(figsize=(WIDTH, 2.9), layout="constrained", dpi=150)
     for panel, metric in zip(figure.subplots(1, 2, sharey=True), ("accuracy", "perplexity"), strict=True):
         label, factor, _ = METRICS[metric]
         own = table[table["metric"] == metric].set_index("arm")
@@ -480,10 +481,10 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
                 mean, low, high = (factor * own.loc[arm, each] for each in ("mean", "low", "high"))
                 panel.plot([low, high], [i, i], color=COLOURS.get(arm, "#777777"), lw=2.4, solid_capstyle="butt")
                 panel.plot(mean, i, "o", color=COLOURS.get(arm, "#777777"), ms=6)
-        panel.set_yticks(range(len(names)), [shown(arm) for arm in names])
+        panel.set_yticks(range(len(names)), [shown(arm).replace(", ", ",\n") for arm in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.grid(axis="x", color="#e8e8e8", lw=0.7)
-        _axes(panel, f"{label} (95 % interval)", "")
+        _axes(panel, label, "")
         if metric == "accuracy":
             panel.set_xlim(-2, 102)
     return figure
@@ -513,8 +514,16 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         [f"{SIGNS[row['verdict']]} {row['verdict']}", row["claim"], row["measured"], row["expected"], f"{row['margin']:g}", row["quantity"]]
         for row in seen.to_dict("records")
     ]
-    counts = {name: ", ".join(f"{n} {verdict}" for verdict, n in each["verdict"].value_counts().items()) for name, each in
-              (("synthetic logits", measured.synthetic), ("these texts", real))}  # fmt: skip
+    broken = measured.synthetic["where"].str.contains("not exchangeable|unbounded")
+    groups = {
+        "synthetic logits that keep the assumptions": measured.synthetic[~broken],
+        "synthetic logits that break them": measured.synthetic[broken],
+        "these texts": real,
+    }
+    counts = {
+        name: ", ".join(f"{n} {verdict}" for verdict in SIGNS if (n := int((each["verdict"] == verdict).sum())))
+        for name, each in groups.items()
+    }
     texts = int(real["texts"].max())
     return Panel(
         "The paper's claims, with verdicts",
@@ -578,7 +587,7 @@ def halves(run: SweepRun, grid: Grid, measured: Measured, arms: Mapping[str, str
 
 
 def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
-    figure = plots.Drawing(figsize=(8.6, 3.7), layout="constrained", dpi=130)
+    figure = plots.Drawing(figsize=(WIDTH, 3.7), layout="constrained", dpi=150)
     axes = figure.subplots()
     for arm, found in layers.items():
         label = "alpha 1/2, all layers" if arm == "1/2" else shown(arm)
@@ -588,7 +597,7 @@ def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawi
     axes.grid(color="#e8e8e8", lw=0.7)
     axes.xaxis.get_major_locator().set_params(integer=True)
     _axes(axes, "layer", "attention on the prefix, %")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=10, ncols=4)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=11, ncols=2, handlelength=1.5)
     return figure
 
 

@@ -59,8 +59,6 @@ TOKEN = 2e-5
 """Seconds that the embedded classifiers take for a token."""
 ITEM = 6.0
 """Seconds that the script of a figure or table takes besides: intervals, drawing."""
-
-
 TEXT_BYTES = 5
 """Of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000

@@ -1,0 +1,227 @@
+"""The demo on a tiny model: its panels, its numbers, going on after a kill, what it says, and that it loads nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "analyses" / "demo.py"
+WAIT = 300
+
+
+def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The script, as a shell would call it."""
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=WAIT, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )  # fmt: skip
+
+
+def tiny(out: Path) -> tuple[str, ...]:
+    return ("--model", "tiny-llama", "--workers", "1", "--length", "40", "--out", str(out))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("demo") / "run"
+    done = call(*tiny(out))
+    assert done.returncode == 0, done.stderr
+    return out, done.stderr
+
+
+class Page(HTMLParser):
+    """Headings, table rows, links and sources of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.headings: list[str] = []
+        self.rows: list[list[str]] = []
+        self.commands: list[str] = []
+        self.places: list[str] = []
+        self._into: list[str] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.places += [value for name, value in attributes if name in ("src", "href") and value]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+        if tag == "h2":
+            self.headings.append("")
+        if tag == "code":
+            self.commands.append("")
+        self._into = {"h2": self.headings, "td": self.rows[-1] if self.rows else None,
+                      "th": self.rows[-1] if self.rows else None, "code": self.commands}.get(tag, self._into)  # fmt: skip
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("h2", "td", "th", "code"):
+            self._into = None
+
+    def handle_data(self, data: str) -> None:
+        if self._into:
+            self._into[-1] += data
+
+
+def test_it_says_first_what_it_takes_and_shows_and_ends_with_what_to_try(made):
+    out, printed = made
+    first, last = printed.index("It takes"), printed.index("Try next:")
+    assert first < printed.index("[1/4]") < printed.index("[4/4]") < printed.index("report.html", first + 200) < last
+    assert len(re.findall(r"^  (lapa2|make) ", printed[last:], re.M)) == 3
+    assert str(out / "report.html") in printed
+
+
+def test_panels_are_in_order_and_each_has_a_command(made):
+    out, _ = made
+    page = Page((out / "report.html").read_text("utf-8"))
+    expected = ["against length", "layers and heads", "side by side", "cannot tell", "verdicts", "half of the layers", "method"]
+    assert len(page.headings) == len(expected) + 1
+    for number, (heading, words) in enumerate(zip(page.headings, expected, strict=False), 1):
+        assert heading.startswith(f"{number} ")
+        assert words in heading
+    assert len(page.commands) == len(expected)
+    assert all(command.startswith("lapa2 ") for command in page.commands)
+
+
+def test_the_page_loads_nothing_and_escapes_what_models_write(made):
+    text = (made[0] / "report.html").read_text("utf-8")
+    assert all(place.startswith(("#", "data:image/png;base64,")) for place in Page(text).places)
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert "default-src 'none'" in text
+    stored = json.loads((SCRIPT.parent / "demo" / "examples.json").read_text("utf-8"))
+    assert any("<" in str(each) for each in stored["methods"].values()) <= ("&lt;" in text)
+    assert "<|" not in text
+
+
+def test_numbers_are_those_of_the_run_folder(made):
+    """Attention and accuracy, from the stored files alone."""
+    from lapa2_interp.experiments.sweep import load_run
+    from lapa2_interp.scoring import Item
+    from lapa2_interp.scoring.embedded import EmbeddedScorer
+
+    out, _ = made
+    rows = Page((out / "report.html").read_text("utf-8")).rows
+    run, scorer = load_run(out), EmbeddedScorer("sentiment")
+    names = {(0.0, ""): "without LaPA2", (0.5, "all"): "alpha 1/2", (0.5, "bottom"): "alpha 1/2, bottom half",
+             (0.5, "top"): "alpha 1/2, top half", (1.0, "all"): "alpha 1"}  # fmt: skip
+    for (alpha, layers), cells in run.cells.groupby(["alpha", "layers"]):
+        name = names[alpha, layers]
+        right, masses = [], []
+        for key, attribute in cells[["key", "attribute"]].to_numpy():
+            cell = run.cell(key)
+            scores = [scorer.score([Item(text)])[0] for text in cell.samples["text"]]
+            right += [scorer.columns[int(np.argmax(score))] == attribute for score in scores]
+            masses.append(cell.trace["prefix"].to_numpy()[0])
+        mine = [row for row in rows if row and row[0] == name]
+        scored = next(row for row in mine if len(row) == 7 and row[-1] == "12")
+        assert scored[1].split(" ")[0] == f"{100 * np.mean(right):.0f}"
+        if alpha != 1.0:
+            by_layer = np.concatenate(masses).mean((1, 3))
+            halves = next(row for row in mine if len(row) == 6 and row[-1] == "12")
+            assert halves[1:4] == [f"{part.mean():.1%}" for part in (by_layer[:, :2], by_layer[:, 2:], by_layer)]
+
+
+def test_curves_are_those_of_the_stored_traces(made):
+    import xarray as xr
+
+    out, _ = made
+    files = sorted((out / "reading").glob("*.nc"))
+    stored = json.loads((SCRIPT.parent / "demo" / "texts.json").read_text("utf-8"))["texts"]
+    assert len(files) == len(stored)
+    first = []
+    for file in files:
+        with xr.open_dataset(file, engine="h5netcdf") as trace:
+            assert list(trace["alpha"].to_numpy()) == [0.0, 0.5, 1.0]
+            first.append(trace["prefix"].to_numpy()[:, 0, 0].mean((1, 2)))
+    text = (out / "report.html").read_text("utf-8")
+    for name, value in zip(("without LaPA2", "alpha 1/2", "alpha 1"), np.mean(first, axis=0), strict=True):
+        assert f"{name} from {value:.1%}" in text
+
+
+def test_repeated_it_makes_only_the_page(made):
+    out, _ = made
+    kept = {file: file.stat().st_mtime_ns for file in out.rglob("*") if file.is_file() and file.parent != out}
+    assert call(*tiny(out)).returncode == 0
+    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+
+
+def test_interrupted_it_says_that_it_goes_on_and_does(made, tmp_path):
+    out = tmp_path / "run"
+    started = subprocess.Popen(
+        [sys.executable, SCRIPT, *tiny(out)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    until = time.monotonic() + WAIT
+    while time.monotonic() < until and started.poll() is None and not list(out.glob("cells/*/manifest.json")):
+        time.sleep(0.02)
+    started.send_signal(signal.SIGINT)
+    _, printed = started.communicate(timeout=WAIT)
+    assert started.returncode == 130
+    assert printed.rstrip().splitlines()[-1] == (
+        "demo.py: stopped; what is finished is kept, and the same command goes on"
+    )
+    assert "Traceback" not in printed
+    early = {file: file.stat().st_mtime_ns for file in out.glob("cells/*/samples.parquet")}
+    done = call(*tiny(out))
+    assert done.returncode == 0, done.stderr
+    assert all(file.stat().st_mtime_ns == when for file, when in early.items())
+    for file in (made[0] / "cells").glob("*/samples.parquet"):
+        assert (out / "cells" / file.parent.name / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--ot", "x"), "unrecognized arguments"),
+        (("--length", "3"), "--length must be at least 8"),
+        (("--model", "tiny-lama"), "did you mean 'tiny-llama'"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, arguments, said):
+    out = () if "--ot" in arguments else ("--out", str(tmp_path / "run"))
+    done = call("--workers", "1", *arguments, *out)
+    assert done.returncode == 2
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert said in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    done = call("--model", "tiny-llama", "--workers", "1", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "is not the folder of a sweep" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_every_method_has_a_shipped_example_with_its_origin():
+    from lapa2_interp.methods import registry
+
+    stored = json.loads((SCRIPT.parent / "demo" / "examples.json").read_text("utf-8"))
+    assert set(stored["methods"]) == set(registry())
+    assert all(each["base"].startswith(stored["prompt"]) for each in stored["methods"].values())
+    texts = json.loads((SCRIPT.parent / "demo" / "texts.json").read_text("utf-8"))
+    for each in (stored, texts):
+        assert re.fullmatch(r"[0-9a-f]{40}", each["commit"])
+        assert {"model", "weights", "machine", "command", "dtype"} <= set(each)
+
+
+def test_it_needs_no_network():
+    """Even where a proxy would be asked: nothing is listening there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
+    done = call("--model", "no/such-model", "--workers", "1", "--out", "/nowhere", https_proxy=nowhere, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
