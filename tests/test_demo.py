@@ -128,7 +128,7 @@ def test_numbers_are_those_of_the_run_folder(made):
         scored = next(row for row in mine if len(row) == 7 and row[-1] == "12")
         assert scored[1].split(" ")[0] == f"{100 * np.mean(right):.0f}"
         if alpha != 1.0:
-            by_layer = np.concatenate(masses).mean((1, 3))
+            by_layer = np.nanmean(np.concatenate(masses), axis=(1, 3))  # shorter prompts have more steps
             halves = next(row for row in mine if len(row) == 6 and row[-1] == "12")
             assert halves[1:4] == [f"{part.mean():.1%}" for part in (by_layer[:, :2], by_layer[:, 2:], by_layer)]
 
