@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("results/demo"), help="the run folder (default: results/demo)")
     parser.add_argument("--model", default="smollm2-135m", help="a name of `lapa2 models`, a hub id or a folder")
-    parser.add_argument("--length", type=int, default=400, help="read the stored texts so far, in tokens (default: 400)")
+    parser.add_argument(
+        "--length", type=int, default=400, help="read the stored texts so far, in tokens (default: 400)"
+    )
     parser.add_argument("--workers", type=int, help="processes (default: 2, or 1 on one core or with a GPU)")
     options = parser.parse_args(arguments)
     for name, least in (("length", 8), ("workers", 1)):
@@ -283,7 +285,8 @@ def _write_texts(out: Path, grid: Grid, pool: _Engine) -> None:
     done = sweep(out, [grid], pool, _say)
     if done.failed:
         raise RunError(
-            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says why, and the same command tries them again"
+            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says why, and the same "
+            "command tries them again"
         )
 
 

@@ -439,7 +439,7 @@ def smollm2_folder() -> Path:
         raise ModelError(
             f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder that can"
         ) from error
-    print(f"converting {SMOLLM2} once into {folder} (about 20 s)", file=sys.stderr)
+    print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
     try:
         _convert(gguf, fresh)
         _write_seal(fresh)

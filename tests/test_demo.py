@@ -86,7 +86,15 @@ def test_it_says_first_what_it_takes_and_shows_and_ends_with_what_to_try(made):
 def test_panels_are_in_order_and_each_has_a_command(made):
     out, _ = made
     page = Page((out / "report.html").read_text("utf-8"))
-    expected = ["against length", "layers and heads", "side by side", "cannot tell", "verdicts", "half of the layers", "method"]
+    expected = [
+        "against length",
+        "layers and heads",
+        "side by side",
+        "cannot tell",
+        "verdicts",
+        "half of the layers",
+        "method",
+    ]
     assert len(page.headings) == len(expected) + 1
     for number, (heading, words) in enumerate(zip(page.headings, expected, strict=False), 1):
         assert heading.startswith(f"{number} ")
@@ -223,5 +231,7 @@ def test_it_needs_no_network():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
-    done = call("--model", "no/such-model", "--workers", "1", "--out", "/nowhere", https_proxy=nowhere, HF_HUB_OFFLINE="1")
+    done = call(
+        "--model", "no/such-model", "--workers", "1", "--out", "/nowhere", https_proxy=nowhere, HF_HUB_OFFLINE="1"
+    )
     assert done.returncode == 2

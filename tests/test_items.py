@@ -107,7 +107,12 @@ def test_every_script_makes_its_golden_table(item, run, capsys, monkeypatch):
 
 def test_the_scripts_are_all_of_reproduce():
     reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
-    there = {file.stem for file in (ROOT / "analyses").glob("*.py")} - {"reproduce", "demo", "first_look", "span_question"}
+    there = {file.stem for file in (ROOT / "analyses").glob("*.py")} - {
+        "reproduce",
+        "demo",
+        "first_look",
+        "span_question",
+    }
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     assert {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"} == set(FIGURES)

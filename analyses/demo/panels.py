@@ -145,9 +145,12 @@ def page(out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], 
     ]
     cell = grid.cells[0]
     lead = (
-        f"A prefix such as “{cell.task.attributes[cell.attribute].prefix}” in front of a prompt steers what a language model writes, as far "
-        "as the model attends to it. The longer the text, the less it does. LaPA2 adds alpha · log(l / l_pre) to the attention scores of the "
-        "prefix's l_pre tokens, where l is the number of tokens so far, so that attention on the prefix falls more slowly. This page shows that "
+        f"A prefix such as “{cell.task.attributes[cell.attribute].prefix}” in front of a prompt steers what a "
+        "language model writes, as far "
+        "as the model attends to it. The longer the text, the less it does. LaPA2 adds alpha · log(l / l_pre) to "
+        "the attention scores of the "
+        "prefix's l_pre tokens, where l is the number of tokens so far, so that attention on the prefix falls "
+        "more slowly. This page shows that "
         f"on {cell.model}, with texts made a moment ago on this machine."
     )
     return template("page.html.j2", HERE).render(
@@ -176,7 +179,11 @@ def arm_name(cell: Cell) -> str:
 
 def number(alpha: float) -> str:
     """1/2 for 0.5."""
-    return str(Fraction(alpha).limit_denominator(8)) if alpha == float(Fraction(alpha).limit_denominator(8)) else f"{alpha:g}"
+    return (
+        str(Fraction(alpha).limit_denominator(8))
+        if alpha == float(Fraction(alpha).limit_denominator(8))
+        else f"{alpha:g}"
+    )
 
 
 def shown(arm: str) -> str:
@@ -188,7 +195,9 @@ def interval(low: float, high: float, digits: int = 2) -> str:
     return "no interval" if np.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", words: Sequence[int] = ()) -> dict[str, Any]:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", words: Sequence[int] = ()
+) -> dict[str, Any]:
     return {"head": list(head), "rows": [list(row) for row in rows], "note": note, "words": set(words)}
 
 
@@ -236,17 +245,24 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         "", "fitted exponent of l", "closed form, these lengths", "limit, alpha − 1", "slope of the log-odds", "claimed, alpha"
     ]  # fmt: skip
     note = (
-        "Fitted: slope of log attention on log l, with its 95 % interval over texts. The limit is reached only at lengths far beyond these; "
-        "the closed form's own slope over the same lengths, with the ratio of prefix and other scores as it is without LaPA2, is what to "
-        "compare with. On log-odds, slope of log(A'/(1−A')) + log(l/l_pre − 1) on log(l/l_pre), the claim holds at every length if that "
+        "Fitted: slope of log attention on log l, with its 95 % interval over texts. The limit is reached only "
+        "at lengths far beyond these; "
+        "the closed form's own slope over the same lengths, with the ratio of prefix and other scores as it is "
+        "without LaPA2, is what to "
+        "compare with. On log-odds, slope of log(A'/(1−A')) + log(l/l_pre − 1) on log(l/l_pre), the claim holds "
+        "at every length if that "
         "ratio stays the same as the text grows."
     )
     return Panel(
         "Attention on the prefix against length, without LaPA2 and with it",
-        f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all that differs. Each line is the share "
-        "of attention that the prefix gets, mean over all layers, heads and texts; both axes are logarithmic, so a power of l is a straight "
-        "line. Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores as they are without LaPA2.",
-        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400 --long-texts 6 --out results/my-curves",
+        f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all that differs. "
+        "Each line is the share "
+        "of attention that the prefix gets, mean over all layers, heads and texts; both axes are logarithmic, so "
+        "a power of l is a straight "
+        "line. Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores as they "
+        "are without LaPA2.",
+        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400 --long-texts 6 "
+        "--out results/my-curves",
         [f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes: {'; '.join(found)}."],
         _image(_decay_figure(traces, curve)),
         "attention on the prefix against l",
@@ -278,7 +294,11 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     axes.set_xticks(ticks, [str(l) for l in ticks])
     least = max(curve["mean"].min() / 1.6, 1e-6)
     axes.set_ylim(least, min(1.0, float(curve["high"].max()) * 1.2))
-    marks = [m for m in (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0) if least <= m <= axes.get_ylim()[1]]
+    marks = [
+        m
+        for m in (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+        if least <= m <= axes.get_ylim()[1]
+    ]
     if len(marks) > 1:
         axes.set_yticks(marks)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
@@ -304,18 +324,26 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
     best = ", ".join(f"layer {layer} head {head} ({base[layer, head]:.0%})" for layer, head in top)
-    found = [f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix; the most have {best}."]
+    found = [
+        f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix; the most have {best}."
+    ]
     for alpha, each in zip(alphas, mass, strict=True):
         if alpha:
             more = int((each > base).sum())
             found.append(
-                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from {base.mean():.1%} to {each.mean():.1%} on average"
-                + (f"; in {base.size - more} it falls, through queries and keys that earlier layers changed." if more < base.size else ".")
+                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from {base.mean():.1%} to "
+                f"{each.mean():.1%} on average"
+                + (
+                    f"; in {base.size - more} it falls, through queries and keys that earlier layers changed."
+                    if more < base.size
+                    else "."
+                )
             )
     model = grid.cells[0].model
     return Panel(
         "The layers and heads that attend to the prefix",
-        "Each square is one head of one layer. Left: its attention on the prefix without LaPA2. Right: what LaPA2 adds (red) or takes "
+        "Each square is one head of one layer. Left: its attention on the prefix without LaPA2. Right: what "
+        "LaPA2 adds (red) or takes "
         "(blue). The same texts as above, mean over texts and steps. Each map has its own scale.",
         f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out results/my-map && '
         "lapa2 trace results/my-map --out results/my-map-figures",
@@ -374,18 +402,30 @@ def texts(run: SweepRun, grid: Grid, arms: Mapping[str, str]) -> Panel:
         for attribute in attributes:
             made = [_coloured(columns[attribute, arm]["texts"][i], top, UNIT) | {"arm": shown(arm)} for arm in names]
             prefix = cell.task.attributes[attribute].prefix
-            groups.append({"prompt": prompt, "attribute": attribute, "prefix": prefix, "columns": made, "open": i < SHOWN_FIRST})
+            groups.append(
+                {"prompt": prompt, "attribute": attribute, "prefix": prefix, "columns": made, "open": i < SHOWN_FIRST}
+            )
     means = {
-        arm: np.mean([np.mean(text["p"]) for (_, own), column in columns.items() if own == arm for text in column["texts"] if text])
+        arm: np.mean(
+            [
+                np.mean(text["p"])
+                for (_, own), column in columns.items()
+                if own == arm
+                for text in column["texts"]
+                if text
+            ]
+        )
         for arm in names
     }
     found = ", ".join(f"{100 * mean * UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}" for arm, mean in means.items())
     model = cell.model
     return Panel(
         "The same prompt, side by side",
-        "Each token is coloured by the prefix attention of the step that chose it: the stronger the blue, the more. All texts of a row "
+        "Each token is coloured by the prefix attention of the step that chose it: the stronger the blue, the "
+        "more. All texts of a row "
         "start from the same prompt and the same random numbers. Point at a token for its number.",
-        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt --out results/mine && lapa2 report results/mine",
+        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt --out results/mine "
+        "&& lapa2 report results/mine",
         [f"Mean attention on the prefix over these texts: {found}."],
         part="texts",
         data={
@@ -445,23 +485,32 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     for row in points.to_dict("records"):
         found.append(
-            f"{shown(row['arm'])}: {100 * row['difference']:+.0f} points {interval(100 * row['low'], 100 * row['high'], 0)}"
+            f"{shown(row['arm'])}: {100 * row['difference']:+.0f} points "
+            f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
     least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series(dtype=float)
-    size = f"{100 * least.min():.0f}" + (f" to {100 * least.max():.0f}" if round(100 * least.min()) != round(100 * least.max()) else "")
+    size = f"{100 * least.min():.0f}" + (
+        f" to {100 * least.max():.0f}" if round(100 * least.min()) != round(100 * least.max()) else ""
+    )
     warning = (
-        f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of {size} points of accuracy would show."
+        f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of {size} points "
+        "of accuracy would show."
         if len(least)
         else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
     )
-    note = "Scorers: " + "; ".join(scorers) + ". The perplexity model is the writer itself, which likes its own texts." * (
-        " self" in " ".join(scorers)
-    ) + (f" {skipped} texts of under 10 words have no perplexity." if skipped else "")
+    note = (
+        "Scorers: "
+        + "; ".join(scorers)
+        + ". The perplexity model is the writer itself, which likes its own texts." * (" self" in " ".join(scorers))
+        + (f" {skipped} texts of under 10 words have no perplexity." if skipped else "")
+    )
     prompts = len(grid.cells[0].task.prompts.texts)
     return Panel(
         "Does it help? So few texts cannot tell",
-        f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts an arm. Accuracy is the share of texts that a "
-        "classifier finds to have the attribute that was asked for; low perplexity means fluent to the scoring model; distinct-n is the share "
+        f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts an arm. "
+        "Accuracy is the share of texts that a "
+        "classifier finds to have the attribute that was asked for; low perplexity means fluent to the scoring "
+        "model; distinct-n is the share "
         "of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
         [warning, *([f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}."] if found else [])],
@@ -511,7 +560,14 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     synthetic = [[family, *(str(marks.loc[family, claim]) for claim in claims)] for family in families]
     seen = shown_verdicts(real)
     rows = [
-        [f"{SIGNS[row['verdict']]} {row['verdict']}", row["claim"], row["measured"], row["expected"], f"{row['margin']:g}", row["quantity"]]
+        [
+            f"{SIGNS[row['verdict']]} {row['verdict']}",
+            row["claim"],
+            row["measured"],
+            row["expected"],
+            f"{row['margin']:g}",
+            row["quantity"],
+        ]
         for row in seen.to_dict("records")
     ]
     broken = measured.synthetic["where"].str.contains("not exchangeable|unbounded")
@@ -527,15 +583,26 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     texts = int(real["texts"].max())
     return Panel(
         "The paper's claims, with verdicts",
-        f"Each claim is measured and its 95 % interval compared with a margin around what the paper says. Synthetic logits keep or break the "
-        f"paper's assumptions, one family at a time (up to l = {SYNTHETIC['longest']:,}); the real attention is that of panel 1, {texts} texts. "
+        "Each claim is measured and its 95 % interval compared with a margin around what the paper says. "
+        "Synthetic logits keep or break the "
+        f"paper's assumptions, one family at a time (up to l = {SYNTHETIC['longest']:,}); the real attention is "
+        f"that of panel 1, {texts} texts. "
         "✓ supported, ✗ not supported, ○ inconclusive.",
         f"lapa2 propositions --model {cell.model} --length 256 --out results/my-verdicts",
         [f"Verdicts on {name}: {count}." for name, count in counts.items()],
         tables=[
-            _table(["verdict", "claim", "measured", "expected", "margin", "quantity"], rows, f"{cell.model}, {texts} texts, the same under every alpha.", (1, 5)),
-            _table(["synthetic logits", *claims], synthetic, "Exchangeable: no key is different from another. Ratio unbounded: the prefix's scores "
-                   "grow against the others', which Proposition 1 excludes."),
+            _table(
+                ["verdict", "claim", "measured", "expected", "margin", "quantity"],
+                rows,
+                f"{cell.model}, {texts} texts, the same under every alpha.",
+                (1, 5),
+            ),
+            _table(
+                ["synthetic logits", *claims],
+                synthetic,
+                "Exchangeable: no key is different from another. Ratio unbounded: the prefix's scores grow against the "
+                "others', which Proposition 1 excludes.",
+            ),
         ],
     )  # fmt: skip
 
@@ -567,15 +634,18 @@ def halves(run: SweepRun, grid: Grid, measured: Measured, arms: Mapping[str, str
     base = layers["0"]
     lower, upper = layers["1/2, bottom half"], layers["1/2, top half"]
     found = [
-        f"With LaPA2 in the bottom half alone, attention on the prefix goes from {base[:, :middle].mean():.1%} to {lower[:, :middle].mean():.1%} "
-        f"there, and from {base[:, middle:].mean():.1%} to {lower[:, middle:].mean():.1%} in the top half, where nothing is added. In the top "
+        f"With LaPA2 in the bottom half alone, attention on the prefix goes from {base[:, :middle].mean():.1%} to "
+        f"{lower[:, :middle].mean():.1%} "
+        f"there, and from {base[:, middle:].mean():.1%} to {lower[:, middle:].mean():.1%} in the top half, where "
+        "nothing is added. In the top "
         f"half alone it goes from {base[:, middle:].mean():.1%} to {upper[:, middle:].mean():.1%} there.",
         "Whether one half is enough for control, so few texts cannot tell (panel 4).",
     ]
     model = grid.cells[0].model
     return Panel(
         "LaPA2 in half of the layers",
-        "The same alpha, 1/2, in all layers, only in the bottom half, or only in the top half. The lines are attention on the prefix by layer, mean "
+        "The same alpha, 1/2, in all layers, only in the bottom half, or only in the top half. The lines are "
+        "attention on the prefix by layer, mean "
         "over the short texts, steps and heads; the dashed line parts the halves.",
         f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out results/my-halves && "
         "lapa2 score results/my-halves --out results/my-halves-scores",
@@ -618,14 +688,18 @@ def methods(grid: Grid) -> Panel:
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (
-        f"Made by {stored['model']} ({stored['dtype']}) with `{stored['command']}` on {stored['machine']}, at commit {stored['commit'][:12]}; "
+        f"Made by {stored['model']} ({stored['dtype']}) with `{stored['command']}` on {stored['machine']}, at "
+        f"commit {stored['commit'][:12]}; "
         f"they come with the demo. “–”: no prefix for LaPA2 to act on, or not combined with it in the paper."
     )
     return Panel(
         "Every decoding method",
-        f"A method combines the next-token distributions of the model with and without prefixes. Here is one text of each, steered "
-        f"towards “{stored['attribute']}”, from the prompt “{stored['prompt']}”. One text shows what a method's output looks like, not how good it is.",
-        f'lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive --prompt "Your prompt" --out results/my-method',
+        "A method combines the next-token distributions of the model with and without prefixes. Here is one text "
+        "of each, steered "
+        f"towards “{stored['attribute']}”, from the prompt “{stored['prompt']}”. One text shows what a method's "
+        "output looks like, not how good it is.",
+        f'lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive --prompt "Your '
+        'prompt" --out results/my-method',
         tables=[_table(["method", "paper", "log weight of the next token", "text", "text with LaPA2"], rows, note, (2, 3, 4))],
     )  # fmt: skip
 
@@ -640,7 +714,11 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        lines = [line.partition(":")[2].strip() for line in info.read_text("utf-8").splitlines() if line.startswith("model name")]
+        lines = [
+            line.partition(":")[2].strip()
+            for line in info.read_text("utf-8").splitlines()
+            if line.startswith("model name")
+        ]
         name = lines[0] if lines else name
     return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
@@ -650,16 +728,15 @@ def _facts(out: Path, run: SweepRun, grid: Grid, traces: xr.Dataset, seconds: fl
 
     manifest = read_manifest(run.place(grid.cells[0].key))
     stored = json.loads((HERE / "texts.json").read_text("utf-8"))
-    cell = grid.cells[0]
-    lengths = traces.sizes["step"]
+    cell, card = grid.cells[0], manifest.model
+    origin = f"written by {stored['model']} with `{stored['command']}` on {stored['machine']}"
     return {
-        "Model": f"{manifest.model.name}: {manifest.model.architecture}, {manifest.model.n_layers} layers x {manifest.model.n_heads} heads, "
-        f"{manifest.model.dtype}, {manifest.model.device}",
-        "Weights": manifest.model.weights,
-        "Short texts": f"{len(grid.cells)} cells in {out}: {len(cell.task.prompts.texts)} prompts, {cell.length} tokens with the prompt, seed {cell.seed}; "
-        "`lapa2 runs` and `lapa2 report` read it",
-        "Stored texts": f"{traces.sizes['sample']}, {lengths} tokens of each read; written by {stored['model']} with `{stored['command']}` on "
-        f"{stored['machine']}, at commit {stored['commit'][:12]}",
+        "Model": f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads, {card.dtype}, {card.device}",
+        "Weights": card.weights,
+        "Short texts": f"{len(grid.cells)} cells in {out}: {len(cell.task.prompts.texts)} prompts, {cell.length} tokens with the "
+        f"prompt, seed {cell.seed}; `lapa2 runs` and `lapa2 report` read it",
+        "Stored texts": f"{traces.sizes['sample']}, {traces.sizes['step']} tokens of each read; {origin}, at commit "
+        f"{stored['commit'][:12]}",
         "Profile": "paper (Algorithm 1): exactly the prefix's tokens, l without BOS",
         "Machine": f"{machine()}, {manifest.threads or 'GPU'} threads a process",
         "Versions": f"lapa2_interp {__version__}, " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items()),

@@ -1,9 +1,9 @@
 """What the demo ships: long texts for it to read, and an example text of every method. Needed again when a method is new.
 
-    lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
-    python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
-    lapa2 sweep analyses/demo/examples.toml --out results/examples
-    python analyses/demo/shipped.py examples results/examples                              # examples.json
+lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
+python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
+lapa2 sweep analyses/demo/examples.toml --out results/examples
+python analyses/demo/shipped.py examples results/examples                              # examples.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ TOKENS = 392
 def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:
     model = manifest.model
     return {
-        "model": model.name, "weights": model.weights, "dtype": model.dtype, "machine": machine(), "commit": manifest.commit or "",
+        "model": model.name, "weights": model.weights, "dtype": model.dtype, "machine": machine(),
+        "commit": manifest.commit or "",
         "versions": manifest.versions, "seed": manifest.seed, "command": command,
     }  # fmt: skip
 
@@ -49,7 +50,8 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
     turns = [text for group in zip(*found, strict=False) for text in group]
     manifest = read_manifest(runs[0])
     command = (
-        f"lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length {manifest.length} --dtype {manifest.model.dtype} "
+        f"lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length {manifest.length} --dtype "
+        f"{manifest.model.dtype} "
         f"--seed {manifest.seed}"
     )
     return _stamp(manifest, command) | {"texts": turns[:n]}
