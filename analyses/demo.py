@@ -90,10 +90,9 @@ def _demo(out: Path, model: str, length: int, workers: int | None) -> None:
     with _pool(workers, max(1, min(MOST_THREADS, cores // workers)), now=not page.is_file()) as pool:
         _stage(1, f"the model, {model}")
         from lapa2_interp.experiments.grids import load_grid
-        from lapa2_interp.models import SMOLLM2, smollm2_folder
+        from lapa2_interp.models import load_tokenizer
 
-        if model == SMOLLM2:
-            smollm2_folder()  # once, and not by every process
+        load_tokenizer(model)  # refuses an unknown model, and converts SmolLM2 once, not in every process
         grid = load_grid(str(GRID), {"model": model, "dtype": DTYPE})
         _stage(2, f"{_count(grid)} texts of {grid.cells[0].length} tokens, in {len(grid.cells)} cells")
         _write_texts(out, grid, pool)

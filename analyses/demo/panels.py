@@ -58,8 +58,9 @@ def measure(out: Path, grid: Grid, threads: int) -> Measured:
     keys = [cell.key for cell in grid.cells]
     samples = load_run(out).samples(keys)
     kept = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
-    scores = pd.read_parquet(kept) if kept.is_file() else _score(samples, grid, out, threads)
-    _keep(kept, scores)
+    if not kept.is_file():
+        _keep(kept, _score(samples, grid, out, threads))
+    scores = pd.read_parquet(kept)
     tables = [cell_table(part) for _, part in scores.groupby("scorer", sort=False)]
     judged = out / "scores" / f"{_hash(__version__, *SYNTHETIC.values())}.parquet"
     if judged.is_file():
@@ -191,6 +192,10 @@ def shown(arm: str) -> str:
     return "without LaPA2" if arm == "0" else f"alpha {arm}"
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
 def interval(low: float, high: float, digits: int = 2) -> str:
     return "no interval" if np.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
 
@@ -239,7 +244,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
             ]
         )
         first, last = line.iloc[0], line.iloc[-1]
-        found.append(f"{shown(number(alpha))} from {first['mean']:.1%} to {last['mean']:.1%}")
+        found.append(f"{shown(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}")
     l = curve["l"]
     head = [
         "", "fitted exponent of l", "closed form, these lengths", "limit, alpha − 1", "slope of the log-odds", "claimed, alpha"
@@ -323,16 +328,16 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     order = np.sort(base.ravel())[::-1]
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
-    best = ", ".join(f"layer {layer} head {head} ({base[layer, head]:.0%})" for layer, head in top)
+    best = ", ".join(f"layer {layer} head {head} ({percent(base[layer, head])})" for layer, head in top)
     found = [
-        f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix; the most have {best}."
+        f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix; those with most are {best}."
     ]
     for alpha, each in zip(alphas, mass, strict=True):
         if alpha:
             more = int((each > base).sum())
             found.append(
-                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from {base.mean():.1%} to "
-                f"{each.mean():.1%} on average"
+                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from {percent(base.mean())} to "
+                f"{percent(each.mean())} on average"
                 + (
                     f"; in {base.size - more} it falls, through queries and keys that earlier layers changed."
                     if more < base.size
@@ -628,17 +633,17 @@ def halves(run: SweepRun, grid: Grid, measured: Measured, arms: Mapping[str, str
     for arm, found in layers.items():
         mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
         rows.append(
-            [shown(arm), f"{found[:, :middle].mean():.1%}", f"{found[:, middle:].mean():.1%}", f"{found.mean():.1%}",
+            [shown(arm), f"{percent(found[:, :middle].mean())}", f"{percent(found[:, middle:].mean())}", f"{percent(found.mean())}",
              f"{mean:.0f} {interval(low, high, 0)}", str(len(found))]
         )  # fmt: skip
     base = layers["0"]
     lower, upper = layers["1/2, bottom half"], layers["1/2, top half"]
     found = [
-        f"With LaPA2 in the bottom half alone, attention on the prefix goes from {base[:, :middle].mean():.1%} to "
-        f"{lower[:, :middle].mean():.1%} "
-        f"there, and from {base[:, middle:].mean():.1%} to {lower[:, middle:].mean():.1%} in the top half, where "
+        f"With LaPA2 in the bottom half alone, attention on the prefix goes from {percent(base[:, :middle].mean())} to "
+        f"{percent(lower[:, :middle].mean())} "
+        f"there, and from {percent(base[:, middle:].mean())} to {percent(lower[:, middle:].mean())} in the top half, where "
         "nothing is added. In the top "
-        f"half alone it goes from {base[:, middle:].mean():.1%} to {upper[:, middle:].mean():.1%} there.",
+        f"half alone it goes from {percent(base[:, middle:].mean())} to {percent(upper[:, middle:].mean())} there.",
         "Whether one half is enough for control, so few texts cannot tell (panel 4).",
     ]
     model = grid.cells[0].model
