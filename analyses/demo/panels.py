@@ -633,7 +633,7 @@ def halves(run: SweepRun, grid: Grid, measured: Measured, arms: Mapping[str, str
     for arm, found in layers.items():
         mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
         rows.append(
-            [shown(arm), f"{percent(found[:, :middle].mean())}", f"{percent(found[:, middle:].mean())}", f"{percent(found.mean())}",
+            [shown(arm), percent(found[:, :middle].mean()), percent(found[:, middle:].mean()), percent(found.mean()),
              f"{mean:.0f} {interval(low, high, 0)}", str(len(found))]
         )  # fmt: skip
     base = layers["0"]
