@@ -1,6 +1,6 @@
 """Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts, write the report.
 
-    python analyses/reproduce.py --scale tiny     # seven minutes of two cores: everything, far too small to tell
+    python analyses/reproduce.py --scale tiny     # a quarter to half an hour of two cores: everything, far too small to tell
     python analyses/reproduce.py --scale quick    # the embedded model, hours of two cores (`lapa2 grids`)
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 

@@ -45,7 +45,7 @@ from lapa2_interp import Augmentation, load_model, load_task, methods, plots
 from lapa2_interp.experiments.runner import run_arms
 from lapa2_interp.experiments.scripts import ScriptOptions, count
 from lapa2_interp.experiments.store import new_folder, read_manifest, read_run, write_run
-from lapa2_interp.machine import DtypeOrAuto
+from lapa2_interp.machine import Dtype, tell_if_slow
 from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.embedded import EmbeddedScorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, score_table
@@ -61,13 +61,14 @@ parser.add_argument(
 parser.add_argument("--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts")
 parser.add_argument("--length", type=count(), default=64, help="tokens of a text, its prompt included")
 parser.add_argument(
-    "--dtype", default="auto", choices=get_args(DtypeOrAuto),
+    "--dtype", default="auto", choices=("auto", *get_args(Dtype)),
     help="precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster",
 )  # fmt: skip
 parser.add_argument(
     "--perplexity", type=count(), default=10, help="texts per prompt and attribute whose perplexity is measured"
 )
 options = parser.read()
+tell_if_slow(options.dtype)
 
 # %% [markdown]
 # ## The arms

@@ -6,11 +6,12 @@ import math
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from lapa2_interp.errors import ScoringError, counted, one_of
+from lapa2_interp.machine import Dtype, tell_if_slow
 from lapa2_interp.scoring.named import NAMES, Options, make_scorer
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def score(
     judge_prices: tuple[float, float] | None = None,
     only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     cache: Path | None = None,
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    dtype: Dtype = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
@@ -88,6 +89,7 @@ def score(
     for each in scorers:
         if each.partition("=")[0] not in NAMES:
             raise ScoringError(one_of("scorer", each.partition("=")[0], NAMES))
+    tell_if_slow(dtype, device)
     sets = []
     if gaps := _gaps(source):
         print(gaps, file=sys.stderr)

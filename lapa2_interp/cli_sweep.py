@@ -135,14 +135,14 @@ def sweep(
         check_device(device)
     found = load_grids(out, names, parse_changes(changes), dtype=dtype, device=device)
     check_grids(found)
-    for used in dict.fromkeys(cell.dtype for grid in found for cell in grid.cells):
+    for used in dict.fromkeys(cell.dtype for grid in found for cell in grid.cells if engine == "local"):
         tell_if_slow(used, device)
     runner = make_engine(engine, workers, device, threads, address, gpus_per_worker)
     cells = {cell.key: cell for grid in found for cell in grid.cells}
     there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
     if left:
-        each = estimate(left, runner.slots, device)
+        each = estimate(left, runner.slots, device, threads)
         print(
             f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens} row-tokens, about "
             f"{shown_time(each.seconds)} with {counted(runner.slots, 'worker')}, {shown_size(each.disk)} ({each.basis})",

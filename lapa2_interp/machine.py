@@ -25,7 +25,7 @@ from lapa2_interp.files import cache_folder, keep_file
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
-DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+DtypeOrAuto = Literal["auto", Dtype]
 ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that make a processor another one to the libraries that compute."""
 FASTER = 0.9
@@ -115,7 +115,7 @@ def resolve_dtype(dtype: str, device: str | None = None) -> str:
     if dtype == AUTO:
         return faster_dtype(device)
     if dtype not in get_args(Dtype):
-        raise ModelError(one_of("dtype", dtype, get_args(DtypeOrAuto)))
+        raise ModelError(one_of("dtype", dtype, (AUTO, *get_args(Dtype))))
     return dtype
 
 
@@ -137,9 +137,12 @@ def slowness(dtype: str) -> float:
     Timed once per kind of processor, in half a second, on one thread.
     """
     name = f"{dtype} / float32"
-    if (found := measured("cpu", name)) is None:
-        found = remember("cpu", name, (product_seconds(dtype) / product_seconds("float32"),))
-    return found[0]
+    return (measured("cpu", name) or remember("cpu", name, (_timed_slowness(dtype, kind_of("cpu")),)))[0]
+
+
+@cache
+def _timed_slowness(dtype: str, kind: str) -> float:
+    return product_seconds(dtype) / product_seconds("float32")
 
 
 def slow_note(dtype: str, device: str | None = None) -> str | None:
@@ -150,13 +153,18 @@ def slow_note(dtype: str, device: str | None = None) -> str | None:
     times = slowness(dtype)
     if times < SLOWER:
         return None
-    return f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in float32; dtype auto chooses"
+    return f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in float32"
 
 
 def tell_if_slow(dtype: str, device: str | None = None) -> None:
     """Print `slow_note`, where there is one, on standard error."""
     if note := slow_note(dtype, device):
         print(f"note: {note}", file=sys.stderr)
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_device() -> str:
@@ -183,8 +191,9 @@ def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
     return least
 
 
+@cache
 def operations_per_second(dtype: str, device: str) -> float:
-    """Of the timed products: additions and multiplications."""
+    """Additions and multiplications of the timed products."""
     return 2 * ROWS * WIDTH**2 * MATRICES / product_seconds(dtype, device)
 
 

@@ -122,6 +122,7 @@ def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(m
     assert_equal(tmp_path / "run", here)
 
 
+@pytest.mark.alone
 def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(machines, grid, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))  # the workers' too
     remember("cpu", "bfloat16 / float32", (3.0,))

@@ -681,12 +681,35 @@ def test_more_keys_cost_more(own_cache):
 
 
 def test_a_model_that_is_not_here_is_guessed_by_its_size(own_cache, monkeypatch):
-    estimates._guessed.cache_clear()
     monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
     found = pace("gpt2-medium", "float32", "cpu")
-    estimates._guessed.cache_clear()
     assert found.basis == "gpt2-medium by its size, a rough guess"
     assert found.row == pytest.approx(2 * 354_823_168 / (estimates.BATCHED * 1e9))
+
+
+def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatch):
+    monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
+    monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it is not loaded"))
+    short = estimates.LONG * estimates.BATCHED * 1e9
+    assert pace("tiny-gpt2", "float32", "cpu", operations=short).basis.endswith("a rough guess")
+    monkeypatch.setattr(estimates, "machine_memory", lambda: 1000)
+    assert pace("tiny-gpt2", "float32", "cpu").basis.endswith("a rough guess")
+    monkeypatch.undo()
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setenv("LAPA2_CACHE", str(own_cache))
+    monkeypatch.setattr(estimates, "_step", full)
+    assert pace("tiny-gpt2", "float32", "cpu").basis.endswith("a rough guess")
+
+
+def test_classes_and_threads_have_paces_of_their_own(own_cache):
+    for name, step in (("", 0.1), (" HookedTransformer", 0.2), (" 4 threads", 0.3)):
+        remember("cpu", f"tiny-gpt2 float32 steps{name}", (step, 2 * step, 3 * step, 2 * step))
+    assert pace("tiny-gpt2", "float32", "cpu").seconds[0] == 0.1
+    assert pace("tiny-gpt2", "float32", "cpu", "HookedTransformer").seconds[0] == 0.2
+    assert pace("tiny-gpt2", "float32", "cpu", threads=4).seconds[0] == 0.3
 
 
 def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):

@@ -176,7 +176,7 @@ def test_a_folder_that_is_no_model(tmp_path):
     ("settings", "message"),
     [
         ({"model_class": "Hooked"}, "unknown model class 'Hooked'; allowed: TransformerBridge, HookedTransformer"),
-        ({"dtype": "float23"}, "unknown dtype 'float23'; allowed: float32, .*did you mean 'float32'"),
+        ({"dtype": "float23"}, "unknown dtype 'float23'; allowed: auto, float32, .*did you mean 'float32'"),
         ({"device": "gpu"}, "cannot use device 'gpu'"),
     ],
 )

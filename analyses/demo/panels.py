@@ -1,10 +1,9 @@
-"""The demo's page: what is measured on its run and its stored texts, and how each panel shows it. Every number is of this run."""
+"""The demo's page: what is measured on its run and its stored texts, and how each panel shows it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,6 +15,8 @@ import pandas as pd
 
 from lapa2_interp import __version__, plots
 from lapa2_interp.experiments.sweep import SweepRun, load_run
+from lapa2_interp.files import keep_file
+from lapa2_interp.machine import cores, kind_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -49,7 +50,7 @@ class Measured:
     synthetic: pd.DataFrame
 
 
-def measure(out: Path, grid: Grid, threads: int) -> Measured:
+def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is read."""
     from lapa2_interp.propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
@@ -59,7 +60,7 @@ def measure(out: Path, grid: Grid, threads: int) -> Measured:
     samples = load_run(out).samples(keys)
     kept = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
     if not kept.is_file():
-        _keep(kept, _score(samples, grid, out, threads))
+        _keep(kept, _score(samples, grid, out))
     scores = pd.read_parquet(kept)
     tables = [cell_table(part) for _, part in scores.groupby("scorer", sort=False)]
     judged = out / "scores" / f"{_hash(__version__, *SYNTHETIC.values())}.parquet"
@@ -74,9 +75,7 @@ def measure(out: Path, grid: Grid, threads: int) -> Measured:
     return Measured(cells, difference_table(scores), verdicts)
 
 
-def _score(samples: pd.DataFrame, grid: Grid, out: Path, threads: int) -> pd.DataFrame:
-    import torch
-
+def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.experiments.store import read_manifest
     from lapa2_interp.scoring import Cache
     from lapa2_interp.scoring.embedded import EmbeddedScorer
@@ -84,22 +83,15 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path, threads: int) -> pd.Dat
     from lapa2_interp.scoring.transformer import Perplexity
 
     cell = grid.cells[0]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        weights = read_manifest(out / "cells" / cell.key).model.weights
-        with Cache(out / "scores") as cache:
-            scorers = (EmbeddedScorer("sentiment"), Perplexity(cell.model, SCORER_DTYPE, generator=weights))
-            return pd.concat([score_table(samples, each, cache) for each in scorers], ignore_index=True)
-    finally:
-        torch.set_num_threads(before)
+    weights = read_manifest(out / "cells" / cell.key).model.weights
+    with Cache(out / "scores") as cache:
+        scorers = (EmbeddedScorer("sentiment"), Perplexity(cell.model, SCORER_DTYPE, generator=weights))
+        return pd.concat([score_table(samples, each, cache) for each in scorers], ignore_index=True)
 
 
 def _keep(file: Path, table: pd.DataFrame) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_name(f".writing-{file.name}")
-    table.drop(columns=["tokens"], errors="ignore").to_parquet(fresh, index=False)
-    fresh.replace(file)
+    kept = table.drop(columns=["tokens"], errors="ignore")
+    keep_file(file, lambda path: kept.to_parquet(path, index=False))
 
 
 def _hash(*parts: Any) -> str:
@@ -145,14 +137,13 @@ def page(out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], 
         methods(grid),
     ]
     cell = grid.cells[0]
+    prefix = cell.task.attributes[cell.attribute].prefix
     lead = (
-        f"A prefix such as “{cell.task.attributes[cell.attribute].prefix}” in front of a prompt steers what a "
-        "language model writes, as far "
-        "as the model attends to it. The longer the text, the less it does. LaPA2 adds alpha · log(l / l_pre) to "
-        "the attention scores of the "
-        "prefix's l_pre tokens, where l is the number of tokens so far, so that attention on the prefix falls "
-        "more slowly. This page shows that "
-        f"on {cell.model}, with texts made a moment ago on this machine."
+        f"A prefix such as “{prefix}” in front of a prompt steers what a language model writes, as far as the model attends to "
+        "it. The longer the text, the less it does. LaPA2 adds alpha · log(l / l_pre) to the attention scores of the prefix's "
+        "l_pre tokens, where l is the number of tokens so far, so that attention on the prefix falls more slowly. This page "
+        f"shows that on {cell.model}: in panels 1, 2 and 5 on longer texts that come with the demo, read here; in panels 3, 4 "
+        "and 6 on short texts written here."
     )
     return template("page.html.j2", HERE).render(
         title="A first look at LaPA2",
@@ -714,18 +705,7 @@ def methods(grid: Grid) -> Panel:
 
 def machine() -> str:
     """The processor, in words."""
-    import os
-
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = [
-            line.partition(":")[2].strip()
-            for line in info.read_text("utf-8").splitlines()
-            if line.startswith("model name")
-        ]
-        name = lines[0] if lines else name
-    return f"{len(os.sched_getaffinity(0))} cores of {name}"
+    return f"{cores()} cores of {kind_of('cpu')}"
 
 
 def _facts(out: Path, run: SweepRun, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from panels import machine
 
+from lapa2_interp.errors import RunError
+from lapa2_interp.experiments.scripts import ScriptOptions, count
 from lapa2_interp.experiments.store import Manifest, read_manifest, read_run
 from lapa2_interp.experiments.sweep import load_run
 
@@ -68,7 +69,7 @@ def examples(folder: Path) -> Mapping[str, Any]:
         else:
             made.setdefault(cell.method, {})["with LaPA2"] = {"alpha": cell.augmentation.alpha, "text": text}
     if len(run.finished) < len(run.plan):
-        sys.exit(f"{len(run.plan) - len(run.finished)} cells of {folder} are not finished")
+        raise RunError(f"{len(run.plan) - len(run.finished)} cells of {folder} are not finished; sweep it again")
     first = next(iter(run.plan.values()))
     stamp = _stamp(read_manifest(run.place(first.key)), "lapa2 sweep analyses/demo/examples.toml")
     return stamp | {"attribute": first.attribute, "prompt": first.task.prompts.texts[0], "methods": made}
@@ -76,11 +77,11 @@ def examples(folder: Path) -> Mapping[str, Any]:
 
 def main() -> None:
     """Write texts.json or examples.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("texts", "examples"))
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--n", type=int, default=6, help="how many texts to store")
-    options = parser.parse_args()
+    parser.add_argument("--n", type=count(), default=4, help="how many texts to store")
+    options = parser.read()
     data = texts(options.runs, options.n) if options.what == "texts" else examples(options.runs[0])
     file = HERE / f"{options.what}.json"
     file.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from lapa2_interp.errors import RunError, one_of
 from lapa2_interp.experiments.engines import ATTEMPTS, Failed, Job, Opened, Outcome, Worker, died
 from lapa2_interp.experiments.store import library_versions, source_commit
-from lapa2_interp.machine import slow_note
+from lapa2_interp.machine import cores, slow_note
 
 SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS")
 """Environment variables the workers get from the coordinator: how they load models, and how they compute."""
@@ -313,8 +313,7 @@ def _join(address: str | None) -> Any:
         _reach(address)
         settings["address"] = address
     else:
-        cores = len(os.sched_getaffinity(0))
-        settings |= {"address": "local", "num_cpus": cores, "include_dashboard": False}
+        settings |= {"address": "local", "num_cpus": cores(), "include_dashboard": False}
     try:
         ray.init(**settings)
     except Exception as error:

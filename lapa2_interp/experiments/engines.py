@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from lapa2_interp.errors import RunError
 from lapa2_interp.experiments.grids import Cell
+from lapa2_interp.machine import cores
 from lapa2_interp.prefixes import SoftName
 from lapa2_interp.progress import no_progress
 
@@ -222,12 +223,16 @@ class Engine(Protocol):
 
 
 class Here:
-    """In this process."""
+    """In this process.
+
+    Args:
+        worker: Does the jobs, and keeps its model; by default one that is made for them.
+    """
 
     slots = 1
 
-    def __init__(self, device: str | None = None, threads: int = 1) -> None:
-        self._settings = (device, threads)
+    def __init__(self, device: str | None = None, threads: int = 1, worker: Worker | None = None) -> None:
+        self._settings, self._given = (device, threads), worker
         self._worker: Worker | None = None
         self._jobs: list[Job] = []
 
@@ -235,7 +240,7 @@ class Here:
         import torch
 
         self._before = torch.get_num_threads()
-        self._worker = Worker(*self._settings)
+        self._worker = self._given or Worker(*self._settings)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -408,7 +413,7 @@ def make_engine(
 
     if workers is None:
         on_gpu = torch.cuda.is_available() and device in (None, "cuda")
-        workers = torch.cuda.device_count() if on_gpu else max(1, len(os.sched_getaffinity(0)) // threads)
+        workers = torch.cuda.device_count() if on_gpu else max(1, cores() // threads)
     if workers < 1:
         raise RunError(f"--workers must be at least 1, found {workers}")
     return Here(device, threads) if workers == 1 else Processes(workers, device, threads)

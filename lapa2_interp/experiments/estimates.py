@@ -8,10 +8,12 @@ parameters, from a matrix product.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import ModelError
 from lapa2_interp.experiments.grids import Cell, Grid
-from lapa2_interp.machine import clock_of, default_device, measured, n_threads, operations_per_second, remember
+from lapa2_interp.machine import clock_of, cores, default_device, measured, n_threads, operations_per_second, remember
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.models import SMOLLM2, TINY, load_model, smollm2_file
 from lapa2_interp.tasks import load_task
@@ -47,8 +49,8 @@ BATCHED = 0.4
 """Share of the timed matrix products' speed that decoding reaches where nothing else was measured."""
 STEP = 40
 """There, rows that the reading of the weights costs as much as."""
-MUCH = 1e11
-"""Operations that take seconds on a CPU; for less no step is timed."""
+LONG = 20.0
+"""Seconds; what takes longer is told before."""
 PERPLEXITY_TEXTS = 120
 """Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
@@ -187,18 +189,22 @@ def _tokens(text: str, model: str) -> int:
     return len(text.encode()) if model in TINY else len(re.findall(r"\w+|[^\w\s]", text))
 
 
-def estimate(cells: Sequence[Cell], workers: int, device: str | None = None) -> Estimate:
-    """What these cells take with so many workers.
+def estimate(cells: Sequence[Cell], workers: int, device: str | None = None, threads: int = 1) -> Estimate:
+    """What these cells take with so many workers; what methods prepare, such as drafts, is not counted.
 
     Raises:
         ModelError: A model has no configuration.
     """
     if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
         device = default_device()
-    kinds = dict.fromkeys((cell.model, cell.dtype) for cell in cells)
-    operations = sum(2 * cost(cell) * model_size(cell.model).parameters for cell in cells)
-    paces = {kind: pace(*kind, device, timed=operations > MUCH) for kind in kinds}
-    busy = sum(seconds(cell, paces[cell.model, cell.dtype]) for cell in cells)
+    kinds = dict.fromkeys((cell.model, cell.dtype, cell.model_class) for cell in cells)
+    paces = {}
+    for kind in kinds:
+        tokens = sum(cost(cell) for cell in cells if (cell.model, cell.dtype, cell.model_class) == kind)
+        model, dtype, model_class = kind
+        operations = 2.0 * tokens * model_size(model).parameters
+        paces[kind] = pace(model, dtype, device, model_class, threads, operations=operations)
+    busy = sum(seconds(cell, paces[cell.model, cell.dtype, cell.model_class]) for cell in cells)
     disk = 0
     for cell in cells:
         size, texts = model_size(cell.model), len(cell.task.prompts.texts) * cell.samples
@@ -232,10 +238,10 @@ def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
             texts = sum(len(cell.task.prompts.texts) * cell.samples for cell in cells)
             classified += lengths * texts * cells[0].length
             read += lengths * min(texts, PERPLEXITY_TEXTS) * cells[0].length
-    timed = 2 * read * model_size(SMOLLM2).parameters > MUCH
-    at = pace(SMOLLM2, "float32", default_device(), timed=timed)
+    operations = 2 * read * model_size(SMOLLM2).parameters
+    at = pace(SMOLLM2, "float32", default_device(), operations=operations)
     scripts = ITEM * (len(grids) if items is None else items)
-    return scripts + read * at.row / len(os.sched_getaffinity(0)) + classified * TOKEN
+    return scripts + read * at.row / cores() + classified * TOKEN
 
 
 # --- what this machine does
@@ -278,41 +284,62 @@ class Pace:
         return (new - 1) * (self.step(rows, before + new / 2) + again) if rows else 0.0
 
 
-def pace(model: str, dtype: str, device: str, loaded: Model | None = None, timed: bool = True) -> Pace:
-    """A model's pace on this machine: as timed here, now if it never was; guessed by its size where the model is not here.
+BRIDGE = "TransformerBridge"
+
+
+def pace(
+    model: str,
+    dtype: str,
+    device: str,
+    model_class: str = BRIDGE,
+    threads: int = 1,
+    *,
+    operations: float = math.inf,
+    loaded: Model | None = None,
+) -> Pace:
+    """A model's pace on this machine: as timed here, now if it never was; else guessed by its number of parameters.
 
     Args:
-        loaded: The model, if it is loaded already, and computes with as many threads as it will; otherwise one thread.
-        timed: Time it now if it never was.
+        threads: Of the CPU that it computes with.
+        operations: Of what is to be estimated; for what is short no step is timed, nor of a model that is not here or large.
+        loaded: The model, if it is loaded already.
     """
     import torch
 
-    threads = torch.get_num_threads() if loaded is not None and device.startswith("cpu") else 1
-    name = f"{model} {dtype} steps" + f", {threads} threads" * (threads > 1)
+    name = " ".join(
+        [model, dtype, "steps", *[model_class] * (model_class != BRIDGE), *[f"{threads} threads"] * (threads > 1)]
+    )
+    network = getattr(loaded, "original_model", loaded)
+    parameters = model_size(model).parameters if network is None else sum(each.numel() for each in network.parameters())
     found = measured(device, name)
-    here = loaded is not None or (is_here(model) and weight_bytes(model, dtype) < machine_memory() / 3)
-    if found is None and timed and here:
-        found = remember(device, name, _timed(model, dtype, device, loaded, threads))
+    if found is None and operations > LONG * BATCHED * operations_per_second(dtype, device):
+        small = parameters * getattr(torch, dtype).itemsize < machine_memory() / 3
+        if small and (loaded is not None or is_here(model)):
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                found = remember(device, name, _timed(model, dtype, device, model_class, threads, loaded))
     if found is not None and len(found) == len(ROWS) + 1:
         *seconds, long = found
         key = max(0.0, (long - seconds[1]) / (ROWS[1] * (MORE_KEYS - KEYS)))
         return Pace(ROWS, tuple(seconds), key, f"{model} {dtype} as timed here")
-    return _guessed(model, dtype, device)
-
-
-@cache
-def _guessed(model: str, dtype: str, device: str) -> Pace:
-    speed = BATCHED * operations_per_second(dtype, device) / (2 * model_size(model).parameters)
+    speed = BATCHED * operations_per_second(dtype, device) / (2 * parameters)
     return Pace((0, 100), (STEP / speed, (STEP + 100) / speed), 0.0, f"{model} by its size, a rough guess")
 
 
-def _timed(model: str, dtype: str, device: str, loaded: Model | None, threads: int) -> tuple[float, ...]:
+def _timed(
+    model: str, dtype: str, device: str, model_class: str, threads: int, loaded: Model | None
+) -> tuple[float, ...]:
     """Seconds of a step at each of ROWS behind KEYS keys, and of the middle one behind MORE_KEYS."""
+    import torch
+
     print(f"timing {model} in {dtype}, once on this kind of machine", file=sys.stderr)
-    found = loaded or load_model(model, dtype, device)
+    found = loaded or load_model(model, dtype, device, model_class)
+    clock = clock_of(device) if threads == 1 else perf_counter
     with n_threads(threads):
-        clock = clock_of(device) if threads == 1 else perf_counter
-        return (*(_step(found, rows, KEYS, clock) for rows in ROWS), _step(found, ROWS[1], MORE_KEYS, clock))
+        steps = (*(_step(found, rows, KEYS, clock) for rows in ROWS), _step(found, ROWS[1], MORE_KEYS, clock))
+    del found
+    if device.startswith("cuda"):  # what a worker needs next
+        torch.cuda.empty_cache()
+    return steps
 
 
 def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> float:
@@ -357,7 +384,7 @@ def machine_workers() -> int:
     """Workers that this machine has room for: one per GPU, or per CPU core."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    return torch.cuda.device_count() if torch.cuda.is_available() else cores()
 
 
 def machine_memory() -> int:

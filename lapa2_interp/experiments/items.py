@@ -25,6 +25,7 @@ from lapa2_interp.errors import RunError, ScoringError, counted
 from lapa2_interp.experiments.estimates import FRACTIONS, PERPLEXITY_TEXTS
 from lapa2_interp.experiments.scripts import ScriptOptions, add_scoring
 from lapa2_interp.experiments.sweep import SweepRun, load_run
+from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.methods import registry
 from lapa2_interp.stats import Difference, paired_difference
 
@@ -469,6 +470,7 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
     parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
     add_scoring(parser, PERPLEXITY_TEXTS)
     options = parser.read()
+    tell_if_slow(options.dtype, options.device)
     return Bench(
         load_run(options.run), item, grids or (item,), options.out or options.run, tuple(options.scorers), options.perplexity,
         options.device, options.dtype, title=title,

@@ -21,7 +21,7 @@ from lapa2_interp.decoding import (
     join_traces,
     run_plan,
 )
-from lapa2_interp.experiments.estimates import MUCH, Pace, pace, plan_seconds, shown_time
+from lapa2_interp.experiments.estimates import LONG, Pace, pace, plan_seconds, shown_time
 from lapa2_interp.experiments.store import Manifest, Run, library_versions, source_commit
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.methods import Method
@@ -146,27 +146,21 @@ def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: in
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
 
 
-LONG = 20.0
-"""Seconds; what takes longer is told before."""
-
-
 def _time(model: Model, plans: Sequence[Plan]) -> str:
-    tokens = sum(len(each.branches) * each.tokens_read(each.method.reads_anew) for each in plans)
-    if (at := _pace(model, tokens)) is None:
-        return ""
+    at = _pace(model, sum(len(each.branches) * each.tokens_read(each.method.reads_anew) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
 
 
 def reading_seconds(model: Model, tokens: int) -> float:
-    """About what it takes to read so many tokens of given texts (`teacher_forced`); 0 if that is not long."""
-    at = _pace(model, tokens)
-    return 0.0 if at is None else tokens * at.row
+    """About what it takes to read so many tokens of given texts (`teacher_forced`)."""
+    return tokens * _pace(model, tokens).row
 
 
-def _pace(model: Model, tokens: int) -> Pace | None:
-    """The model's pace, if so many tokens through it may take long."""
+def _pace(model: Model, tokens: int) -> Pace:
+    """Of a loaded model that so many tokens go through."""
     card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
-    if 2 * tokens * sum(each.numel() for each in network.parameters()) < MUCH:
-        return None
-    return pace(card.name, card.dtype, card.device.partition(":")[0], model)
+    operations = 2.0 * tokens * sum(each.numel() for each in network.parameters())
+    device = card.device.partition(":")[0]
+    threads = torch.get_num_threads() if device == "cpu" else 1
+    return pace(card.name, card.dtype, device, card.model_class, threads, operations=operations, loaded=model)

@@ -69,7 +69,7 @@ def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
 
 
 def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
-    """ScriptOptions of scripts that score.
+    """Options of scripts that score.
 
     Args:
         texts: The default of --perplexity.

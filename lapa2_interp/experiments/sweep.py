@@ -416,7 +416,8 @@ def load_grids(
     Args:
         folder: The run, or where it will be.
         names, changes: As `grids.load_grid`.
-        dtype: What dtype "auto" means; by default that of the grid's cells in the run, else what this machine computes faster.
+        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run, else that of the run's cells
+            of the model, else what this machine computes faster.
         device: Where cells will be computed.
 
     Raises:
@@ -425,8 +426,9 @@ def load_grids(
     """
     listed = _listed_dtypes(folder)
 
-    def auto(grid: str, model: str) -> str:
+    def auto(grid: str, model: str, named: frozenset[str]) -> str:
         there = listed.get((grid, model), set())
+        there = there - named or there  # cells whose block names their dtype do not say what auto was
         found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
         if dtype is not None and there and dtype not in there:
             raise GridError(
@@ -434,7 +436,9 @@ def load_grids(
             )
         if dtype is None and len(there) > 1:
             raise GridError(f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}")
-        return dtype or next(iter(there), None) or faster_dtype(device)
+        others = set().union(*(each for (_, other), each in listed.items() if other == model))
+        known = there or (others if len(others) == 1 else set())
+        return dtype or next(iter(known), None) or faster_dtype(device)
 
     return [load_grid(name, changes, auto=auto) for name in names]
 

@@ -22,8 +22,8 @@ from lapa2_interp import plots
 from lapa2_interp.attention.hooked import Model
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import DataError, TraceError
-from lapa2_interp.experiments.estimates import shown_time
-from lapa2_interp.experiments.runner import LONG, estimate, reading_seconds, run_arms
+from lapa2_interp.experiments.estimates import LONG, shown_time
+from lapa2_interp.experiments.runner import estimate, reading_seconds, run_arms
 from lapa2_interp.experiments.store import MANIFEST, Run, library_versions, new_folder, source_commit, write_run
 from lapa2_interp.forcing import teacher_forced
 from lapa2_interp.layout import Layout, layout
@@ -190,8 +190,9 @@ def run_study(study: Study) -> Verified:
         tables |= _trace_tables(forced, rules)
         traces["forced"] = thin(forced)
     if long_ids is not None:
-        del model
-        model = load_model(study.model, dtype=study.long_dtype, device=study.device)
+        if study.long_dtype != study.dtype:
+            del model
+            model = load_model(study.model, dtype=study.long_dtype, device=study.device)
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
         found = _read_long(model, branch, texts, rules)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import PrefixError, first_problem, one_of
+from lapa2_interp.machine import Dtype
 
 
 class Recipe(BaseModel):
@@ -59,7 +60,7 @@ class Recipe(BaseModel):
     patience: Annotated[int, Field(ge=1)] | None = 6
     """Held-out losses without a new best before training stops; None never stops early."""
     seed: int = 42
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Of the network; the prefix is trained in float32."""
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -187,8 +187,8 @@ def built_in() -> list[str]:
     return sorted(str(file.relative_to(root).with_suffix("")) for file in root.rglob("*.toml"))
 
 
-AutoDtype = Callable[[str, str], str]
-"""What dtype "auto" means, given the names of a grid and of a model."""
+AutoDtype = Callable[[str, str, frozenset[str]], str]
+"""What dtype "auto" means, given the names of a grid and of a model, and the dtypes that blocks of the grid name."""
 
 
 def load_grid(
@@ -228,6 +228,12 @@ def load_grid(
         raise GridError(f"grid {name}: a block begins with [[block]], in double brackets")
     needs: list[str] = []
     cells: dict[str, Cell] = {}
+    dtypes = [_as_list((raw | block | dict(changes or {})).get("dtype", "float32")) for block in blocks]
+    named = frozenset(str(each) for values in dtypes for each in values if each != AUTO)
+
+    def meaning(model: str) -> str:
+        return (auto or _fastest)(title, model, named)
+
     for number, block in enumerate(blocks, 1):
         where = f"grid {name}, block {number}"
         keys = raw | block | dict(changes or {})
@@ -235,9 +241,9 @@ def load_grid(
         for key, value in keys.items():
             if value == []:
                 raise GridError(f"{where}: {key} is an empty list, so the block has no cell")
-        axes = [value if isinstance(value, list) else [value] for value in keys.values()]
+        axes = [_as_list(value) for value in keys.values()]
         for point in itertools.product(*axes):
-            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs, partial(auto or _fastest, title)):
+            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs, meaning):
                 cells.setdefault(cell.key, cell)
     if not cells:
         raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
@@ -252,8 +258,12 @@ def _check_keys(keys: Iterable[str], where: str) -> None:
             raise GridError(f"{where}: {one_of('key', key, Block.model_fields)}")
 
 
-def _fastest(grid: str, model: str) -> str:
+def _fastest(grid: str, model: str, named: frozenset[str]) -> str:
     return faster_dtype()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _resolve(point: dict[str, Any], where: str, needs: list[str], auto: Callable[[str], str]) -> list[Cell]:
