@@ -494,6 +494,9 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         if len(least)
         else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
     )
+    chance = (
+        f"Of {len(found)} such intervals one or more miss 0 by chance alone in {100 * (1 - 0.95 ** len(found)):.0f} runs of 100."
+    )
     note = (
         "Scorers: "
         + "; ".join(scorers)
@@ -509,7 +512,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         "model; distinct-n is the share "
         "of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
-        [warning, *([f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}."] if found else [])],
+        [warning, *([f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}. {chance}"] if found else [])],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
         [_table(["", *(name for name, _, _ in METRICS.values()), "n"], rows, note)],
