@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,12 +104,17 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
         f"""
 {page.resolve()}
 
-Try next:
+Try next{_where()}:
   lapa2 generate --attribute positive --prompt "Your own words" --alpha 0.5 --samples 4 --out results/mine
   lapa2 propositions --length 64 --out results/propositions
   make reproduce SCALE=tiny
 """
     )
+
+
+def _where() -> str:
+    """Where the command is, if the shell does not find it."""
+    return "" if shutil.which("lapa2") else f" (source {Path(sys.executable).parent / 'activate'}, then)"
 
 
 def _say(text: str) -> None:

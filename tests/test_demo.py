@@ -80,7 +80,7 @@ class Page(HTMLParser):
 
 def test_it_says_first_what_it_takes_and_shows_and_ends_with_what_to_try(made):
     out, printed = made
-    first, last = printed.index("It takes"), printed.index("Try next:")
+    first, last = printed.index("It takes"), printed.index("Try next")
     assert first < printed.index("[1/5]") < printed.index("[5/5]") < printed.index("report.html", first + 200) < last
     assert len(re.findall(r"^  (lapa2|make) ", printed[last:], re.M)) == 3
     assert str(out / "report.html") in printed

@@ -494,9 +494,8 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         if len(least)
         else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
     )
-    chance = (
-        f"Of {len(found)} such intervals one or more miss 0 by chance alone in {100 * (1 - 0.95 ** len(found)):.0f} runs of 100."
-    )
+    by_chance = 100 * (1 - 0.95 ** len(found))
+    chance = f"Of {len(found)} such intervals one or more miss 0 by chance alone in {by_chance:.0f} runs of 100."
     note = (
         "Scorers: "
         + "; ".join(scorers)
