@@ -496,6 +496,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     )
     by_chance = 100 * (1 - 0.95 ** len(found))
     chance = f"Of {len(found)} such intervals one or more miss 0 by chance alone in {by_chance:.0f} runs of 100."
+    against = f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}. {chance}"
     note = (
         "Scorers: "
         + "; ".join(scorers)
@@ -511,7 +512,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         "model; distinct-n is the share "
         "of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
-        [warning, *([f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}. {chance}"] if found else [])],
+        [warning, *([against] if found else [])],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
         [_table(["", *(name for name, _, _ in METRICS.values()), "n"], rows, note)],
