@@ -117,4 +117,4 @@ $(HOOKED)/.installed: $(VENV)/.installed requirements-hooked.lock
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(HOOKED)
+	rm -rf $(VENV) $(HOOKED) .cache

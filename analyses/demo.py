@@ -129,8 +129,8 @@ def _takes(model: str, page: Path) -> str:
     if page.is_file():
         return "seconds where nothing has changed"
     if model != MODEL:
-        return "as many steps as SmolLM2 takes in a minute and a half on two cores"
-    return f"a minute to {'three minutes on one core' if cores() == 1 else 'a minute and a half on two cores'}"
+        return "as many steps as SmolLM2 takes in one to two minutes on two cores"
+    return "two to three minutes on one core" if cores() == 1 else "one to two minutes on two cores"
 
 
 def _count(grid: Grid) -> int:
