@@ -147,7 +147,7 @@ def estimate(model: Model, plans: Sequence[Plan], trace: TraceKind, patterns: in
 
 
 def _time(model: Model, plans: Sequence[Plan]) -> str:
-    at = _pace(model, sum(len(each.branches) * each.tokens_read(each.method.reads_anew) for each in plans))
+    at = _pace(model, sum(each.tokens_read(each.method.reads_anew) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
 
