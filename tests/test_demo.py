@@ -172,10 +172,16 @@ def test_repeated_it_makes_only_the_page(made):
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
+@pytest.mark.alone
 def test_interrupted_it_says_that_it_goes_on_and_does(made, tmp_path):
     out = tmp_path / "run"
+    # What runs in the background of a script ignores SIGINT, and so would its children.
+    program = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     started = subprocess.Popen(
-        [sys.executable, SCRIPT, *tiny(out)],
+        [sys.executable, "-c", program, SCRIPT, *tiny(out)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     until = time.monotonic() + WAIT
