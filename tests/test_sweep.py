@@ -265,7 +265,11 @@ def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(traced
 
 
 def command(run, files, *more):
-    program = "from lapa2_interp.cli import main; raise SystemExit(main())"
+    # What runs in the background of a script ignores SIGINT, and so would its children.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from lapa2_interp.cli import main; raise SystemExit(main())"
+    )
     return [sys.executable, "-c", program, "sweep", *map(str, files), "--out", str(run), "--device", "cpu", *more]
 
 
