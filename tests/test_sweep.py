@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from itertools import count
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from lapa2_interp import generate
 from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
 from lapa2_interp.experiments import engines
+from lapa2_interp.experiments import sweep as sweeping
 from lapa2_interp.experiments.engines import ATTEMPTS, Failed, Here, Job, Opened, Processes, Worker
 from lapa2_interp.experiments.grids import load_grid
 from lapa2_interp.experiments.store import MANIFEST, SAMPLES, TRACE, Manifest, read_manifest
@@ -147,6 +149,7 @@ def warm():
     """A context whose processes have everything imported: they start in no time, and torch has no threads in them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()  # now: an engine blocks Ctrl-C while it starts processes, and theirs would be deaf for ever
     return context
 
 
@@ -347,6 +350,13 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
 def run_command(run, files, log):
     """`lapa2 sweep`, here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in the background of a script
+    finish = sweeping._Sweep._finish
+
+    def finish_and_wait(self, cell):
+        finish(self, cell)
+        time.sleep(60)  # or until the signal: the cells are done in a moment
+
+    sweeping._Sweep._finish = finish_and_wait
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
