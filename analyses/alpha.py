@@ -17,7 +17,7 @@
 #     python analyses/alpha.py results/quick && python figures/alpha.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.paper.bench import open_bench
 
 bench = open_bench("alpha", "The strength of the bias")
 cells = bench.cells

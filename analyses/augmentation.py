@@ -17,7 +17,7 @@
 #     python analyses/augmentation.py results/quick && python figures/augmentation.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.paper.bench import open_bench
 
 bench = open_bench("augmentation", "Attention on the prefix with and without LaPA2: sentiment and topic", "sent_topic")
 cells = bench.cells

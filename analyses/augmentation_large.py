@@ -16,7 +16,7 @@
 #     python analyses/augmentation_large.py results/quick && python figures/augmentation_large.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.paper.bench import open_bench
 
 bench = open_bench("augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox")
 cells = bench.cells

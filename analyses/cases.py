@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Case studies: the same random stream with and without LaPA2
 #
-# The paper shows hand-picked texts. Here a rule picks: of all pairs of texts of one prompt and sample number, that
+# The paper shows hand-picked texts. InProcess a rule picks: of all pairs of texts of one prompt and sample number, that
 # whose change in the classifier's probability of the attribute (or in toxicity) is the median of its method and task.
 # So what is shown is the usual case, not the best one. At 64 tokens, as in the paper.
 #
@@ -22,7 +22,7 @@ from contextlib import closing
 
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.scoring import Cache, Item, run_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 

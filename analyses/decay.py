@@ -16,7 +16,8 @@
 #     python analyses/decay.py results/quick && python figures/decay.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 
 bench = open_bench("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = bench.cells

@@ -23,15 +23,16 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.experiments.scripts import ScriptOptions, count
 from lapa2_interp.machine import cores
+from lapa2_interp.paper.scripts import ScriptOptions, count
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from lapa2_interp.attention.hooked import Model
-    from lapa2_interp.experiments.engines import Worker
-    from lapa2_interp.experiments.grids import Cell, Grid
+    from lapa2_interp.model_card import Model
+    from lapa2_interp.cell import Cell
+    from lapa2_interp.runs.grid import Grid
+    from lapa2_interp.runs.worker import Worker
 
 HERE = Path(__file__).resolve().parent / "demo"
 GRID, TEXTS = HERE / "demo.toml", HERE / "texts.json"
@@ -80,9 +81,9 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
 """
     )
     _stage(1, f"the model, {model}")
-    from lapa2_interp.experiments.engines import Worker
-    from lapa2_interp.experiments.sweep import durable_file, load_grids
     from lapa2_interp.models import load_tokenizer
+    from lapa2_interp.runs.sweep import durable_file, load_grids
+    from lapa2_interp.runs.worker import Worker
 
     load_tokenizer(model)  # refuses an unknown model before anything else, and converts SmolLM2
     (grid,) = load_grids(out, [str(GRID)], {"model": model})
@@ -142,10 +143,10 @@ def _count(grid: Grid) -> int:
 
 def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
     from lapa2_interp.errors import RunError, counted
-    from lapa2_interp.experiments.engines import Here
-    from lapa2_interp.experiments.sweep import sweep
+    from lapa2_interp.runs.local import InProcess
+    from lapa2_interp.runs.sweep import sweep
 
-    done = sweep(out, [grid], Here(worker=worker), _say)
+    done = sweep(out, [grid], InProcess(worker=worker), _say)
     if done.failed:
         raise RunError(
             f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says why, and the same command tries "
@@ -162,9 +163,9 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
     import json
 
     from lapa2_interp import __version__
-    from lapa2_interp.experiments.store import read_manifest, write_trace
     from lapa2_interp.files import keep_file
     from lapa2_interp.progress import progress_bar
+    from lapa2_interp.runs.manifest import read_manifest, write_trace
 
     weights = read_manifest(out / "cells" / cell.key).model.weights
     stored = json.loads(TEXTS.read_text("utf-8"))["texts"]
@@ -190,14 +191,15 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
         length: Tokens, at most.
     """
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.forcing import teacher_forced
-    from lapa2_interp.layout import layout
-    from lapa2_interp.models import SMOLLM2, model_card
-    from lapa2_interp.propositions import by_alpha
-    from lapa2_interp.tasks import load_task
+    from lapa2_interp.decoding.teacher_forcing import teacher_forced
+    from lapa2_interp.layout import Layout
+    from lapa2_interp.model_card import model_card
+    from lapa2_interp.models.smollm2 import SMOLLM2
+    from lapa2_interp.paper.propositions import by_alpha
+    from lapa2_interp.methods import load_task
 
     prefix = load_task("sentiment").attributes[text["attribute"]].prefix
-    branch = layout(model.tokenizer, prefix, text["prompt"])
+    branch = Layout.of(model.tokenizer, prefix, text["prompt"])
     ids = text["tokens"]
     if model_card(model).name != SMOLLM2:
         ids = model.tokenizer(text["text"][len(text["prompt"]) :], add_special_tokens=False, verbose=False).input_ids

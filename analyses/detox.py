@@ -17,7 +17,8 @@
 #     python analyses/detox.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import PAPER_MODELS, open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
 
 bench = open_bench("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = bench.cells

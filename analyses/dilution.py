@@ -20,10 +20,10 @@
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.stats import paired_difference
 from lapa2_interp.theory import fit_decay
-from lapa2_interp.trace import pooled, step_table
+from lapa2_interp.trace.tables import pooled, step_table
 
 bench = open_bench("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
 cells = bench.cells

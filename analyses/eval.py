@@ -24,8 +24,8 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench
-from lapa2_interp.experiments.ratings import stored_ratings
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.stats import mean_interval
 
 bench = open_bench("eval", "Ratings by people and by a judge model")

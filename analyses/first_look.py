@@ -26,9 +26,9 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, augmented, generate, load_model, load_task, methods, model_card, plots
-from lapa2_interp.experiments.scripts import ScriptOptions
-from lapa2_interp.layout import layout
-from lapa2_interp.trace import head_table, pooled
+from lapa2_interp.layout import Layout
+from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.trace.tables import head_table, pooled
 
 parser = ScriptOptions("One prefix, one prompt, every head.")
 parser.add_argument("--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`")
@@ -44,7 +44,7 @@ print(model_card(model))
 # slots `prefix`; `released` is what the paper's code boosts instead.
 
 # %%
-branch = layout(model.tokenizer, "Very positive:", "The lake")
+branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
 pd.DataFrame(
     {
         "token": branch.tokens,

@@ -19,7 +19,8 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 
 bench = open_bench("half", "Attribute relevance of the first and the second half of Air-Decoding's texts", "sent_topic")
 cells = bench.cells

@@ -19,7 +19,8 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.stats import paired_difference
 
 bench = open_bench("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")

@@ -11,13 +11,14 @@
 # %% [markdown]
 # # Head scope: must every head be augmented?
 #
-# Not in the paper, which augments all heads of all layers. Here all of them, the quarter with most attention on the prefix in the
+# Not in the paper, which augments all heads of all layers. InProcess all of them, the quarter with most attention on the prefix in the
 # baseline, all the others, and a random quarter (the grid quick/heads names them).
 #
 #     python analyses/heads.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 
 bench = open_bench("heads", "Head scope: the heads with most attention on the prefix, the others, a random quarter")
 cells = bench.cells

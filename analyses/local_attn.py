@@ -22,9 +22,11 @@
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.experiments.items import at_few_steps, open_bench
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference
-from lapa2_interp.trace import NEAREST, local_ratio
+from lapa2_interp.trace import NEAREST
+from lapa2_interp.trace.tables import local_ratio
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
 bench = open_bench(

@@ -21,9 +21,10 @@
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.experiments.items import ARM, open_bench, wide
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.tables import ARM, wide
 from lapa2_interp.stats import mean_interval
-from lapa2_interp.trace import pooled
+from lapa2_interp.trace.tables import pooled
 
 bench = open_bench("placement", "The paper's placement of the bias and that of its released code", "profile")
 cells = bench.cells

@@ -19,7 +19,8 @@
 # %%
 from itertools import pairwise
 
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 
 bench = open_bench("prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components")
 cells = bench.cells

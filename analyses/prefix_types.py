@@ -18,8 +18,8 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.experiments.items import open_bench
-from lapa2_interp.experiments.store import read_manifest
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.runs.manifest import read_manifest
 
 bench = open_bench("prefix_types", "Prefixes used by the run's methods")
 cells = bench.run.cells

@@ -17,7 +17,7 @@
 #     lapa2 sweep quick/related --out results/quick && python analyses/related.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench
+from lapa2_interp.paper.bench import open_bench
 
 bench = open_bench("related", "LaPA2 on decoders the paper does not run")
 cells = bench.cells

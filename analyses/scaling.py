@@ -17,7 +17,8 @@
 #     python analyses/scaling.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 
 bench = open_bench("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = bench.cells

@@ -18,7 +18,8 @@
 #     python analyses/sent_topic.py results/quick
 
 # %%
-from lapa2_interp.experiments.items import open_bench, paper_number
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.reported import paper_number
 
 bench = open_bench("sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths")
 cells = bench.cells

@@ -12,7 +12,7 @@
 # # The span question: which keys should be boosted?
 #
 # The paper boosts the prefix. Its released code counts slots from 0, so it boosts BOS, the attention sink, and misses the last
-# prefix token. Here the bias alpha * log(l/n) goes to different keys and nothing else changes: the exact prefix, the released
+# prefix token. InProcess the bias alpha * log(l/n) goes to different keys and nothing else changes: the exact prefix, the released
 # slots, BOS alone, prefix and BOS, each prefix token by itself, and a sham span (two prompt tokens). For every arm: where the
 # mass goes, how well the texts carry their attribute, and how fluent they are; then control against mass, so that arms are
 # compared where they put as much attention on the prefix.
@@ -42,10 +42,10 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import Augmentation, load_model, load_task, methods, plots
-from lapa2_interp.experiments.runner import run_arms
-from lapa2_interp.experiments.scripts import ScriptOptions, count
-from lapa2_interp.experiments.store import new_folder, read_manifest, read_run, write_run
 from lapa2_interp.machine import Dtype, tell_if_slow
+from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.runs.generate import run_arms
+from lapa2_interp.runs.manifest import new_folder, read_manifest, read_run, write_run
 from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.embedded import EmbeddedScorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, score_table

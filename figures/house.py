@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp.errors import RunError
-from lapa2_interp.experiments.scripts import ScriptOptions
+from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.plots import Drawing
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"

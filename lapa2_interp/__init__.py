@@ -14,10 +14,10 @@ _HOMES = {
     "Augmentation": "augmentation",
     "Lapa2Error": "errors",
     "augmented": "attention.hooked",
-    "generate": "decoding",
+    "generate": "decoding.loop",
     "load_model": "models",
-    "load_run": "experiments.sweep",
-    "load_task": "tasks",
+    "load_run": "runs.sweep",
+    "load_task": "methods",
     "load_tokenizer": "models",
     "model_card": "models",
     "probe": "attention.liveness",
@@ -40,11 +40,12 @@ if TYPE_CHECKING:
     from lapa2_interp.attention.hooked import augmented
     from lapa2_interp.attention.liveness import probe
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.decoding import generate
+    from lapa2_interp.decoding.loop import generate
     from lapa2_interp.errors import Lapa2Error
-    from lapa2_interp.experiments.sweep import load_run
-    from lapa2_interp.models import load_model, load_tokenizer, model_card
-    from lapa2_interp.tasks import load_task
+    from lapa2_interp.methods import load_task
+    from lapa2_interp.model_card import model_card
+    from lapa2_interp.models import load_model, load_tokenizer
+    from lapa2_interp.runs.sweep import load_run
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,14 @@ this module is pure arithmetic and imports no model code.
 
 Two named conventions fill the fields that are not given:
 
-=========  ==========  ========  ===========  ================================================================
-profile    span        length    phase        source
-=========  ==========  ========  ===========  ================================================================
-paper      prefix      paper     last_query   Algorithm 1
-released   released    kv        decode       the released code: keys 0..n-1, which are BOS and all but the
-                                              last prefix token; every law is 0 where l <= n
-=========  ==========  ========  ===========  ================================================================
+=========  ========  ===========  ==========  ==============================================
+profile    span      length_rule  phase       source
+=========  ========  ===========  ==========  ==============================================
+paper      prefix    paper        last_query  Algorithm 1
+released   released  kv           decode      the released code: keys 0..n-1, which are BOS
+                                              and all but the last prefix token; every law
+                                              is 0 where l <= n
+=========  ========  ===========  ==========  ==============================================
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Real
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from lapa2_interp.errors import AugmentationError, first_problem
 
@@ -37,10 +46,12 @@ LayerRule = Literal["all", "bottom", "top", "even", "odd"] | Annotated[tuple[int
 HeadRule = Literal["all"] | Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
 
 PROFILES: dict[str, dict[str, str]] = {
-    "paper": {"span": "prefix", "length": "paper", "phase": "last_query"},
-    "released": {"span": "released", "length": "kv", "phase": "decode"},
+    "paper": {"span": "prefix", "length_rule": "paper", "phase": "last_query"},
+    "released": {"span": "released", "length_rule": "kv", "phase": "decode"},
 }
 
+WRITTEN = "length"
+"""What `length_rule` is called in JSON, and so in the keys of cells; both names are read."""
 FORMS = {
     "span": "'prefix', 'prefix+bos', 'bos', 'released', or slots ((start, stop), ...)",
     "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
@@ -57,14 +68,14 @@ class Augmentation(BaseModel):
 
     Args:
         alpha: Strength, >= 0. At 0 nothing is added.
-        profile: "paper" (Algorithm 1) or "released" (what the released code computes); fills `span`, `length` and
-            `phase` where they are not given.
+        profile: "paper" (Algorithm 1) or "released" (what the released code computes); fills `span`, `length_rule`
+            and `phase` where they are not given.
         law: b(l): "log" alpha*ln(l/n), "linear" alpha*l/n, "sqrt" alpha*sqrt(l/n), "constant" alpha*ln(l0/n).
         l0: The fixed length of the constant law (the paper's ablation uses 128); required there, refused elsewhere.
         span: Which keys are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "released" (the first n slots,
             n being what the tokenizer counts for the prefix alone), or explicit `((start, stop), ...)` over live slots,
             0 being the first key (BOS).
-        length: What l counts at a query: "paper" the keys in its softmax without BOS, "kv" all of them.
+        length_rule: What l counts at a query: "paper" the keys in its softmax without BOS, "kv" all of them.
         phase: Which queries: "decode" the generated tokens, "last_query" those and the last prompt token (t = T of
             Algorithm 1), "all_queries" every query after the span, each with its own l.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer numbers.
@@ -81,7 +92,7 @@ class Augmentation(BaseModel):
     law: Law = "log"
     l0: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     span: SpanRule = "prefix"
-    length: LengthRule = "paper"
+    length_rule: LengthRule = "paper"
     phase: Phase = "last_query"
     layers: LayerRule = "all"
     heads: HeadRule = "all"
@@ -95,9 +106,15 @@ class Augmentation(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_profile(cls, fields: Any) -> Any:
-        if isinstance(fields, dict):
-            return PROFILES.get(fields.get("profile", "paper"), {}) | fields
-        return fields
+        if not isinstance(fields, dict):
+            return fields
+        if WRITTEN in fields and "length_rule" not in fields:
+            fields = {("length_rule" if name == WRITTEN else name): value for name, value in fields.items()}
+        return PROFILES.get(fields.get("profile", "paper"), {}) | fields
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {(WRITTEN if name == "length_rule" else name): value for name, value in write(self).items()}
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:
@@ -181,7 +198,12 @@ class Augmentation(BaseModel):
     @property
     def label(self) -> str:
         """Its name among the arms of a run: alpha and profile, then every field that is not the profile's."""
-        usual = PROFILES[self.profile] | {"law": "log", "layers": "all", "heads": "all"}
+        usual = PROFILES[self.profile] | {
+            WRITTEN: PROFILES[self.profile]["length_rule"],
+            "law": "log",
+            "layers": "all",
+            "heads": "all",
+        }
         others = [
             f"{field} {_short(value)}"
             for field, value in self.model_dump(exclude={"alpha", "profile"}, exclude_none=True).items()

@@ -1,39 +1,159 @@
-"""The user's cache: where it is, and how a file appears there whole or not at all."""
+"""The one way a file or folder appears: whole and on the disk, or not at all; and where the user's cache is.
+
+Everything is written aside, under a name that begins with `.writing-` in the folder where it will
+be, flushed to the disk, and renamed. A process that dies leaves at most such a name, which `tidy`
+takes away.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp.errors import ModelError
+from lapa2_interp.errors import ModelError, RunError
+
+ASIDE = ".writing-"
+"""What the names of unfinished files and folders begin with."""
+
+
+@contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """A folder to fill, which is at `place` when the block has ended well.
+
+    A folder that is there already stays until then, and is replaced.
+    """
+    _make_parents(place)
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=place.parent))
+    fresh = aside / place.name
+    try:
+        fresh.mkdir()
+        yield fresh
+        for path in [*fresh.rglob("*"), fresh]:
+            _flush(path)
+        if place.exists():
+            place.rename(aside / f"{place.name} before")
+        fresh.rename(place)
+        _flush(place.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(place: Path) -> Iterator[Path]:
+    """The path of a file to write, of the same name, which is at `place` when the block has ended well.
+
+    A file that is there already stays until then, and is replaced. Processes that write the same
+    file do not meet.
+    """
+    _make_parents(place)
+    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=place.parent) as aside:
+        fresh = Path(aside) / place.name
+        yield fresh
+        _flush(fresh)
+        fresh.replace(place)
+        _flush(place.parent)
+
+
+def write_text(place: Path, text: str) -> None:
+    """Write a text file, whole, as UTF-8."""
+    with whole_file(place) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+def remove_folder(folder: Path) -> None:
+    """Take a folder away whole: a process that dies in the middle leaves none that looks complete."""
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder.parent))
+    folder.rename(aside / folder.name)
+    shutil.rmtree(aside)
+
+
+def tidy(folder: Path) -> None:
+    """Take away what processes that were killed left unfinished in a folder, at any depth."""
+    for left in list(folder.rglob(f"{ASIDE}*")):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(
+    out: Path, force: bool = False, finished: Callable[[Path], bool] = lambda folder: False
+) -> Iterator[Path]:
+    """The folder of a command's results: it becomes `out` when the block ends well, and vanishes when it does not.
+
+    Args:
+        out: The folder's place.
+        force: Replace a finished folder of this kind there. Anything else there is never replaced.
+        finished: Whether a folder is a finished one of this kind.
+
+    Raises:
+        RunError: `out` is finished, is something else, or cannot be written.
+    """
+    out = out.resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if not finished(out):
+            raise RunError(f"{out} exists and is not a folder of this command's making; choose another --out")
+        if not force:
+            raise RunError(f"{out} is finished; --force replaces it, or choose another --out")
+    made = [folder for folder in out.parents if not folder.exists()]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=ASIDE, dir=out.parent):
+            pass
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+    try:
+        with whole_folder(out) as fresh:
+            yield fresh
+    finally:
+        if not out.exists():
+            for folder in made:
+                with suppress(OSError):  # somebody else put something there meanwhile
+                    folder.rmdir()
 
 
 def cache_folder() -> Path:
-    """Where things are kept that take long to make: `LAPA2_CACHE`, or the platform's folder for caches."""
+    """The folder of things that take long to make: `LAPA2_CACHE`, or the platform's folder for caches."""
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
 
 
 def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Put a file into the cache, whole: processes that make the same one do not meet.
+    """Put a file into the cache.
 
     Args:
-        write: Given a path of the same ending, writes it.
+        write: Given a path of the same name, writes it.
 
     Raises:
         ModelError: The cache cannot be written.
     """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="writing-", dir=file.parent) as folder:
-            fresh = Path(folder) / file.name
+        with whole_file(file) as fresh:
             write(fresh)
-            fresh.replace(file)
     except OSError as error:
         raise ModelError(
             f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder that can"
         ) from error
+
+
+def _make_parents(place: Path) -> None:
+    for folder in [each for each in reversed(place.parents) if not each.is_dir()]:
+        folder.mkdir(exist_ok=True)
+        _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # What some network disks say of folders.
+        if not (error.errno == errno.EINVAL and path.is_dir()):
+            raise
+    finally:
+        os.close(handle)

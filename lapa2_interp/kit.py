@@ -17,14 +17,20 @@ from jaxtyping import Float, Int
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from lapa2_interp.attention.hooked import Model
 from lapa2_interp.attention.neurons import is_gated, promoters
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.loop import run_plan
+from lapa2_interp.decoding.plan import plan
+from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.files import cache_folder, keep_file
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
-from lapa2_interp.models import fingerprint, model_card
+from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.models import fingerprint
 from lapa2_interp.progress import no_progress
+from lapa2_interp.scoring import Item, run_scorer
+from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.tasks import Attribute, Prompts, Task
 
 T = TypeVar("T")
@@ -61,10 +67,6 @@ class ModelKit:
         return self.model.W_E.detach().float()
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
-        # A draft is an ordinary generation, whose own plan has nothing to prepare.
-        from lapa2_interp.decoding import run_plan
-        from lapa2_interp.plan import plan
-
         file = self._file("drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed)
         with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
             return TypeAdapter(list[str]).validate_json(file.read_bytes())
@@ -74,26 +76,34 @@ class ModelKit:
             attributes={"none": Attribute(prefix="none")},
             prompts=Prompts(texts=(prompt,)),
         )
-        try:
-            todo = plan(self.model, method, bare, "none", (prompt,), None, new_tokens, n, kit=self)
+        cell = Cell.of(
+            self.model,
+            method=method,
+            task=bare,
+            attribute="none",
+            alpha=0.0,
+            length=new_tokens,
+            samples=n,
+            seed=DRAFT_SEEDS + seed,
+            eos="stop",
+            trace="none",
+        )
+        try:  # a draft is an ordinary generation, whose own plan has nothing to prepare
+            todo = plan(self.model, cell)
         except LayoutError as error:
             raise LayoutError(
                 f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
             ) from None
-        made = run_plan(self.model, todo, seed=DRAFT_SEEDS + seed, eos="stop", trace="none", progress=no_progress())
+        made = run_plan(self.model, todo, progress=no_progress())
         ends = set(self.end_ids)
-        before = len(self.text(self.ids(prompt)))
         texts = [
-            self.text([*self.ids(prompt), *(i for i in tokens if i not in ends)])[before:]
+            continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
             for tokens in made.samples["tokens"]
         ]
         keep_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
         return texts
 
     def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
-        from lapa2_interp.scoring import Item, run_scorer
-        from lapa2_interp.scoring.named import Options, make_scorer
-
         name, _, model = scorer.partition("=")
         options = Options(task=task.name, device=self.card.device)
         reader = self.once(("scorer", scorer, task.name), lambda: make_scorer(name, model, options))

@@ -1,6 +1,6 @@
 """Which key is which: the tokens of a branch, its spans, and the paper's lengths.
 
-A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then what is generated. `layout`
+A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then what is generated. `Layout.of`
 tokenises prefix and prompt *together*, as the model will read them, and finds the spans from character offsets: a token that
 starts before the seam belongs to the prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead
 is how spans go wrong.
@@ -104,6 +104,67 @@ class Layout:
     merged: str | None = None
     pad: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        prefix: str | None,
+        prompt: str,
+        *,
+        soft: int = 0,
+        doubled_bos: bool = False,
+    ) -> Layout:
+        """Tokenise one branch and find its spans.
+
+        Args:
+            tokenizer: A fast tokenizer (character offsets are needed).
+            prefix: The hard prefix, joined to the prompt exactly as given (put separators into one of the two); None for
+                the raw model.
+            prompt: The prompt.
+            soft: Slots of a soft prefix in front, instead of a hard one.
+            doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers that prepend BOS themselves.
+
+        Raises:
+            LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the tokenizer has no offsets, or
+                a doubled BOS is asked of a tokenizer that adds none.
+        """
+        if soft < 0 or (soft and prefix is not None):
+            raise LayoutError(f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}")
+        if not tokenizer.is_fast:
+            raise LayoutError(f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer")
+        start = text_markers(tokenizer).start
+        # TransformerLens switches BOS on in tokenizers whose own files have it off; those families never add one.
+        adds_bos = tokenizer("a").input_ids[0] == start and not type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
+        if doubled_bos and not adds_bos:
+            raise LayoutError("doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not")
+
+        seam = len(prefix or "")
+        encoded = tokenizer((prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True)
+        # Tokenizers that trim offsets leave leading white space between two tokens; it belongs to the one that follows.
+        stops = [0] + [stop for _, stop in encoded["offset_mapping"]]
+        begins = [min(begin, stop) for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)]
+        l_pre = sum(begin < seam for begin in begins)
+        l_pro = len(begins) - l_pre
+        if prefix is not None and not tokenizer(prefix, add_special_tokens=False).input_ids:
+            raise LayoutError(f"the prefix {prefix!r} tokenises to nothing; give text, or None for the raw model")
+        if not l_pro:
+            raise LayoutError(f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of text")
+
+        alone = prefix if prefix is not None else prompt
+        n_bos = 2 if doubled_bos else 1
+        ids = (start,) * n_bos + tuple(encoded["input_ids"])
+        crosses = l_pre > 0 and stops[l_pre] > seam
+        return cls(
+            ids=ids,
+            tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
+            n_bos=n_bos,
+            l_pre=soft or l_pre,
+            l_pro=l_pro,
+            counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
+            soft=soft,
+            merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
+        )
+
     def __len__(self) -> int:
         """Slots up to the end of the prompt, soft ones and padding included."""
         return self.soft + self.pad + len(self.ids)
@@ -188,67 +249,12 @@ class Layout:
             "last_query": self.prompt.stop - 1,
             "all_queries": max(span.stop for span in self.spans(augmentation.span)),
         }[augmentation.phase]
-        l = np.maximum(self.lengths(queries, augmentation.length), 1)
+        l = np.maximum(self.lengths(queries, augmentation.length_rule), 1)
         return np.where(queries >= first, augmentation.bias(l, self.n(augmentation.span)), 0.0)
 
     def padded(self, width: int) -> Layout:
         """The same branch, left-padded to `width` slots."""
         return replace(self, pad=width - self.n_live)
-
-
-def layout(
-    tokenizer: PreTrainedTokenizerBase, prefix: str | None, prompt: str, *, soft: int = 0, doubled_bos: bool = False
-) -> Layout:
-    """Tokenise one branch and find its spans.
-
-    Args:
-        tokenizer: A fast tokenizer (character offsets are needed).
-        prefix: The hard prefix, joined to the prompt exactly as given (put separators into one of the two); None for
-            the raw model.
-        prompt: The prompt.
-        soft: Slots of a soft prefix in front, instead of a hard one.
-        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers that prepend BOS themselves.
-
-    Raises:
-        LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the tokenizer has no offsets, or
-            a doubled BOS is asked of a tokenizer that adds none.
-    """
-    if soft < 0 or (soft and prefix is not None):
-        raise LayoutError(f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}")
-    if not tokenizer.is_fast:
-        raise LayoutError(f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer")
-    start = text_markers(tokenizer).start
-    # TransformerLens switches BOS on in tokenizers whose own files have it off; those families never add one.
-    adds_bos = tokenizer("a").input_ids[0] == start and not type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
-    if doubled_bos and not adds_bos:
-        raise LayoutError("doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not")
-
-    seam = len(prefix or "")
-    encoded = tokenizer((prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True)
-    # Tokenizers that trim offsets leave leading white space between two tokens; it belongs to the one that follows.
-    stops = [0] + [stop for _, stop in encoded["offset_mapping"]]
-    begins = [min(begin, stop) for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)]
-    l_pre = sum(begin < seam for begin in begins)
-    l_pro = len(begins) - l_pre
-    if prefix is not None and not tokenizer(prefix, add_special_tokens=False).input_ids:
-        raise LayoutError(f"the prefix {prefix!r} tokenises to nothing; give text, or None for the raw model")
-    if not l_pro:
-        raise LayoutError(f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of text")
-
-    alone = prefix if prefix is not None else prompt
-    n_bos = 2 if doubled_bos else 1
-    ids = (start,) * n_bos + tuple(encoded["input_ids"])
-    crosses = l_pre > 0 and stops[l_pre] > seam
-    return Layout(
-        ids=ids,
-        tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
-        n_bos=n_bos,
-        l_pre=soft or l_pre,
-        l_pro=l_pro,
-        counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
-        soft=soft,
-        merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
-    )
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
@@ -273,7 +279,7 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
     last = len(layout) - 1
     early = augmentation is not None and augmentation.phase == "all_queries"
     queries = np.arange(min(last, max(inside["boosted"]) + 1) if early else last, last + steps)
-    lengths = layout.lengths(queries, augmentation.length if augmentation else "paper")
+    lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper")
     bias = layout.bias(augmentation, queries) if augmentation else np.zeros(len(queries))
     keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(zip(layout.ids, layout.tokens, strict=True))
     return {

@@ -44,7 +44,7 @@ def soft_prefix(model, attribute="positive", task="sentiment", *, slots=5, shift
     import torch
 
     from lapa2_interp import model_card
-    from lapa2_interp.prefixes import PrefixCard, SoftPrefix, kv_shape
+    from lapa2_interp.soft_prefix import PrefixCard, SoftPrefix, kv_shape
 
     shape, card = kv_shape(model, slots), model_card(model)
     rng = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def soft_prefix(model, attribute="positive", task="sentiment", *, slots=5, shift
 
 def soft_set(folder, model, task, **settings):
     """A folder of random soft prefixes, one per attribute of a task."""
-    from lapa2_interp.prefixes import save_prefix
+    from lapa2_interp.soft_prefix import save_prefix
 
     for seed, attribute in enumerate(task.attributes):
         save_prefix(soft_prefix(model, attribute, task.name, seed=seed, **settings), folder, "float32")

@@ -13,14 +13,14 @@ from lapa2_interp import Augmentation, augmented, probe
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import AugmentationError, DeadHookError, LayoutError
-from lapa2_interp.layout import layout, left_pad
+from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.theory import shifted_share
 
 GENERATED = [70, 81, 92, 103, 114]
 
 
 def branch(model, prefix="ab cd:", prompt="efg hi"):
-    return layout(model.tokenizer, prefix, prompt)
+    return Layout.of(model.tokenizer, prefix, prompt)
 
 
 def ids_of(found, generated=()):
@@ -31,7 +31,7 @@ def ids_of(found, generated=()):
 def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, rounding):
     from transformers.models.llama.modeling_llama import repeat_kv
 
-    from lapa2_interp.attention.cache import CachedHeads
+    from lapa2_interp.attention.cached_heads import CachedHeads
 
     rng = torch.Generator().manual_seed(2)
     buffer = torch.randn(4, 3, 7, 8, generator=rng, dtype=torch.float64).to(dtype)[:, :, :5]
@@ -64,7 +64,8 @@ def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, 
 def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    from lapa2_interp.attention.cache import CachedHeads, open_rows
+    from lapa2_interp.attention.cache import open_rows
+    from lapa2_interp.attention.cached_heads import CachedHeads
 
     model = load(name)
     monkeypatch.setattr(
@@ -330,11 +331,11 @@ def test_soft_slots_in_a_cache(tiny):
     """Keys without ids in front of BOS: the exact law holds on them, and the trace finds every part at its place."""
     from transformers import DynamicCache
 
-    from lapa2_interp.trace import Recorder
+    from lapa2_interp.trace.recorder import Recorder
 
     model = load(tiny, "float64")
     cfg, soft = model.cfg, 5
-    found = layout(model.tokenizer, None, "efg hi", soft=soft)
+    found = Layout.of(model.tokenizer, None, "efg hi", soft=soft)
     heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     rng = torch.Generator().manual_seed(0)
     prefix = torch.randn(cfg.n_layers, 2, 1, heads, soft, cfg.d_head, generator=rng, dtype=torch.float64)
@@ -421,10 +422,10 @@ def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
     """In a process of its own: under the tests' run-time types the package's own checks would never be reached."""
     program = """
 from lapa2_interp import Augmentation, Lapa2Error, augmented, generate, load_model, load_task, methods
-from lapa2_interp.layout import layout
+from lapa2_interp.layout import Layout
 
 model, task, prefix = load_model("tiny-gpt2"), load_task("sentiment"), methods.get("prefix")
-found = layout(model.tokenizer, "ab:", "cd")
+found = Layout.of(model.tokenizer, "ab:", "cd")
 calls = [
     lambda: augmented(model, 0.5, [found]).__enter__(),
     lambda: augmented(model, [0.5], found).__enter__(),

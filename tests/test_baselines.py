@@ -14,14 +14,14 @@ from oracle import oracle_logits
 from lapa2_interp import Augmentation, generate, load_model, load_task, methods
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import assert_neurons_live, neuron_point, promoters, setting
+from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import AugmentationError, DataError, DeadHookError, MethodError, ScoringError
 from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
-from lapa2_interp.layout import layout
+from lapa2_interp.layout import Layout
 from lapa2_interp.methods import Intervention, Prepared, Start
 from lapa2_interp.methods.datg import SENTENCE, Words, best_nodes, dual_graphs, official
 from lapa2_interp.methods.freectrl import OFF, Control, noise_ratio, rank_probabilities, score, weight
 from lapa2_interp.methods.prefix import NoControl
-from lapa2_interp.sampling import draw, uniforms
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +250,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
     weights = []
     for sample in made.samples.itertuples():
         text, uniform = kit.ids(sample.prompt), uniforms(5, sample.prompt, sample.sample, 20)
-        branch = layout(model.tokenizer, None, sample.prompt)
+        branch = Layout.of(model.tokenizer, None, sample.prompt)
         for t, token in enumerate(sample.tokens):
             cos = {c: unit[each] @ unit[text].T for c, each in ids.items()}  # keyword, token
             scores = []
@@ -294,7 +294,7 @@ def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
         a, b = cached.trace[name].to_numpy(), anew.trace[name].to_numpy()
         assert np.nanmax(np.abs(a - b)) < 1e-6, name
         assert np.array_equal(np.isnan(a), np.isnan(b))
-    branch = layout(model.tokenizer, None, "Once upon")
+    branch = Layout.of(model.tokenizer, None, "Once upon")
     sample = anew.samples.iloc[3]
     _, patterns = oracle_logits(model, branch, sample.tokens[:-1], settings["augmentation"])
     last = patterns[1][2, -1]
@@ -401,8 +401,8 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
 
 
 def test_freectrl_says_what_reading_anew_costs(words_model, word_file):
-    from lapa2_interp.experiments.runner import estimate
-    from lapa2_interp.plan import plan
+    from lapa2_interp.decoding.plan import plan
+    from lapa2_interp.runs.generate import estimate
 
     todo = plan(words_model, freectrl(word_file), load_task("sentiment"), "positive", ["The lake"], None, 12, 3)
     # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read 12.
@@ -523,7 +523,7 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     model = load("tiny-llama", "float64")
     kit = ModelKit(model)
     texts = kit.drafts(Drafting(), "The sea", 3, 6, seed=4)
-    branch = layout(model.tokenizer, None, "The sea")
+    branch = Layout.of(model.tokenizer, None, "The sea")
     ends = set(kit.end_ids)
     for number, text in enumerate(texts):
         tokens, uniform = [], uniforms(DRAFT_SEEDS + 4, "The sea", number, 6)
@@ -555,7 +555,7 @@ def test_scores_of_drafts_are_shares_of_the_attribute():
 @pytest.mark.parametrize("form", ["L", "P"])
 def test_datg_generates_with_words_of_its_own(form):
     """On the embedded classifier, with what it prepared in the manifest; form P has a prefix per prompt, and takes LaPA2."""
-    from lapa2_interp.experiments.runner import run_arms
+    from lapa2_interp.runs.generate import run_arms
 
     model, task = load("smollm2-135m"), load_task("sentiment")
     method = methods.for_task("datg", task, form=form, drafts=5, draft_tokens=12)
@@ -572,7 +572,7 @@ def test_datg_generates_with_words_of_its_own(form):
     for number, prompt in enumerate(prompts):
         lists = [", ".join(prepared[prompt][part]) for part in ("positive", "negative")]
         sentence = SENTENCE.format(positive=lists[0], negative=lists[1])
-        l_pre = layout(model.tokenizer, sentence, " " + prompt).l_pre
+        l_pre = Layout.of(model.tokenizer, sentence, " " + prompt).l_pre
         assert run.trace["l_pre"].to_numpy()[0, 2 * number : 2 * number + 2].tolist() == [l_pre] * 2
     plain, boosted = run.trace["prefix"].to_numpy()[0].reshape(2, 4, -1)
     # Behind a prefix of dozens of tokens l/l_pre stays near 1, and so does what the bias multiplies.
@@ -582,7 +582,7 @@ def test_datg_generates_with_words_of_its_own(form):
 
 def test_plans_prepare_each_prompt_once():
     """Arms and attributes share the kit, so that what prompts share is made once."""
-    from lapa2_interp.plan import plan
+    from lapa2_interp.decoding.plan import plan
 
     calls = []
 
@@ -691,7 +691,7 @@ def test_the_sentence_of_form_p_leaves_the_prompt_whole():
     tokenizer = load_tokenizer("smollm2-135m")
     (branch,) = methods.get("datg", form="P").branches(load_task("sentiment"), "positive")
     for prompt in ("The", "The lake"):
-        found = layout(tokenizer, branch.prefix, branch.join + prompt)
+        found = Layout.of(tokenizer, branch.prefix, branch.join + prompt)
         assert found.merged is None
         assert found.l_pro == len(prompt.split())
 

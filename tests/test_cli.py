@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lapa2_interp.cli import main
-from lapa2_interp.experiments.store import read_run
+from lapa2_interp.runs.manifest import read_run
 
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
 
@@ -278,7 +278,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 
 def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    from lapa2_interp.experiments import runner
+    from lapa2_interp.runs import runner
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

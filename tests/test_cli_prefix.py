@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from lapa2_interp.cli import main
-from lapa2_interp.experiments.store import read_run
-from lapa2_interp.prefixes import load_prefix
+from lapa2_interp.runs.manifest import read_run
+from lapa2_interp.soft_prefix import load_prefix
 
 TRAIN = "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set batch=4 --set lr=0.05"
 
@@ -121,7 +121,7 @@ def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
 def test_import_and_lists(tmp_path, capsys):
     from conftest import load, soft_prefix
 
-    from lapa2_interp.prefixes import save_prefix
+    from lapa2_interp.soft_prefix import save_prefix
 
     save_prefix(soft_prefix(load("tiny-gpt2")), tmp_path / "a", "float32")
     line = "prefix import --model tiny-gpt2 --task sentiment --attribute negative"

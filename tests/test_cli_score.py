@@ -9,8 +9,8 @@ from conftest import load
 
 from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.cli import main
-from lapa2_interp.experiments.runner import run_arms
-from lapa2_interp.experiments.store import new_folder, write_run
+from lapa2_interp.runs.generate import run_arms
+from lapa2_interp.runs.manifest import new_folder, write_run
 
 
 def lapa2(line, *more):

@@ -12,18 +12,20 @@ import torch
 from conftest import HAS_HOOKED, load
 
 from lapa2_interp import Augmentation, models
-from lapa2_interp.decoding import run_plan
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.loop import run_plan
+from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import ModelError, RunError
-from lapa2_interp.experiments import cluster as clusters
-from lapa2_interp.experiments.cluster import Cluster
-from lapa2_interp.experiments.engines import Failed, Here, Job, Opened
-from lapa2_interp.experiments.grids import Cell, load_grid
-from lapa2_interp.experiments.store import library_versions
-from lapa2_interp.experiments.sweep import sweep
 from lapa2_interp.machine import remember
 from lapa2_interp.methods import for_task
-from lapa2_interp.plan import plan
-from lapa2_interp.tasks import load_task
+from lapa2_interp.runs import cluster as clusters
+from lapa2_interp.runs.cluster import Cluster
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.jobs import Failed, Job, Opened
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.manifest import library_versions
+from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.methods import load_task
 
 GRID = """
 model = "tiny-gpt2"
@@ -65,7 +67,7 @@ def grid(tmp_path_factory):
 def here(grid, tmp_path_factory):
     """The run of one process."""
     folder = tmp_path_factory.mktemp("here") / "run"
-    assert sweep(folder, [grid], Here("cpu")).made == 2
+    assert sweep(folder, [grid], InProcess("cpu")).made == 2
     return folder
 
 

@@ -11,7 +11,7 @@ from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 from lapa2_interp import Augmentation, generate, load_task, methods
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.errors import MethodError
-from lapa2_interp.layout import layout, left_pad
+from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.methods import Start, nucleus
 
 CLASSES = [("target", "b"), ("target", "b", "c", "d")]
@@ -353,10 +353,10 @@ def test_the_prompts_log_likelihood(tiny, model_class):
     model = load(tiny, "float64", model_class)
     prefix = soft_prefix(model, slots=3, shifted=True)
     rows = [
-        layout(model.tokenizer, "ab:", "cd efg"),
-        layout(model.tokenizer, None, "cd efg"),
-        layout(model.tokenizer, "a longer one:", "x"),
-        layout(model.tokenizer, None, "hij", soft=3),
+        Layout.of(model.tokenizer, "ab:", "cd efg"),
+        Layout.of(model.tokenizer, None, "cd efg"),
+        Layout.of(model.tokenizer, "a longer one:", "x"),
+        Layout.of(model.tokenizer, None, "hij", soft=3),
     ]
     given = [None, None, None, prefix]
     with torch.no_grad():
@@ -392,7 +392,7 @@ def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
     assert list(start.log_likelihood) == ["base", "target", "positive"]
     assert start.n_prompt.tolist() == [7, 7, 19, 19]
     for branch, text in (("base", None), ("target", "Very negative:"), ("positive", "Very positive:")):
-        rows = [layout(model.tokenizer, text, prompt) for prompt in ("The sea", "A horse of the lake")]
+        rows = [Layout.of(model.tokenizer, text, prompt) for prompt in ("The sea", "A horse of the lake")]
         with torch.no_grad():
             alone = [
                 prompt_log_likelihood(open_rows(model).prompt_pass([row], None, row.l_pro + 1), [row])[0]

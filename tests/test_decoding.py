@@ -10,11 +10,11 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented, generate, load_task, methods
 from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.decoding.plan import assign, plan
 from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, TaskError
-from lapa2_interp.layout import layout, left_pad, text_markers
+from lapa2_interp.layout import Layout, left_pad, text_markers
 from lapa2_interp.models import load_transformers
-from lapa2_interp.plan import assign, plan
-from lapa2_interp.prefixes import load_prefix
+from lapa2_interp.soft_prefix import load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -35,10 +35,10 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, pro
     model = load(tiny, "float64", model_class)
     rows = left_pad(
         [
-            layout(model.tokenizer, "ab cd:", "efg hi"),
-            layout(model.tokenizer, "a:", "b"),
-            layout(model.tokenizer, None, "a longer prompt than the others"),
-            layout(model.tokenizer, "xyz", "uvw"),
+            Layout.of(model.tokenizer, "ab cd:", "efg hi"),
+            Layout.of(model.tokenizer, "a:", "b"),
+            Layout.of(model.tokenizer, None, "a longer prompt than the others"),
+            Layout.of(model.tokenizer, "xyz", "uvw"),
         ]
     )
     augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law)
@@ -60,7 +60,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, pro
 
 def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
     model = load(tiny, "float64", model_class)
-    rows = left_pad([layout(model.tokenizer, "ab cd:", "efg hi"), layout(model.tokenizer, "a:", "b")])
+    rows = left_pad([Layout.of(model.tokenizer, "ab cd:", "efg hi"), Layout.of(model.tokenizer, "a:", "b")])
     augmentation = Augmentation(alpha=0.7, phase="all_queries")
     state = open_rows(model)
     with torch.no_grad(), augmented(model, augmentation, rows):
@@ -74,13 +74,13 @@ def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
 
 def test_generated_tokens_are_draws_from_the_recomputed_distribution(tiny, model_class):
     """The loop's own tokens, fed to the oracle, are what the sampler draws from the oracle's logits."""
-    from lapa2_interp.sampling import draw, uniforms
+    from lapa2_interp.decoding.sampling import draw, uniforms
 
     model = load(tiny, "float32", model_class)
     augmentation = Augmentation(alpha=1)
     found = made(model, augmentation=augmentation, samples=2, seed=5)
     for sample in found.samples.itertuples():
-        branch = layout(model.tokenizer, "Very positive:", sample.prompt)
+        branch = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         logits, _ = oracle_logits(model, branch, sample.tokens[:-1], augmentation)
         streams = torch.from_numpy(uniforms(5, sample.prompt, sample.sample, sample.n_tokens))
         assert draw(logits.log_softmax(1), streams, top_k=200).tolist() == sample.tokens
@@ -92,7 +92,7 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
     network, _, _ = load_transformers(name)
     for augmentation in (None, Augmentation(alpha=0)):
         found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=22 if name in TINY else 10)
-        ids = layout(model.tokenizer, "Very positive:", "The lake").tensor
+        ids = Layout.of(model.tokenizer, "Very positive:", "The lake").tensor
         for token in found.samples["tokens"][0]:
             with torch.no_grad():
                 assert network(ids).logits[0, -1].argmax().item() == token
@@ -219,7 +219,7 @@ def test_prompts_share_a_batch_only_where_the_context_holds_both():
 
 
 def test_traces_of_different_prefix_lengths_join():
-    from lapa2_interp.experiments.runner import run_arms
+    from lapa2_interp.runs.generate import run_arms
 
     detox = load_task("detox")
     settings = {"length": 6, "samples": 1, "seed": 1, "patterns": [(0, 1)], "max_rows": 1}
@@ -236,7 +236,7 @@ def test_doubled_bos_generates_as_the_released_scripts_do():
     model = load("tiny-llama", "float64")
     augmentation = Augmentation(alpha=1, profile="released")
     found = made(model, ["The lake"], augmentation=augmentation, doubled_bos=True, top_k=1)
-    branch = layout(model.tokenizer, "Very positive:", "The lake", doubled_bos=True)
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake", doubled_bos=True)
     tokens = found.samples["tokens"][0]
     logits, _ = oracle_logits(model, branch, tokens[:-1], augmentation)
     assert logits.argmax(1).tolist() == tokens
@@ -263,8 +263,8 @@ def test_every_branch_sees_the_same_tokens():
     found = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
     assert found.trace["branch"].values.tolist() == ["base", "prefix"]
     for sample in found.samples.itertuples():
-        base, _ = oracle_logits(model, layout(model.tokenizer, None, sample.prompt), sample.tokens[:-1])
-        with_prefix = layout(model.tokenizer, "Very positive:", sample.prompt)
+        base, _ = oracle_logits(model, Layout.of(model.tokenizer, None, sample.prompt), sample.tokens[:-1])
+        with_prefix = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         steered, _ = oracle_logits(model, with_prefix, sample.tokens[:-1], Augmentation(alpha=1))
         assert (base.log_softmax(1) + steered.log_softmax(1)).argmax(1).tolist() == sample.tokens
 
@@ -325,7 +325,7 @@ def test_every_methods_texts_follow_from_separate_branches(profile, name, task, 
         for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
             soft = load_prefix(tmp_path, branch.prefix.attribute) if isinstance(branch.prefix, methods.Soft) else None
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))
-            keys = layout(model.tokenizer, text, branch.join + sample.prompt, soft=slots)
+            keys = Layout.of(model.tokenizer, text, branch.join + sample.prompt, soft=slots)
             found_here, _ = oracle_logits(model, keys, sample.tokens[:-1], assigned, prefix=soft)
             log_probs[branch.name] = found_here.log_softmax(1)
         for step, token in enumerate(sample.tokens):
@@ -339,7 +339,7 @@ def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
     """`augmented` around the bridge's `generate`, cached or not, writes what our loop writes."""
     model, augmentation = load(tiny), Augmentation(alpha=2)
     ours = made(model, ["The lake"], augmentation=augmentation, top_k=1).samples["tokens"][0]
-    branch = layout(model.tokenizer, "Very positive:", "The lake")
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
     settings = {"max_new_tokens": len(ours), "do_sample": False, "stop_at_eos": False, "verbose": False}
     with torch.no_grad(), augmented(model, augmentation, branch):
         theirs = model.generate(branch.tensor, return_type="tokens", use_past_kv_cache=use_cache, **settings)

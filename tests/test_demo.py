@@ -120,7 +120,7 @@ def test_the_page_loads_nothing_and_escapes_what_models_write(made):
 
 def test_numbers_are_those_of_the_run_folder(made):
     """Attention and accuracy, from the stored files alone."""
-    from lapa2_interp.experiments.sweep import load_run
+    from lapa2_interp.runs.sweep import load_run
     from lapa2_interp.scoring import Item
     from lapa2_interp.scoring.embedded import EmbeddedScorer
 

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from lapa2_interp.corpora import read_corpus
 from lapa2_interp.errors import DataError, ScoringError
 from lapa2_interp.scoring import Item, run_scorer
 from lapa2_interp.scoring.embedded import (
@@ -22,6 +21,7 @@ from lapa2_interp.scoring.embedded import (
     train_linear,
 )
 from lapa2_interp.scoring.training import pieces_of, read_graded, train_scorer
+from lapa2_interp.tasks.corpora import read_corpus
 
 GOOD, BAD = (
     ("fine warm film", "a kind story", "warm and kind", "fine"),

@@ -6,10 +6,10 @@ import torch
 from conftest import load, soft_prefix
 
 from lapa2_interp import Augmentation, generate, load_task, methods
-from lapa2_interp.attention.hooked import is_bridge
+from lapa2_interp.model_card import is_bridge
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import LayoutError, TraceError
-from lapa2_interp.forcing import teacher_forced
-from lapa2_interp.layout import layout
+from lapa2_interp.layout import Layout
 from lapa2_interp.trace import SUMS
 
 AUGMENTATIONS = [
@@ -35,7 +35,7 @@ def test_equals_cached_decoding(tiny, model_class, augmentation):
     made = generate(
         model, methods.get("prefix"), task, "positive", prompts, length=30, samples=2, augmentation=augmentation
     )
-    layouts = [layout(model.tokenizer, "Very positive:", prompt) for prompt in made.samples["prompt"]]
+    layouts = [Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in made.samples["prompt"]]
     again = teacher_forced(model, layouts, made.samples["tokens"].tolist(), augmentation, chunk=7)
     same(again, made.trace, 1e-6 if is_bridge(model) else 1e-5)  # HookedTransformer rotates in float32
 
@@ -43,7 +43,7 @@ def test_equals_cached_decoding(tiny, model_class, augmentation):
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100])
 def test_chunks_change_nothing(tiny, chunk):
     model = load(tiny, "float64")
-    branch = layout(model.tokenizer, "Very positive:", "The lake")
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
     texts = [list(range(40, 70)), list(range(90, 101))]
     whole = teacher_forced(model, branch, texts, Augmentation(alpha=0.5), chunk=1000)
     same(teacher_forced(model, branch, texts, Augmentation(alpha=0.5), chunk=chunk), whole)
@@ -55,8 +55,8 @@ def test_beside_a_soft_prefix(tiny):
     model = load(tiny, "float64")
     prefix = soft_prefix(model)
     rows = [
-        layout(model.tokenizer, None, "The lake", soft=len(prefix)),
-        layout(model.tokenizer, "Very good:", "A lake of"),
+        Layout.of(model.tokenizer, None, "The lake", soft=len(prefix)),
+        Layout.of(model.tokenizer, "Very good:", "A lake of"),
     ]
     texts = [list(range(40, 60)), list(range(50, 70))]
     both = teacher_forced(model, rows, texts, Augmentation(alpha=0.5), prefixes=[prefix, None])
@@ -69,10 +69,10 @@ def test_beside_a_soft_prefix(tiny):
 def test_a_trace_of_one_full_pass():
     """The recorder reads every step of a pass over prompt and text at once, too."""
     from lapa2_interp import augmented
-    from lapa2_interp.trace import Recorder
+    from lapa2_interp.trace.recorder import Recorder
 
     model = load("tiny-gpt2", "float64")
-    branch, text = layout(model.tokenizer, "Very positive:", "The lake"), list(range(40, 60))
+    branch, text = Layout.of(model.tokenizer, "Very positive:", "The lake"), list(range(40, 60))
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads)
     recorder.begin([branch])
     with augmented(model, Augmentation(alpha=0.5), branch, recorder), torch.no_grad():
@@ -82,7 +82,7 @@ def test_a_trace_of_one_full_pass():
 
 def test_bad_input():
     model = load("tiny-gpt2")
-    branch = layout(model.tokenizer, "Very positive:", "The lake")
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
     with pytest.raises(TraceError, match="found 1 texts, one empty"):
         teacher_forced(model, branch, [[]])
     with pytest.raises(TraceError, match="found trace 'none'"):

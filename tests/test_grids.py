@@ -13,31 +13,30 @@ import pytest
 from conftest import load, soft_set
 
 from lapa2_interp import load_task
+from lapa2_interp.cell import CELL, Cell
 from lapa2_interp.cli import main
 from lapa2_interp.errors import GridError, ModelError
-from lapa2_interp.experiments import estimates
-from lapa2_interp.experiments.checks import check_device, check_grids
-from lapa2_interp.experiments.estimates import (
-    ITEM,
+from lapa2_interp.layout import Layout
+from lapa2_interp.machine import measured, remember
+from lapa2_interp.methods import Soft
+from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
+from lapa2_interp.runs import estimates
+from lapa2_interp.runs.checks import check_device, check_grids
+from lapa2_interp.runs.estimates import (
     KEYS,
     MORE_KEYS,
     ROWS,
     START,
-    TOKEN,
     Pace,
     cost,
     estimate,
     pace,
     plan_seconds,
-    scoring_seconds,
     seconds,
     shown_size,
     shown_time,
 )
-from lapa2_interp.experiments.grids import CELL, EXAMPLE, Block, Cell, built_in, load_grid, parse_changes
-from lapa2_interp.layout import layout
-from lapa2_interp.machine import measured, remember
-from lapa2_interp.methods import Soft
+from lapa2_interp.runs.grid import EXAMPLE, Block, built_in, load_grid, parse_changes
 
 TINY = """
 model = "tiny-gpt2"
@@ -71,7 +70,7 @@ def grid(tmp_path):
 
 
 def toml(name):
-    return tomllib.loads((resources.files("lapa2_interp.experiments.grids") / f"{name}.toml").read_text("utf-8"))
+    return tomllib.loads((resources.files("lapa2_interp.runs.grid") / f"{name}.toml").read_text("utf-8"))
 
 
 def product(name):
@@ -459,7 +458,7 @@ def test_cells_that_cannot_be_made_are_refused_before_anything_runs(tmp_path, mo
 def test_soft_prefixes_of_another_model_are_refused_before_anything_runs(tmp_path, grid):
     from conftest import soft_prefix
 
-    from lapa2_interp.prefixes import SoftPrefix, save_prefix
+    from lapa2_interp.soft_prefix import SoftPrefix, save_prefix
 
     prefix = soft_prefix(load("tiny-gpt2"))
     shape = prefix.card.shape.model_copy(update={"n_layers": 2})
@@ -484,7 +483,7 @@ def test_models_that_are_unknown_or_not_reached_are_refused_by_name(grid, tmp_pa
 def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid, monkeypatch):
     from types import ModuleType
 
-    from lapa2_interp.experiments import checks
+    from lapa2_interp.runs import checks
 
     # by another name: `from transformer_lens import X` also looks for a loaded module transformer_lens.X
     monkeypatch.setitem(sys.modules, "transformer_lens", ModuleType("transformer_lens_without"))
@@ -494,7 +493,7 @@ def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid, monk
 
 
 def test_checks_load_a_tokenizer_once(grid, monkeypatch):
-    from lapa2_interp.experiments import checks
+    from lapa2_interp.runs import checks
 
     checks._tokenizer.cache_clear()
     real, loaded = checks.load_tokenizer, []
@@ -544,7 +543,7 @@ def tokens_read(cell):
     """Rows times columns of everything the model embeds while a cell is generated."""
     import torch
 
-    from lapa2_interp.experiments.engines import Worker
+    from lapa2_interp.runs.worker import Worker
 
     worker, read = Worker("cpu"), []
     todo, model = worker.plan(cell), worker.model(cell)
@@ -586,7 +585,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                 method.branches(cell.task, cell.attribute), cell.task.prompts.texts
             ):
                 text = None if isinstance(branch.prefix, Soft) else branch.prefix
-                found = layout(tokenizer, text, branch.join + prompt)
+                found = Layout.of(tokenizer, text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
                 each = (new - 1) * len(found.ids) + new * (new - 1) // 2 if method.reads_anew else new - 1
                 total += len(found.ids) + cell.samples * each
@@ -596,11 +595,11 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
 
 
 def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
-    from lapa2_interp.experiments.engines import Here
-    from lapa2_interp.experiments.sweep import sweep
+    from lapa2_interp.runs.local import InProcess
+    from lapa2_interp.runs.sweep import sweep
 
     found = grid(TINY.replace("samples = 1", "samples = 20").replace("24", "64") + 'attribute = "positive"')
-    sweep(tmp_path / "run", [found], Here("cpu"), pytest.fail)
+    sweep(tmp_path / "run", [found], InProcess("cpu"), pytest.fail)
     written = sum(file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file())
     assert 0.4 < estimate(found.cells, 1, "cpu").disk / written < 2.5
 
@@ -649,7 +648,7 @@ def test_estimates_add_up(grid, own_cache):
 
 
 def test_a_plan_takes_what_its_cell_takes(grid):
-    from lapa2_interp.plan import plan
+    from lapa2_interp.decoding.plan import plan
 
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
     for changes in ("", "max_rows = 3\n"):

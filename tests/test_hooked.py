@@ -6,7 +6,7 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, augmented, generate, load_task, methods
-from lapa2_interp.layout import layout
+from lapa2_interp.layout import Layout
 from lapa2_interp.trace import SUMS
 
 AUGMENTATIONS = [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
@@ -17,7 +17,7 @@ def test_forward_passes(tiny, augmentation):
     logits = []
     for kind in ("TransformerBridge", "HookedTransformer"):
         model = load(tiny, "float64", kind)
-        found = layout(model.tokenizer, "ab cd:", "efg hi")
+        found = Layout.of(model.tokenizer, "ab cd:", "efg hi")
         with torch.no_grad(), augmented(model, augmentation, found):
             logits.append(model(found.tensor).log_softmax(-1))
     # HookedTransformer builds its rotary tables and norm epsilons in float32; its logits are centred, hence log_softmax.

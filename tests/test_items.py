@@ -20,10 +20,10 @@ import pandas as pd
 import pytest
 
 from lapa2_interp import load_run, plots
+from lapa2_interp.cell import CELL
 from lapa2_interp.errors import RunError
-from lapa2_interp.experiments import items
-from lapa2_interp.experiments.grids import CELL
-from lapa2_interp.experiments.ratings import stored_ratings
+from lapa2_interp.paper.ratings import stored_ratings
+from lapa2_interp.runs import items
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,7 +7,7 @@ from oracle import oracle_bias
 
 from lapa2_interp import Augmentation
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import layout, left_pad, text_markers
+from lapa2_interp.layout import Layout, left_pad, text_markers
 from lapa2_interp.models import load_tokenizer
 
 
@@ -29,12 +29,12 @@ from lapa2_interp.models import load_tokenizer
     ],
 )
 def test_prefix_lengths_of_the_paper_under_gpt2(gpt2_tokenizer, prefix, count):
-    found = layout(gpt2_tokenizer, prefix, " The lake")
+    found = Layout.of(gpt2_tokenizer, prefix, " The lake")
     assert found.l_pre == count == found.counted
 
 
 def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
-    found = layout(gpt2_tokenizer, "Very positive:", "The lake")
+    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
     assert found.tokens == ("<|endoftext|>", "Very", "Ġpositive", ":", "The", "Ġlake")
     assert (found.bos, found.prefix, found.prompt) == ((0, 1), (1, 4), (4, 6))
     assert found.spans("prefix") == ((1, 4),)
@@ -46,14 +46,14 @@ def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
 
 
 def test_soft_prefix_row(gpt2_tokenizer):
-    found = layout(gpt2_tokenizer, None, "The lake", soft=20)
+    found = Layout.of(gpt2_tokenizer, None, "The lake", soft=20)
     assert (found.prefix, found.bos, found.prompt) == ((0, 20), (20, 21), (21, 23))
     assert found.spans("prefix") == found.spans("released") == ((0, 20),), "exactly the prefix; BOS not boosted"
     assert (found.l_pre, found.n("prefix"), found.n("released"), found.n("bos")) == (20, 20, 20, 20)
     assert found.spans(((19, 22),)) == ((19, 20), (20, 22))
     query = np.array([len(found) - 1])
     assert (found.lengths(query, "paper"), found.lengths(query, "kv")) == ([22], [23])
-    soft, hard = left_pad([found, layout(gpt2_tokenizer, "Very positive:", "Once upon a time in")])
+    soft, hard = left_pad([found, Layout.of(gpt2_tokenizer, "Very positive:", "Once upon a time in")])
     assert (len(soft), len(hard)) == (29, 29)
     assert (soft.pad, hard.pad) == (6, 20), "rows without soft slots have them masked"
     soft = found.padded(26)
@@ -65,11 +65,11 @@ def test_soft_prefix_row(gpt2_tokenizer):
 def test_a_branch_has_one_prefix(gpt2_tokenizer):
     for prefix, soft in (("Very positive:", 20), (None, -1)):
         with pytest.raises(LayoutError, match="one prefix, hard or soft"):
-            layout(gpt2_tokenizer, prefix, "The lake", soft=soft)
+            Layout.of(gpt2_tokenizer, prefix, "The lake", soft=soft)
 
 
 def test_base_branch_row(gpt2_tokenizer):
-    found = layout(gpt2_tokenizer, None, "The year is 1910.")
+    found = Layout.of(gpt2_tokenizer, None, "The year is 1910.")
     assert found.l_pre == 0
     assert found.spans("prefix") == ((1, 1 + found.l_pro),), "Pro-Aug acts on the prompt"
     assert found.spans("released") == ((0, found.l_pro),), "BOS and all but the last prompt token"
@@ -77,9 +77,9 @@ def test_base_branch_row(gpt2_tokenizer):
 
 def test_llama_rows_count_the_automatic_bos():
     tokenizer = load_tokenizer("tiny-llama")
-    single = layout(tokenizer, "ab:", "cd")
+    single = Layout.of(tokenizer, "ab:", "cd")
     assert (single.n_bos, single.l_pre, single.counted) == (1, 3, 4)
-    doubled = layout(tokenizer, "ab:", "cd", doubled_bos=True)
+    doubled = Layout.of(tokenizer, "ab:", "cd", doubled_bos=True)
     assert doubled.ids == (single.ids[0], *single.ids)
     assert doubled.prefix == (2, 5)
     assert doubled.spans("released") == ((0, 4),), "both BOS and all but the last prefix token"
@@ -88,12 +88,12 @@ def test_llama_rows_count_the_automatic_bos():
 
 def test_doubled_bos_needs_a_tokenizer_that_adds_one(gpt2_tokenizer):
     with pytest.raises(LayoutError, match="doubled_bos"):
-        layout(gpt2_tokenizer, "Very positive:", "The lake", doubled_bos=True)
+        Layout.of(gpt2_tokenizer, "Very positive:", "The lake", doubled_bos=True)
 
 
 def test_biases_of_the_worked_example(gpt2_tokenizer):
     """l_pre 3, l_pro 4, alpha 1/2: paper .4236 .4904 .5493 .6020, released 0 .5493 .6020 .6496."""
-    found = layout(gpt2_tokenizer, "Very positive:", "The lake is blue")
+    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake is blue")
     assert (found.l_pre, found.l_pro) == (3, 4)
     queries = np.arange(7, 11)
     paper = found.bias(Augmentation(alpha=0.5), queries)
@@ -104,7 +104,7 @@ def test_biases_of_the_worked_example(gpt2_tokenizer):
 
 def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
     """l_pro 4, alpha 1/2, second step: .1116 (paper), .2027 (released); the first step's is 0 in both."""
-    found = layout(gpt2_tokenizer, None, "The lake is blue")
+    found = Layout.of(gpt2_tokenizer, None, "The lake is blue")
     queries = np.arange(4, 6)
     assert found.bias(Augmentation(alpha=0.5), queries).round(4).tolist() == [0.0, 0.1116]
     assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [0.0, 0.2027]
@@ -121,13 +121,13 @@ def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
 def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, span, pad):
     llama = load_tokenizer("tiny-llama")
     found = {
-        "gpt2 prefix": lambda: layout(gpt2_tokenizer, "Very positive:", "The lake"),
-        "gpt2 base": lambda: layout(gpt2_tokenizer, None, "Once upon a time"),
-        "gpt2 soft": lambda: layout(gpt2_tokenizer, None, "Once upon a time", soft=4),
-        "llama soft": lambda: layout(llama, None, "cdefg", soft=4),
-        "llama single": lambda: layout(llama, "ab:", "cde"),
-        "llama doubled": lambda: layout(llama, "ab:", "cde", doubled_bos=True),
-        "llama base": lambda: layout(llama, None, "cdefg"),
+        "gpt2 prefix": lambda: Layout.of(gpt2_tokenizer, "Very positive:", "The lake"),
+        "gpt2 base": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time"),
+        "gpt2 soft": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time", soft=4),
+        "llama soft": lambda: Layout.of(llama, None, "cdefg", soft=4),
+        "llama single": lambda: Layout.of(llama, "ab:", "cde"),
+        "llama doubled": lambda: Layout.of(llama, "ab:", "cde", doubled_bos=True),
+        "llama base": lambda: Layout.of(llama, None, "cdefg"),
     }[branch]()
     l0 = 128 if law == "constant" else None
     augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law, l0=l0, span=span)
@@ -162,17 +162,17 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, spa
 
 
 def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_tokenizer):
-    found = layout(gpt2_tokenizer, "Very positive:", '"Quoted" text')
+    found = Layout.of(gpt2_tokenizer, "Very positive:", '"Quoted" text')
     assert found.merged == ':"'
     assert found.tokens[found.prefix.stop - 1] == ':"'
-    assert layout(gpt2_tokenizer, "Very positive:", "The lake").merged is None
+    assert Layout.of(gpt2_tokenizer, "Very positive:", "The lake").merged is None
 
 
 @pytest.mark.parametrize("prefix", ["Very positive:", "The following text contains profane language.\n\n", "x"])
 @pytest.mark.parametrize("prompt", ["The lake", " The lake", "“OMG u", "湖 is 🏞️ nice", "  two spaces"])
 def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
     for tokenizer in (gpt2_tokenizer, load_tokenizer("tiny-neox")):
-        found = layout(tokenizer, prefix, prompt)
+        found = Layout.of(tokenizer, prefix, prompt)
         assert found.prompt.stop == len(found) == found.n_bos + found.l_pre + found.l_pro
         if found.merged is None:
             assert tokenizer.decode(found.ids[found.prefix.start : found.prefix.stop]) == prefix
@@ -188,28 +188,28 @@ def test_trimmed_offsets_do_not_move_the_seam(gpt2_tokenizer):
     trimming = copy.deepcopy(gpt2_tokenizer)
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
     assert trimming(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
-    assert layout(trimming, "Be kind.", " The lake") == layout(gpt2_tokenizer, "Be kind.", " The lake")
+    assert Layout.of(trimming, "Be kind.", " The lake") == Layout.of(gpt2_tokenizer, "Be kind.", " The lake")
 
 
 def test_empty_prefix(gpt2_tokenizer):
     with pytest.raises(LayoutError, match="prefix '' tokenises to nothing"):
-        layout(gpt2_tokenizer, "", "The lake")
+        Layout.of(gpt2_tokenizer, "", "The lake")
 
 
 def test_empty_prompt(gpt2_tokenizer):
     with pytest.raises(LayoutError, match="prompt '' tokenises to nothing"):
-        layout(gpt2_tokenizer, "Very positive:", "")
+        Layout.of(gpt2_tokenizer, "Very positive:", "")
 
 
 def test_span_outside_the_sequence(gpt2_tokenizer):
-    found = layout(gpt2_tokenizer, "Very positive:", "The lake")
+    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
     with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
         found.spans(((2, 9),))
 
 
 def test_left_padding_moves_slots_not_lengths(gpt2_tokenizer):
-    short = layout(gpt2_tokenizer, "Very positive:", "The lake")
-    long = layout(gpt2_tokenizer, "A positive text:", "Once upon a time")
+    short = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    long = Layout.of(gpt2_tokenizer, "A positive text:", "Once upon a time")
     padded, same = left_pad([short, long])
     assert same == long
     assert padded.pad == 3
@@ -252,15 +252,15 @@ def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_token
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 50256)]
     )
     assert adding("a").input_ids[0] == 50256
-    assert layout(adding, "Very positive:", "The lake") == layout(gpt2_tokenizer, "Very positive:", "The lake")
+    assert Layout.of(adding, "Very positive:", "The lake") == Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
 def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)
-    found = layout(model.tokenizer, "Very positive:", "The lake")
+    found = Layout.of(model.tokenizer, "Very positive:", "The lake")
     assert model.to_tokens("Very positive:The lake")[0].tolist() == list(found.ids)
-    assert found.counted == layout(load_tokenizer(name), "Very positive:", "The lake").counted
+    assert found.counted == Layout.of(load_tokenizer(name), "Very positive:", "The lake").counted
 
 
 def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
@@ -271,9 +271,9 @@ def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
     with lzma.open(data / "prompts" / "rtp_challenging_203.jsonl.xz", "rt") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
     assert len(prompts) == 203
-    merged = [layout(gpt2_tokenizer, "Very nontoxic:", prompt).merged is not None for prompt in prompts]
+    merged = [Layout.of(gpt2_tokenizer, "Very nontoxic:", prompt).merged is not None for prompt in prompts]
     assert sum(merged) == 11
-    assert not any(layout(gpt2_tokenizer, "Very nontoxic:", " " + prompt).merged for prompt in prompts)
+    assert not any(Layout.of(gpt2_tokenizer, "Very nontoxic:", " " + prompt).merged for prompt in prompts)
 
 
 def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):
@@ -283,4 +283,4 @@ def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):
         task = load_task(name)
         for attribute in task.attributes:
             for prompt in task.prompts.texts:
-                assert layout(gpt2_tokenizer, task.prefix(attribute), prompt).merged is None
+                assert Layout.of(gpt2_tokenizer, task.prefix(attribute), prompt).merged is None

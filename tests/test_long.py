@@ -11,12 +11,12 @@ CODE = """
 import json, resource, sys, time
 import numpy as np
 from lapa2_interp import Augmentation, load_model
-from lapa2_interp.forcing import teacher_forced
-from lapa2_interp.layout import layout
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.layout import Layout
 
 model = load_model("smollm2-135m", dtype=sys.argv[1], device="cpu")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-branch = layout(model.tokenizer, "Very positive:", "The lake")
+branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
 began, shares, steps = time.perf_counter(), [], []
 for n, alpha in json.loads(sys.argv[2]):
     text = np.random.default_rng(0).integers(100, 40_000, n).tolist()

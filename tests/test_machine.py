@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from lapa2_interp import load_model, machine, model_card
+from lapa2_interp.cell import CELL
 from lapa2_interp.cli import main
 from lapa2_interp.errors import GridError, ModelError
-from lapa2_interp.experiments.grids import CELL, load_grid
-from lapa2_interp.experiments.sweep import load_grids, load_run
 from lapa2_interp.machine import faster_dtype, kind_of, measured, remember, resolve_dtype, slow_note, slowness
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.sweep import load_grids, load_run
 
 GRID = """
 model = "tiny-gpt2"
@@ -186,7 +187,7 @@ def test_no_cell_is_of_dtype_auto(grid, times):
 
 
 def test_the_quick_grids_leave_the_dtype_to_the_machine_and_the_papers_do_not():
-    from lapa2_interp.experiments.grids import built_in
+    from lapa2_interp.runs.grid import built_in
 
     seen = {"quick": set(), "paper": set()}
     for name in built_in():

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from lapa2_interp import plots
-from lapa2_interp.report import Section, page
+from lapa2_interp.page import Section, page
 
 
 def test_model_text_is_escaped():

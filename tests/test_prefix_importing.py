@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from lapa2_interp import generate, load_task, methods
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.errors import PrefixError
-from lapa2_interp.layout import layout
+from lapa2_interp.layout import Layout
 from lapa2_interp.models import load_transformers
-from lapa2_interp.prefixes import load_prefix, save_prefix
 from lapa2_interp.prefixes.importing import import_prefix
+from lapa2_interp.soft_prefix import load_prefix, save_prefix
 
 
 def peft_adapter(name, folder, **settings):
@@ -45,7 +45,7 @@ def test_logits_equal_pefts(name, settings, tmp_path):
     model = load(name)
     prefix = import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "imported")
     assert prefix.card.shifted
-    branch = layout(model.tokenizer, None, "The lake is", soft=6)
+    branch = Layout.of(model.tokenizer, None, "The lake is", soft=6)
     with torch.no_grad():
         expected = theirs(branch.tensor).logits[0]
         found = model(**soft_inputs(model, [branch], [prefix]))[0]
@@ -64,7 +64,7 @@ def test_an_imported_prefix_decodes_as_peft_does(tmp_path):
     ours = generate(model, method, load_task("sentiment"), "positive", ["The lake"], length=24, top_k=1).samples[
         "tokens"
     ][0]
-    ids = layout(model.tokenizer, None, "The lake").tensor
+    ids = Layout.of(model.tokenizer, None, "The lake").tensor
     for token in ours:
         with torch.no_grad():
             assert theirs(ids).logits[0, -1].argmax() == token
@@ -113,7 +113,7 @@ def test_a_folded_prefix_acts_as_the_released_attention(tmp_path):
     model = load("tiny-gpt2", "float64")
     torch.save(air_checkpoint(model), tmp_path / "pytorch_model.bin")
     prefix = import_prefix(tmp_path, model, "sentiment", "positive", "air")
-    branch = layout(model.tokenizer, None, "The lake is", soft=5)
+    branch = Layout.of(model.tokenizer, None, "The lake is", soft=5)
     with torch.no_grad():
         found = model(**soft_inputs(model, [branch], [prefix]))[0]
         expected = released_forward(model.original_model, branch.tensor, air_checkpoint(model), 0)

@@ -9,12 +9,10 @@ from conftest import load
 from torch.nn.functional import cross_entropy
 
 from lapa2_interp import load_task
-from lapa2_interp.corpora import read_corpus
 from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.models import load_tokenizer, load_transformers
-from lapa2_interp.prefixes import load_prefix
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import RECIPES, Recipe, recipe
-from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.prefixes.training import (
     Examples,
     Job,
@@ -26,6 +24,8 @@ from lapa2_interp.prefixes.training import (
     train_set,
 )
 from lapa2_interp.progress import no_progress
+from lapa2_interp.soft_prefix import load_prefix
+from lapa2_interp.tasks.corpora import read_corpus
 
 SENTIMENT = load_task("sentiment")
 SMALL = {"dtype": "float32", "slots": 3, "batch": 4, "max_tokens": 12, "check_every": 3, "shared": 0}
@@ -350,7 +350,7 @@ def test_the_papers_recipes():
 
 
 def test_texts_are_cut_where_sentences_end():
-    from lapa2_interp.corpora import pieces
+    from lapa2_interp.tasks.corpora import pieces
 
     tokenizer = load_tokenizer("smollm2-135m")
     text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
@@ -362,7 +362,7 @@ def test_texts_are_cut_where_sentences_end():
 
 def test_long_texts_give_their_first_pieces_first():
     tokenizer = load_tokenizer("smollm2-135m")
-    from lapa2_interp.corpora import Corpus
+    from lapa2_interp.tasks.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
     found = tokenise(tokenizer, [Corpus(texts, "", "")], "positive", 3, 5)
@@ -370,7 +370,7 @@ def test_long_texts_give_their_first_pieces_first():
 
 
 def test_treebank_sentences_are_written_as_people_do():
-    from lapa2_interp.corpora import detokenise
+    from lapa2_interp.tasks.corpora import detokenise
 
     for given, expected in [
         ("a gorgeous , witty movie .", "A gorgeous, witty movie."),

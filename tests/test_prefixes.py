@@ -11,10 +11,10 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented, generate, load_task, methods
 from lapa2_interp.attention.cache import open_rows, soft_inputs
-from lapa2_interp.attention.hooked import is_bridge
+from lapa2_interp.model_card import is_bridge
 from lapa2_interp.errors import LayoutError, PrefixError
-from lapa2_interp.layout import layout, left_pad
-from lapa2_interp.prefixes import find_prefix, load_prefix, save_prefix
+from lapa2_interp.layout import Layout, left_pad
+from lapa2_interp.soft_prefix import find_prefix, load_prefix, save_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -40,11 +40,11 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
     prefixes = [first, None, second, None, first]
     rows = left_pad(
         [
-            layout(model.tokenizer, None, "efg hi", soft=5),
-            layout(model.tokenizer, "ab cd:", "uvw"),
-            layout(model.tokenizer, None, "b", soft=3),
-            layout(model.tokenizer, None, "a longer prompt than the others"),
-            layout(model.tokenizer, None, "xyz", soft=5),
+            Layout.of(model.tokenizer, None, "efg hi", soft=5),
+            Layout.of(model.tokenizer, "ab cd:", "uvw"),
+            Layout.of(model.tokenizer, None, "b", soft=3),
+            Layout.of(model.tokenizer, None, "a longer prompt than the others"),
+            Layout.of(model.tokenizer, None, "xyz", soft=5),
         ]
     )
     augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase)
@@ -74,7 +74,7 @@ def test_the_keys_and_values_of_a_text_are_that_text(tiny):
     from transformers import DynamicCache
 
     model = load(tiny, "float64")
-    text, branch = layout(model.tokenizer, None, "some words"), layout(model.tokenizer, None, "efg hi", soft=11)
+    text, branch = Layout.of(model.tokenizer, None, "some words"), Layout.of(model.tokenizer, None, "efg hi", soft=11)
     cache = DynamicCache()
     with torch.no_grad():
         model(text.tensor, past_key_values=cache)
@@ -90,7 +90,7 @@ def test_positions_and_presence_change_the_logits(tiny):
     model = load(tiny, "float64")
     prefix = soft_prefix(model, slots=4)
     shifted = dataclasses.replace(prefix, card=prefix.card.model_copy(update={"shifted": True}))
-    branch = layout(model.tokenizer, None, "efg hi", soft=4)
+    branch = Layout.of(model.tokenizer, None, "efg hi", soft=4)
     with torch.no_grad():
         at_zero, behind = (model(**soft_inputs(model, [branch], [each]))[0, -1] for each in (prefix, shifted))
         without = model(branch.tensor)[0, -1]
@@ -123,7 +123,7 @@ def test_the_trace_finds_the_slots(tiny, tmp_path):
 
 
 def test_paper_and_released_profiles_agree_on_the_keys_of_soft_prefixes():
-    found = layout(load("tiny-gpt2").tokenizer, None, "The lake", soft=4)
+    found = Layout.of(load("tiny-gpt2").tokenizer, None, "The lake", soft=4)
     assert found.spans("prefix") == found.spans("released") == ((0, 4),)
     assert found.n("prefix") == found.n("released") == 4
 
@@ -134,7 +134,7 @@ def test_half_precision_generates(tiny, dtype, tmp_path):
     found = made(model, soft_set(tmp_path, model, SENTIMENT), augmentation=Augmentation(alpha=2))
     assert np.isfinite(found.trace["prefix"].to_numpy()[0, 0]).all()
     exact = load(tiny, "float64")
-    branch = layout(exact.tokenizer, None, "efg hi", soft=5)
+    branch = Layout.of(exact.tokenizer, None, "efg hi", soft=5)
     logits = [
         each(**soft_inputs(each, [branch], [load_prefix(tmp_path, "positive")]))[0, -1].double().log_softmax(-1)
         for each in (model, exact)
@@ -163,8 +163,8 @@ def test_a_saved_prefix_gives_identical_tokens(tiny, tmp_path):
 
 def test_cards_name_the_run(tmp_path):
     """The manifest tells which prefix stood in front of which branch."""
-    from lapa2_interp.experiments.runner import run_arms
-    from lapa2_interp.experiments.store import Manifest
+    from lapa2_interp.runs.generate import run_arms
+    from lapa2_interp.runs.manifest import Manifest
 
     model = load("tiny-gpt2")
     method = methods.get("air-decoding", prefixes=soft_set(tmp_path, model, SENTIMENT))
@@ -196,7 +196,7 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
     with pytest.raises(PrefixError, match="values of 'positive' hold values that are not finite"):
         dataclasses.replace(prefix, values=prefix.values / 0)
     with pytest.raises(LayoutError, match="a layout has 0 soft slots, its prefix 5"):
-        open_rows(gpt2).prompt_pass([layout(gpt2.tokenizer, None, "The lake")], [prefix])
+        open_rows(gpt2).prompt_pass([Layout.of(gpt2.tokenizer, None, "The lake")], [prefix])
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import xarray as xr
 from conftest import load
 
 from lapa2_interp import Augmentation
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import TraceError
-from lapa2_interp.forcing import teacher_forced
-from lapa2_interp.layout import layout
-from lapa2_interp.propositions import (
+from lapa2_interp.layout import Layout
+from lapa2_interp.paper.propositions import (
     by_alpha,
     curves,
     exponent_table,
@@ -351,7 +351,7 @@ def test_bad_traces():
 def test_prediction_follows_the_augmentations_fields():
     """Layers, heads, phase and the length rule: what is not augmented is predicted to stay."""
     model = load("tiny-llama", "float64")
-    branch = layout(model.tokenizer, "Very positive:", "The lake")
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
     text = np.random.default_rng(0).integers(40, 200, (2, 30)).tolist()
     rules = {
         0.5: Augmentation(alpha=0.5, layers=(0,), heads=((0, 1),), phase="decode"),
@@ -379,7 +379,7 @@ def test_thinned_steps():
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-llama"])
 def forced(request):
     model = load(request.param, "float64")
-    layouts = [layout(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake", "Once upon", "A man", "It")]
+    layouts = [Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake", "Once upon", "A man", "It")]
     rng = np.random.default_rng(0)
     texts = rng.integers(40, 200, (4, 60)).tolist()
     rules = {0.0: None} | {alpha: Augmentation(alpha=alpha, layers=(1, 2, 3)) for alpha in (0.5, 1.0)}

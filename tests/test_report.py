@@ -9,16 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp.cli_report import report
+from lapa2_interp.cli.report import report
 from lapa2_interp.errors import RunError
-from lapa2_interp.experiments.engines import Here
-from lapa2_interp.experiments.grids import load_grid
-from lapa2_interp.experiments.items import Claim
-from lapa2_interp.experiments.store import SAMPLES
-from lapa2_interp.experiments.sweep import Failure, load_run, sweep
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.paper.claims import Claim
 from lapa2_interp.report import UNIT, _forest, _scale, pieces, run_report
-from lapa2_interp.trace import branch_name, pooled
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.manifest import SAMPLES
+from lapa2_interp.runs.sweep import Failure, load_run, sweep
+from lapa2_interp.trace.tables import branch_name, pooled
 
 GRID = """model = "tiny-gpt2"
 task = "sentiment"
@@ -71,7 +71,7 @@ class Parts(HTMLParser):
 def make_run(folder, trace="pooled"):
     file = folder / f"{trace}.toml"
     file.write_text(GRID.format(trace=trace))
-    sweep(folder / "run", [load_grid(str(file))], Here("cpu"))
+    sweep(folder / "run", [load_grid(str(file))], InProcess("cpu"))
     return folder / "run"
 
 
@@ -277,7 +277,7 @@ def test_only_arms_of_one_size_are_side_by_side(run, tmp_path):
     file = tmp_path / "shorter.toml"
     head = GRID.partition("[[")[0].format(trace="none")
     file.write_text(head.replace("length = 30", "length = 25") + "method = 'none'\n")
-    sweep(run, [load_grid(str(file))], Here("cpu"))
+    sweep(run, [load_grid(str(file))], InProcess("cpu"))
     raw = [group for group in Parts(page(run)).data["groups"] if group["method"] == "none"]
     assert [(group["size"], len(group["arms"])) for group in raw] == [("2 x 30 tokens", 1), ("2 x 25 tokens", 1)]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lapa2_interp.decoding.sampling import draw, keep_top_k, uniforms
 from lapa2_interp.errors import EmptyDistributionError
-from lapa2_interp.sampling import draw, keep_top_k, uniforms
 
 
 def test_draw_inverts_the_cumulative_distribution_in_id_order():

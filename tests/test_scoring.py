@@ -10,10 +10,10 @@ from conftest import load
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.models import load_transformers
+from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import Cache, Item, Scorer, ScoringStoppedError, Skipped, run_scorer
 from lapa2_interp.scoring.distinct import distinct, distinct_table, token_lists
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
-from lapa2_interp.scoring.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 
 
@@ -362,7 +362,7 @@ def test_distinct_has_its_cells_too():
 
 def test_lengths_are_cut_from_one_run():
     from lapa2_interp import load_task, methods
-    from lapa2_interp.experiments.runner import run_arms
+    from lapa2_interp.runs.generate import run_arms
 
     def run(length):
         return run_arms(

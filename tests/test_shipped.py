@@ -9,7 +9,7 @@ from conftest import load
 
 from lapa2_interp import Augmentation, generate, load_task, methods, model_card
 from lapa2_interp.errors import PrefixError
-from lapa2_interp.prefixes import SHIPPED, cards, find_prefix, load_prefix
+from lapa2_interp.soft_prefix import SHIPPED, cards, find_prefix, load_prefix
 
 
 def test_what_ships():
@@ -75,10 +75,10 @@ def test_shipped_prefixes_steer(tmp_path):
 )
 def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
     """On the first n texts of an attribute of the card's own data, accuracy and NLL lie near what the cards say."""
-    from lapa2_interp.corpora import detokenise, read_corpus
     from lapa2_interp.models import load_transformers
     from lapa2_interp.prefixes.evaluation import held_out_table, likeliest, nll_interval
     from lapa2_interp.prefixes.training import tokenise
+    from lapa2_interp.tasks.corpora import detokenise, read_corpus
 
     chosen, folder = load_task(task), SHIPPED / "smollm2-135m" / f"{task}-mle"
     prefixes = {name: load_prefix(folder, name) for name in chosen.attributes}

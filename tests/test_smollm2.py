@@ -5,10 +5,10 @@ import pytest
 from conftest import load
 
 from lapa2_interp import Augmentation, generate, load_task, methods
-from lapa2_interp.forcing import teacher_forced
-from lapa2_interp.layout import layout
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.layout import Layout
 from lapa2_interp.theory import fit_decay
-from lapa2_interp.trace import pooled
+from lapa2_interp.trace.tables import pooled
 
 
 @pytest.fixture(scope="module", params=[5, pytest.param(15, marks=pytest.mark.slow)])
@@ -67,7 +67,7 @@ def test_bfloat16_reads_a_text_as_float32_does():
     shares = []
     for dtype in ("float32", "bfloat16"):
         model = load("smollm2-135m", dtype)
-        branch = layout(model.tokenizer, "Very positive:", "The lake")
+        branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
         text = model.tokenizer(" is a quiet place where people come to swim.", add_special_tokens=False).input_ids
         trace = teacher_forced(model, branch, [text], Augmentation(alpha=0.5), trace="pooled")
         shares.append(pooled(trace, "prefix")[0][0].astype(float))

@@ -11,8 +11,8 @@ from conftest import load
 
 from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.errors import RunError
-from lapa2_interp.experiments.runner import run_arms
-from lapa2_interp.experiments.store import OF_THE_DAY, new_folder, read_run, write_run
+from lapa2_interp.runs.generate import run_arms
+from lapa2_interp.runs.manifest import OF_THE_DAY, new_folder, read_run, write_run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
         "import os, signal, sys, pathlib\n"
         # A process started in the background of a script ignores SIGINT, and so would its children.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from lapa2_interp.experiments.store import new_folder\n"
+        "from lapa2_interp.runs.manifest import new_folder\n"
         "with new_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'samples.parquet').write_text('half')\n"
         "    os.kill(os.getpid(), int(sys.argv[2]))\n"

@@ -27,12 +27,14 @@ from conftest import MODEL_CLASSES, load
 from lapa2_interp import generate
 from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
-from lapa2_interp.experiments import engines
-from lapa2_interp.experiments import sweep as sweeping
-from lapa2_interp.experiments.engines import ATTEMPTS, Failed, Here, Job, Opened, Processes, Worker
-from lapa2_interp.experiments.grids import load_grid
-from lapa2_interp.experiments.store import MANIFEST, SAMPLES, TRACE, Manifest, read_manifest
-from lapa2_interp.experiments.sweep import add_grids, durable_file, durable_folder, load_run, pick, sweep
+from lapa2_interp.runs import engines
+from lapa2_interp.runs import sweep as sweeping
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened
+from lapa2_interp.runs.local import InProcess, Processes
+from lapa2_interp.runs.manifest import MANIFEST, SAMPLES, TRACE, Manifest, read_manifest
+from lapa2_interp.runs.sweep import add_grids, durable_file, durable_folder, load_run, pick, sweep
+from lapa2_interp.runs.worker import Worker
 
 HEAD = """
 model = "tiny-gpt2"
@@ -59,12 +61,12 @@ samples = 1
 """Four cells of two or three groups each; both grids have the baseline of prefix."""
 PRELOAD = [
     "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
-    "lapa2_interp.attention.liveness", "lapa2_interp.cli", "lapa2_interp.decoding", "lapa2_interp.experiments.checks",
-    "lapa2_interp.experiments.sweep",
+    "lapa2_interp.attention.liveness", "lapa2_interp.cli", "lapa2_interp.decoding.loop", "lapa2_interp.runs.checks",
+    "lapa2_interp.runs.sweep",
 ]  # fmt: skip
 
 
-class Recording(Here):
+class Recording(InProcess):
     """Keeps what its worker makes."""
 
     def __init__(self):
@@ -241,7 +243,7 @@ def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(request, tmp_pa
 
 
 def really_sweep(folder, files):
-    sweep(folder, grids_of(files), Here("cpu"))
+    sweep(folder, grids_of(files), InProcess("cpu"))
 
 
 @pytest.mark.alone
@@ -501,7 +503,7 @@ def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
     def plan(*_):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("lapa2_interp.plan.plan", plan)
+    monkeypatch.setattr("lapa2_interp.decoding.plan.plan", plan)
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     outcome = Worker("cpu").do(Job(cell))
     assert outcome.traceback.splitlines()[-1] == "MemoryError: no more; fewer rows share a batch with --set max_rows=N"
@@ -511,7 +513,7 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
     from conftest import soft_prefix, soft_set
 
     from lapa2_interp import load_task
-    from lapa2_interp.prefixes import save_prefix
+    from lapa2_interp.soft_prefix import save_prefix
 
     model = load("tiny-gpt2")
     folder = soft_set(tmp_path / "set", model, load_task("sentiment"))
@@ -531,7 +533,7 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
 def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it_again(
     undisturbed, files, tmp_path, monkeypatch, capsys
 ):
-    from lapa2_interp import decoding
+    from lapa2_interp.decoding import loop as decoding
 
     real, made = decoding.run_plan, []
 
@@ -576,7 +578,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
 def test_a_model_that_cannot_be_opened_fails_its_cells_alone(undisturbed, files, tmp_path):
     (tmp_path / "g.toml").write_text(TWO.replace("layers", "profile").replace('"top"', '"paper", layers = [9]'))
     told = []
-    done = sweep(tmp_path / "run", grids_of([tmp_path / "g.toml"]), Here("cpu"), told.append)
+    done = sweep(tmp_path / "run", grids_of([tmp_path / "g.toml"]), InProcess("cpu"), told.append)
     assert done.made == 2
     assert len(done.failed) == 1
     assert "layer 9 does not exist; the model has layers 0-3" in told[0]
@@ -1026,7 +1028,7 @@ def test_a_manifest_has_the_sha_of_its_soft_prefixes(tmp_path):
     folder = soft_set(tmp_path / "set", load("tiny-gpt2"), load_task("sentiment"))
     (tmp_path / "g.toml").write_text(HEAD + f'method = {{ name = "prefix", prefixes = "{folder}" }}')
     (grid,) = grids_of([tmp_path / "g.toml"])
-    sweep(tmp_path / "run", [grid], Here("cpu"), pytest.fail)
+    sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail)
     (cell,) = grid.cells
     sha = hashlib.sha256(Path(folder, "positive.safetensors").read_bytes()).hexdigest()
     assert load_run(tmp_path / "run").cell(cell.key).manifest.branches["positive"]["prefix"].sha256 == sha
@@ -1059,7 +1061,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     text += 'method = "prefix"\n'
     (tmp_path / "g.toml").write_text(text)
     (grid,) = grids_of([tmp_path / "g.toml"])
-    done = sweep(tmp_path / "run", [grid], Here("cpu"), pytest.fail)
+    done = sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail)
     assert done.made == 1
     run, (cell,) = load_run(tmp_path / "run"), grid.cells
     found = run.cell(cell.key)
@@ -1074,8 +1076,8 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
 
 def test_the_bar_ends_where_the_work_does(undisturbed, files, tmp_path, monkeypatch):
     """Of a run that goes on it counts what is left, and a failed cell's work is taken out."""
-    from lapa2_interp.experiments import sweep as module
-    from lapa2_interp.experiments.estimates import cost
+    from lapa2_interp.runs import sweep as module
+    from lapa2_interp.runs.estimates import cost
 
     whole, made = undisturbed
     bars, real = [], module.progress_bar

@@ -8,21 +8,13 @@ from conftest import load
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, generate, load_task, methods
-from lapa2_interp.decoding import join_traces
+from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
-from lapa2_interp.layout import layout
+from lapa2_interp.layout import Layout
 from lapa2_interp.theory import fit_decay
-from lapa2_interp.trace import (
-    SUMS,
-    Recorder,
-    fit_table,
-    head_table,
-    local_ratio,
-    pooled,
-    prefix_token_table,
-    step_table,
-    trace_bytes,
-)
+from lapa2_interp.trace import SUMS
+from lapa2_interp.trace.recorder import Recorder, trace_bytes
+from lapa2_interp.trace.tables import fit_table, head_table, local_ratio, pooled, prefix_token_table, step_table
 
 PROMPTS = ["The lake", "Once upon a time"]
 
@@ -53,7 +45,7 @@ def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(tiny, mo
     trace = run.trace.isel(branch=0)
     assert trace["prefix"].dims == ("sample", "step", "layer", "head")
     for number, sample in enumerate(run.samples.itertuples()):
-        found = layout(model.tokenizer, "Very positive:", sample.prompt)
+        found = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         _, patterns = oracle_logits(model, found, sample.tokens[:-1], augmentation)
         for step in range(sample.n_tokens):
             query = len(found) - 1 + step
@@ -111,7 +103,7 @@ def test_a_base_branch_has_no_prefix():
 
 def nearest_last_prompt_token(run, model):
     """What the released slice misses at step 0 on the raw model: the last prompt token."""
-    found = layout(model.tokenizer, None, PROMPTS[0])
+    found = Layout.of(model.tokenizer, None, PROMPTS[0])
     _, patterns = oracle_logits(model, found, [])
     return np.stack([patterns[i][:, -1, -1].numpy() for i in range(model.cfg.n_layers)])
 

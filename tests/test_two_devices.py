@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lapa2_interp import Augmentation, models
-from lapa2_interp.attention.cache import CachedHeads
+from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.attention.neurons import promoters
-from lapa2_interp.decoding import run_plan
+from lapa2_interp.decoding.loop import run_plan
+from lapa2_interp.decoding.plan import plan
 from lapa2_interp.methods import for_task
-from lapa2_interp.plan import plan
-from lapa2_interp.tasks import load_task
+from lapa2_interp.methods import load_task
 
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)

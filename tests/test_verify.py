@@ -10,10 +10,10 @@ from conftest import load
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cli import main
-from lapa2_interp.experiments.store import read_run
-from lapa2_interp.experiments.verify import Study, as_text, draw, run_study
-from lapa2_interp.forcing import teacher_forced
-from lapa2_interp.layout import layout
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.layout import Layout
+from lapa2_interp.paper.study import Study, as_text, draw, run_study
+from lapa2_interp.runs.manifest import read_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
 SMALL = ["--model", "tiny-llama", "--length", "48", "--synthetic-length", "2000"]
@@ -81,7 +81,7 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
 def test_texts_that_do_not_fit_side_by_side():
     """A prompt's length decides what fits: rows that exceed the context together are read apart, and equal those read alone."""
     model = load("tiny-llama", "float64")
-    long, short = (layout(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It"))
+    long, short = (Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It"))
     texts = [list(range(40, 50)), [50 + i % 90 for i in range(model.cfg.n_ctx - len(short) - 5)]]
     both = teacher_forced(model, [long, short], texts, Augmentation(alpha=0.5))
     for i, branch in enumerate((long, short)):

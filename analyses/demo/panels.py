@@ -14,14 +14,15 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import __version__, plots
-from lapa2_interp.experiments.sweep import SweepRun, load_run
 from lapa2_interp.files import keep_file
 from lapa2_interp.machine import cores, kind_of
+from lapa2_interp.runs.sweep import SweepRun, load_run
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from lapa2_interp.experiments.grids import Cell, Grid
+    from lapa2_interp.cell import Cell
+    from lapa2_interp.runs.grid import Grid
 
 HERE = Path(__file__).resolve().parent
 SCORER_DTYPE = "float32"
@@ -52,7 +53,7 @@ class Measured:
 
 def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is read."""
-    from lapa2_interp.propositions import synthetic_verdicts
+    from lapa2_interp.paper.propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
     from lapa2_interp.synthetic import draw_log_odds, lengths_up_to
 
@@ -76,7 +77,7 @@ def measure(out: Path, grid: Grid) -> Measured:
 
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
-    from lapa2_interp.experiments.store import read_manifest
+    from lapa2_interp.runs.manifest import read_manifest
     from lapa2_interp.scoring import Cache
     from lapa2_interp.scoring.embedded import EmbeddedScorer
     from lapa2_interp.scoring.tables import score_table
@@ -123,7 +124,7 @@ def page(out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], 
         read: One trace per stored text, axes alpha, sample, step, layer, head.
         seconds: What this call took.
     """
-    from lapa2_interp.report import template
+    from lapa2_interp.page import template
 
     run, traces = load_run(out), _joined(read)
     arms = {cell.key: arm_name(cell) for cell in grid.cells}
@@ -205,7 +206,7 @@ def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
 
 
 def _image(drawing: plots.Drawing) -> str:
-    from lapa2_interp.report import png
+    from lapa2_interp.page import png
 
     return png(drawing)
 
@@ -215,7 +216,7 @@ def _image(drawing: plots.Drawing) -> str:
 
 def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     """Prefix attention against l, with fitted exponents."""
-    from lapa2_interp.propositions import exponent_table, pooled_table
+    from lapa2_interp.paper.propositions import exponent_table, pooled_table
 
     curve, exponents = pooled_table(traces), exponent_table(traces)
     n = int(curve["texts"].iloc[0])
@@ -269,7 +270,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
 def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    from lapa2_interp.propositions import curves
+    from lapa2_interp.paper.propositions import curves
 
     pooled = curves(traces, pooled=True)
     ratio = (pooled.odds[pooled.base] + pooled.log_rest).mean(1, keepdims=True)
@@ -545,8 +546,8 @@ SIGNS = {"supported": "✓", "not supported": "✗", "inconclusive": "○"}
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
-    from lapa2_interp.experiments.verify import shown_verdicts
-    from lapa2_interp.propositions import trace_verdicts
+    from lapa2_interp.paper.propositions import trace_verdicts
+    from lapa2_interp.paper.study import shown_verdicts
 
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
@@ -693,7 +694,7 @@ def methods(grid: Grid) -> Panel:
     )
     return Panel(
         "Every decoding method",
-        "A method combines the next-token distributions of the model with and without prefixes. Here is one text "
+        "A method combines the next-token distributions of the model with and without prefixes. InProcess is one text "
         "of each, steered "
         f"towards “{stored['attribute']}”, from the prompt “{stored['prompt']}”. One text shows what a method's "
         "output looks like, not how good it is.",
@@ -712,7 +713,7 @@ def machine() -> str:
 
 
 def _facts(out: Path, run: SweepRun, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:
-    from lapa2_interp.experiments.store import read_manifest
+    from lapa2_interp.runs.manifest import read_manifest
 
     manifest = read_manifest(run.place(grid.cells[0].key))
     stored = json.loads((HERE / "texts.json").read_text("utf-8"))

@@ -17,9 +17,9 @@ from typing import Any
 from panels import machine
 
 from lapa2_interp.errors import RunError
-from lapa2_interp.experiments.scripts import ScriptOptions, count
-from lapa2_interp.experiments.store import Manifest, read_manifest, read_run
-from lapa2_interp.experiments.sweep import load_run
+from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.runs.manifest import Manifest, read_manifest, read_run
+from lapa2_interp.runs.sweep import load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392

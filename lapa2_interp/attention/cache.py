@@ -16,13 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lapa2_interp.attention.hooked import Model, is_bridge
+from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.prefixes import SoftPrefix
+from lapa2_interp.model_card import Model, is_bridge
+from lapa2_interp.soft_prefix import SoftPrefix
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def soft_slots(
         if each.soft != (0 if prefix is None else len(prefix)):
             raise LayoutError(
                 f"a layout has {each.soft} soft slots, its prefix {0 if prefix is None else len(prefix)}; make it with "
-                "layout(tokenizer, None, prompt, soft=len(prefix))"
+                "Layout.of(tokenizer, None, prompt, soft=len(prefix))"
             )
     distinct = {id(prefix): prefix for prefix in given if prefix is not None}
     if not distinct:
@@ -140,60 +140,6 @@ def _positions(
     first = torch.tensor(first_positions(layouts, prefixes), device=ids.device)
     count = torch.arange(ids.shape[1], device=ids.device) - bos[:, None]
     return torch.where(count < 0, 0, count + first[:, None])
-
-
-class CachedHeads(Tensor):
-    """A view of the cached keys or values whose products with queries and patterns copy no more than they must.
-
-    Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in every layer at every step.
-    Here the repeated tensor is only stood for: it has its shape, its transpose, and products that read each shared head once.
-    In half precision on a CPU, where products want dense matrices, the copy keeps the order in memory; PyTorch's own would
-    transpose, which is slow. Anything else done with it gets a plain, repeated tensor.
-    """
-
-    repeats = 1
-
-    @classmethod
-    def of(cls, heads: Tensor) -> Tensor:
-        """The same heads; a tensor of a class of its own, such as a distributed one, stays what it is."""
-        return heads.as_subclass(cls) if type(heads) is Tensor else heads
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.matmul and isinstance(args[1], cls) and args[1].dim() == 4:
-                return args[1]._product(*tree_map_only(cls, cls._copied, args[:1]))
-            if isinstance(args[0], cls):
-                view = args[0]
-                if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-                    return torch.Size((len(view), view.shape[1] * view.repeats, *view.shape[2:]))
-                if func is Tensor.transpose and args[1:] in ((-2, -1), (2, 3)):
-                    return cls._repeated(view.transpose(-2, -1), view.repeats)
-                if view.repeats == 1 and func in (Tensor.__getitem__, Tensor.expand):
-                    return cls.of(func(*args, **kwargs))
-                if func is Tensor.reshape and view.dim() == len(args) == 5 and view.stride(2) == 0:
-                    # repeat_kv's last step: (row, kv_head, repeat, slot, d_head) becomes (row, head, slot, d_head)
-                    return cls._repeated(view[:, :, 0], view.shape[2])
-            args, kwargs = tree_map_only(cls, cls._copied, (args, kwargs))
-            return func(*args, **kwargs)
-
-    @classmethod
-    def _repeated(cls, heads: Tensor, repeats: int) -> CachedHeads:
-        view = heads.as_subclass(cls)
-        view.repeats = repeats
-        return view
-
-    def _product(self, left: Float[Tensor, "row head query inner"]) -> Float[Tensor, "row head query outer"]:
-        of_group = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
-        right = self.as_subclass(Tensor)
-        if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):
-            right = right.clone()  # dense, in the order it has
-        return (of_group @ right).view(*left.shape[:3], self.shape[3])
-
-    def _copied(self) -> Tensor:
-        plain = self.as_subclass(Tensor)
-        return plain if self.repeats == 1 else plain.repeat_interleave(self.repeats, dim=1)
 
 
 class SlotLayer(CacheLayerMixin):

@@ -1,6 +1,6 @@
 """The augmentation through TransformerLens hook points, on any forward pass.
 
-    with augmented(model, Augmentation(alpha=0.5), layout(model.tokenizer, "Very positive:", "The lake")):
+    with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
 
 1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every query's slot and l. The
@@ -28,9 +28,7 @@ from torch import Tensor
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout
-
-Model = Any
-"""A TransformerLens model: TransformerBridge, or HookedTransformer under transformer-lens 3.9."""
+from lapa2_interp.model_card import Model, is_bridge
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
@@ -42,11 +40,6 @@ class Observer(Protocol):
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Called once per layer and forward pass; `first` is the slot of the first query."""
-
-
-def is_bridge(model: Model) -> bool:
-    """Whether a model is a TransformerBridge (which wraps a transformers model) or a HookedTransformer."""
-    return hasattr(model, "original_model")
 
 
 class _Bias:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapa2_interp.attention.hooked import PATTERN, SCORES, Model
+from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.errors import DeadHookError
+from lapa2_interp.model_card import Model
 
 EDIT = 3.0
 

@@ -21,10 +21,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.attention.hooked import Model
 from lapa2_interp.errors import DeadHookError
 from lapa2_interp.files import keep_file
 from lapa2_interp.methods import Intervention
+from lapa2_interp.model_card import Model
 from lapa2_interp.progress import progress_bar
 
 STRONG = 50.0

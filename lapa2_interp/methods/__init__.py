@@ -22,15 +22,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
+from importlib import import_module
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError, one_of
-from lapa2_interp.tasks import Task
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import AugmentationError, MethodError, TaskError, first_problem, one_of
+from lapa2_interp.tasks import Task, read_task
 
 State = Any
 T = TypeVar("T")
@@ -276,23 +279,53 @@ def registry() -> dict[str, type[Method]]:
     return {method.name: method for method in known}
 
 
+def find(name: str) -> type[Method]:
+    """A method's class: a name of `registry`, or MODULE:CLASS for one of your own that Python can import.
+
+    Raises:
+        MethodError: Unknown name, or no method is there.
+    """
+    if ":" not in name:
+        known = registry()
+        if name not in known:
+            raise MethodError(f"{one_of('method', name, known)}; or one of your own as MODULE:CLASS")
+        return known[name]
+    module, _, place = name.partition(":")
+    try:
+        found = import_module(module)
+        for part in place.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise MethodError(
+            f"method {name!r}: {error}; MODULE must be importable where it runs, and CLASS a name in it"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)):
+        raise MethodError(
+            f"method {name!r} is {found!r}; it must be a dataclass derived from lapa2_interp.methods.Method"
+        )
+    return found
+
+
+def name_of(method: Method) -> str:
+    """The name that `find` finds a method's class by."""
+    kind = type(method)
+    return method.name if registry().get(method.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
+
+
 def get(name: str, **parameters: Any) -> Method:
     """A method by name; `lapa2 methods` lists them with their parameters.
+
+    Args:
+        name: As of `find`.
 
     Raises:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    from lapa2_interp.errors import first_problem
-
-    known = registry()
-    if name not in known:
-        raise MethodError(one_of("method", name, known))
+    kind = find(name)
     try:
-        return TypeAdapter(known[name]).validate_python(parameters)
+        return TypeAdapter(kind).validate_python(parameters)
     except ValidationError as error:
-        names = [field.name for field in fields(known[name])]  # type: ignore[arg-type]
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
         raise MethodError(f"method {name!r}: {first_problem(error, fields=names)}") from None
 
 
@@ -303,3 +336,45 @@ def for_task(name: str, task: Task, **parameters: Any) -> Method:
         MethodError: As `get`.
     """
     return get(name, **(task.parameters(name) | parameters))
+
+
+def load_task(name: str) -> Task:
+    """A built-in task by name, or a user's by the path of its TOML file.
+
+    Raises:
+        TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or field); a method or
+            a text that does not exist, which would be passed over in silence.
+    """
+    task = read_task(name)
+    for method, settings in task.methods.items():
+        if ":" not in method and method not in registry():
+            raise TaskError(f"task file {name}: methods: {one_of('method', method, registry())}")
+        allowed = find(method).text_names
+        for attribute, texts in settings.texts.items():
+            for text in texts:
+                if allowed is not None and text not in allowed:
+                    place = f"methods.{method}.texts.{attribute}"
+                    raise TaskError(f"task file {name}: {place}: {one_of('text', text, allowed)}")
+    return task
+
+
+def assign(
+    method: Method, branches: Sequence[Branch], augmentation: Augmentation | None
+) -> tuple[Augmentation | None, ...]:
+    """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where the method has it on.
+
+    An explicit span counts the keys of prefix branches, so beside those the base branch gets its profile's span.
+
+    Raises:
+        AugmentationError: There is no branch for the augmentation to act on.
+    """
+    steered = any(branch.prefix is not None for branch in branches)
+    on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
+    found = tuple(
+        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None for branch in branches
+    )
+    if augmentation is not None and not any(found):
+        raise AugmentationError(
+            f"{method.name} has no prefix for an augmentation to act on; generate without one (alpha 0, augmentation none)"
+        )
+    return found

@@ -34,7 +34,7 @@ from torch import Tensor
 from lapa2_interp.errors import MethodError
 from lapa2_interp.methods import Branch, Kit, LogProbs, Method, Prepared, Start, State, checked, nucleus
 from lapa2_interp.tasks import Task
-from lapa2_interp.words import STOPWORDS
+from lapa2_interp.tasks.word_lists import STOPWORDS
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -44,7 +44,7 @@ from torch import Tensor
 from lapa2_interp.errors import MethodError
 from lapa2_interp.methods import Branch, Intervention, Kit, LogProbs, Method, Prepared, Start, State, checked
 from lapa2_interp.tasks import Task
-from lapa2_interp.words import read_words
+from lapa2_interp.tasks.word_lists import read_words
 
 OFF = 1e-20
 NOISE_CLASSES = 4

@@ -16,15 +16,16 @@ import torch
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp.corpora import Corpus
 from lapa2_interp.errors import PrefixError
 from lapa2_interp.layout import text_markers
-from lapa2_interp.prefixes import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
-from lapa2_interp.prefixes.scoring import TextRows, text_nll
+from lapa2_interp.models import load_transformers, move
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.training import tokenise
 from lapa2_interp.progress import progress_bar
+from lapa2_interp.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.stats import Interval, mean_interval
 from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.corpora import Corpus
 
 BATCH = 32
 JOINS = {"": "", " + space": " "}
@@ -134,7 +135,6 @@ def evaluate_sets(
         PrefixError: A folder is not a set, or the sets differ in model, weights or attributes.
         DataError: An attribute has no text.
     """
-    from lapa2_interp.models import load_transformers, move
 
     sets = {
         folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)} for folder in folders

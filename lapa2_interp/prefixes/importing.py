@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import PrefixError, one_of
-from lapa2_interp.models import model_card
-from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, kv_shape, load_prefix
+from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.models import load_model
+from lapa2_interp.soft_prefix import PrefixCard, Shape, SoftPrefix, kv_shape, load_prefix, save_prefix
+from lapa2_interp.tasks import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lapa2_interp.attention.hooked import Model
 
 AIR_NUMBERS = {
     "sentiment": ("positive", "negative"),
@@ -194,3 +194,31 @@ def _air(tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path)
         return torch.stack(rows).float()
 
     return folded("keys"), folded("values")
+
+
+def add_to_set(
+    source: Path,
+    out: Path,
+    model: str,
+    task: Task,
+    attribute: str,
+    set_name: str = "imported",
+    number: int | None = None,
+    trust_remote_code: bool = False,
+) -> SoftPrefix:
+    """Import a soft prefix into the folder of a set.
+
+    Args:
+        source, set_name, number: As of `import_prefix`.
+        out: The set's folder.
+        model: The name of the model it was trained for.
+
+    Raises:
+        PrefixError: The set has a prefix of this attribute already; as `import_prefix`.
+        ModelError: The model cannot be loaded.
+    """
+    task.prefix(attribute)
+    if (out / f"{attribute}.json").exists():
+        raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
+    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    return save_prefix(import_prefix(source, loaded, task.name, attribute, set_name, number), out, "float32")

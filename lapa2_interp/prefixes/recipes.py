@@ -14,7 +14,7 @@ from lapa2_interp.machine import Dtype
 class Recipe(BaseModel):
     """Everything that decides how prefixes are trained. The defaults are for a small model on a CPU."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     objective: Literal["mle", "contrastive"] = "mle"
     """mle: likelihood of the attribute's texts; contrastive: that, and telling the attributes apart."""

@@ -31,14 +31,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapa2_interp import __version__
-from lapa2_interp.corpora import Corpus, pieces
 from lapa2_interp.errors import DataError, PrefixError
+from lapa2_interp.files import whole_file, write_text
 from lapa2_interp.layout import text_markers
-from lapa2_interp.prefixes import PrefixCard, Shape, SoftPrefix, Training, load_prefix, read_card, save_prefix
+from lapa2_interp.models import load_transformers, move
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import Recipe
-from lapa2_interp.prefixes.scoring import TextRows, text_nll
 from lapa2_interp.progress import progress_bar
+from lapa2_interp.soft_prefix import PrefixCard, Shape, SoftPrefix, Training, load_prefix, read_card, save_prefix
 from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.corpora import Corpus, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -327,9 +329,8 @@ class Job:
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
-        fresh = self.checkpoint.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(self.checkpoint)
+        with whole_file(self.checkpoint) as fresh:
+            torch.save(state, fresh)
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
@@ -406,7 +407,6 @@ def train_set(
         DataError: An attribute has no text, or the objective needs a second attribute.
         PrefixError: The folder holds other prefixes, or the loss is not a number.
     """
-    from lapa2_interp.models import load_transformers, move
 
     attributes = tuple(attributes or task.attributes)
     for attribute in attributes:
@@ -599,8 +599,7 @@ def _open(out: Path, plan: Mapping[str, Any]) -> Path:
     if not states.is_dir():
         if out.exists() and any(out.iterdir()):
             raise PrefixError(f"{out} is not empty and holds no unfinished training; choose another --out")
-        states.mkdir(parents=True)
-        (states / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        write_text(states / "plan.json", json.dumps(plan, indent=1))
         return states
     try:
         before = json.loads((states / "plan.json").read_text(encoding="utf-8"))

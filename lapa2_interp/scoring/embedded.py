@@ -23,7 +23,9 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from lapa2_interp import __version__
 from lapa2_interp.errors import ScoringError, first_problem, one_of
+from lapa2_interp.files import whole_file, write_text
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
 if TYPE_CHECKING:
@@ -196,12 +198,10 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Scorer
     """Write `<task>.npz` (float16 weights) and its card."""
     import sklearn
 
-    from lapa2_interp import __version__
-
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{task}.npz"
     weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
-    np.savez_compressed(file, weights=weights, rarity=rarity, bias=linear.bias)
+    with whole_file(file) as fresh:
+        np.savez_compressed(fresh, weights=weights, rarity=rarity, bias=linear.bias)
     card = ScorerCard(
         task=task,
         labels=linear.labels,
@@ -210,7 +210,7 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Scorer
         versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
         **facts,
     )
-    (folder / f"{task}.json").write_text(card.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_text(folder / f"{task}.json", card.model_dump_json(indent=1) + "\n")
     return card
 
 

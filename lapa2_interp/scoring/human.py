@@ -23,6 +23,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp.errors import ScoringError
+from lapa2_interp.files import whole_file
 from lapa2_interp.stats import mean_interval, resampled_means
 
 
@@ -121,12 +122,12 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     sheet = key[list(SHOWN)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
     files = {"sheet.csv": _csv(sheet), "key.csv": _csv(key), "sheet.html": _form(sheet, digest[:16])}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name in ("sheet.csv", "key.csv"):
             if (folder / name).exists() and (folder / name).read_bytes() != files[name]:
                 raise ScoringError(f"{folder / name} belongs to another draw, or is filled in; choose another folder")
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            with whole_file(folder / name) as fresh:
+                fresh.write_bytes(content)
     except OSError as error:
         raise ScoringError(f"cannot write sheets to {folder}: {error.strerror}; choose another folder") from error
     return key

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp.corpora import Corpus
-from lapa2_interp.errors import DataError
+from lapa2_interp.errors import DataError, ScoringError
 from lapa2_interp.scoring.embedded import Linear, ScorerCard, save_linear, train_linear
+from lapa2_interp.tasks.corpora import Corpus, read_corpus
 
 WINDOW = 40
 """Words of the first and last piece of a long text."""
@@ -137,3 +138,55 @@ def _results(linear: Linear, corpus: Corpus) -> dict[str, float]:
     if len(linear.labels) == 2:
         results[f"{corpus.source} AUC"] = float(roc_auc_score(truth, found[:, 1]))
     return results
+
+
+def make_scorer_files(
+    task: str,
+    labels: Sequence[str],
+    data: Sequence[str],
+    test: Sequence[str],
+    graded: Sequence[str],
+    c: float,
+    out: Path,
+) -> ScorerCard:
+    """Read corpora by name, train an embedded classifier on them, and write it: `train_scorer`, as the command has it.
+
+    Args:
+        labels: The task's attributes.
+        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says how much its texts count.
+        graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as above.
+        c: Inverse strength of the L2 penalty, > 0.
+        out: Folder of the weights and the card.
+
+    Raises:
+        ScoringError: A value out of range.
+        DataError: A corpus cannot be read.
+    """
+    if not 0 < c < math.inf:
+        raise ScoringError(f"--c must be a positive number, found {c:g}")
+    if out.exists() and not out.is_dir():
+        raise ScoringError(f"--out {out} is a file; give a folder")
+    return train_scorer(
+        task,
+        labels,
+        [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)],
+        [read_corpus(source, labels, "test") for source in test],
+        out,
+        graded=[(read_graded(Path(path), test=False), weight) for path, weight in map(_weighted, graded)],
+        graded_tests=[read_graded(Path(path), test=True) for path, _ in map(_weighted, graded)],
+        c=c,
+    )
+
+
+def _weighted(source: str) -> tuple[str, float]:
+    """ "sst2=3" as its name and 3; without a number, 1."""
+    name, mark, weight = source.rpartition("=")
+    try:
+        found = float(weight)
+    except ValueError:
+        return source, 1.0
+    if not mark or Path(source).exists():
+        return source, 1.0
+    if not (0 < found < math.inf):
+        raise ScoringError(f"the weight in {source!r} must be a positive number")
+    return name, found

@@ -10,8 +10,9 @@ import torch
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.models import check_weights, load_transformers, move, quiet_transformers
-from lapa2_interp.prefixes.scoring import TextRows, text_nll
+from lapa2_interp.models import check_weights, load_transformers, move
+from lapa2_interp.models.smollm2 import quiet_transformers
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
 if TYPE_CHECKING:

@@ -136,8 +136,10 @@ def built_in() -> list[str]:
     return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
 
 
-def load_task(name: str) -> Task:
-    """A built-in task by name, or a user's by the path of its TOML file.
+def read_task(name: str) -> Task:
+    """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is not checked.
+
+    To use one, `methods.load_task`.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or field.
@@ -153,14 +155,12 @@ def load_task(name: str) -> Task:
     else:
         raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
     try:
-        task = Task.model_validate({"name": path.stem} | tomllib.loads(text))
+        return Task.model_validate({"name": path.stem} | tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
     except ValidationError as error:
         line = _line_of(text, worst_problem(error)["loc"])
         raise TaskError(f"task file {name}, line {line}: {first_problem(error)}") from None
-    _check_methods(task, name)
-    return task
 
 
 def _line_of(text: str, place: Sequence[str | int]) -> int:
@@ -171,21 +171,6 @@ def _line_of(text: str, place: Sequence[str | int]) -> int:
             if re.match(rf'\s*("?{name}"?\s*=|\[.*\b{name}\b)', line):
                 return number
     return len(lines)
-
-
-def _check_methods(task: Task, file: str) -> None:
-    """A misspelt method or text would be passed over in silence."""
-    from lapa2_interp.methods import registry
-
-    for method, settings in task.methods.items():
-        if method not in registry():
-            raise TaskError(f"task file {file}: methods: {one_of('method', method, registry())}")
-        allowed = registry()[method].text_names
-        for attribute, texts in settings.texts.items():
-            for text in texts:
-                if allowed is not None and text not in allowed:
-                    place = f"methods.{method}.texts.{attribute}"
-                    raise TaskError(f"task file {file}: {place}: {one_of('text', text, allowed)}")
 
 
 def _files() -> Iterable:

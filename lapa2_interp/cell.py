@@ -1,0 +1,319 @@
+"""A cell: everything that decides a set of texts, as one frozen value with a key.
+
+`Cell.of` makes one from names; the fields are then resolved (every parameter of the method, the
+task's own texts, the precision) and hashed to the key. Equal keys mean equal texts on machines of
+one kind, so that a run never makes a cell twice.
+
+A field that is added later belongs to `LATER`: while it has its default it is left out of JSON and
+key, so that keys of earlier versions stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    model_serializer,
+    model_validator,
+)
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import (
+    AugmentationError,
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    PrefixError,
+    TraceError,
+    one_of,
+)
+from lapa2_interp.machine import Dtype, resolve_dtype
+from lapa2_interp.methods import Branch, Method, Soft, assign, for_task, load_task, name_of
+from lapa2_interp.methods import get as get_method
+from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.soft_prefix import read_card, set_folder
+from lapa2_interp.tasks import Attribute, MethodSettings, Prompts, Task
+from lapa2_interp.trace import TraceKind
+
+EosPolicy = Literal["keep", "stop", "block"]
+"""What an end token does: it is kept as any other, ends the text, or is never drawn."""
+TOP_K = 200
+BUILT_IN_TASKS = ("detox", "sentiment", "topic")
+MISSING = "0" * 64
+"""Stands for the sha256 of a file that is not there."""
+LATER = {"patterns": ()}
+"""Fields that came after the first keys were made, with the defaults that leave them out."""
+
+
+class Cell(BaseModel):
+    """Everything that decides a set of texts and its trace, and nothing else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model: str
+    """A name of `lapa2 models`, a hub id or a folder."""
+    dtype: Dtype
+    """Precision of weights and computation."""
+    model_class: str
+    """The TransformerLens class."""
+    method: str
+    """The decoding method, as `methods.find` takes it."""
+    parameters: dict[str, float | bool | str]
+    """The method's parameters, defaults included."""
+    task: Task
+    """The task's attributes, this method's texts and the cell's prompts; nothing else of it."""
+    attribute: str
+    """What the texts are steered towards."""
+    augmentation: Augmentation | None
+    """The bias on attention scores; None for the base method."""
+    length: int
+    """Tokens of a text, its prompt's included where the task counts them."""
+    samples: int
+    """Continuations per prompt."""
+    seed: int
+    """Of the random streams: one per seed, prompt and sample."""
+    top_k: int
+    """Tokens kept of the controlled weights."""
+    eos: str
+    """One of `EosPolicy`."""
+    trace: str
+    """One of `TraceKind`."""
+    max_rows: int | None
+    """Rows of a batch, which decides who shares one; None for the default rule."""
+    doubled_bos: bool
+    """Two BOS tokens in front, as the released scripts feed LLaMA."""
+    patterns: tuple[tuple[int, int], ...] = ()
+    """(layer, head) pairs whose whole attention rows are kept."""
+    files: dict[str, str] = {}
+    """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str | Model,
+        *,
+        method: str | Method = "prefix",
+        parameters: Mapping[str, Any] | None = None,
+        task: str | Task = "sentiment",
+        attribute: str,
+        prompts: Sequence[str] | None = None,
+        augmentation: Augmentation | None = None,
+        alpha: float | None = None,
+        length: int = 128,
+        samples: int = 1,
+        seed: int = 1,
+        top_k: int = TOP_K,
+        eos: EosPolicy = "keep",
+        trace: TraceKind = "full",
+        patterns: Sequence[tuple[int, int]] = (),
+        max_rows: int | None = None,
+        doubled_bos: bool = False,
+        dtype: str = "auto",
+        device: str | None = None,
+        model_class: str = "TransformerBridge",
+        needs: list[str] | None = None,
+    ) -> Cell:
+        """A cell from names and values, with the defaults of `lapa2 generate`.
+
+        Args:
+            model: A model's name; or a loaded model, which then decides dtype and model_class.
+            method: A name of `lapa2 methods`, or a method from `methods.get`.
+            parameters: The method's, where it is a name; the task's own by default.
+            task: A name of `lapa2 tasks`, the path of a task file, or a task.
+            attribute: What to steer towards.
+            prompts: What to continue; the task's prompts by default.
+            augmentation: The bias; by default LaPA2 at `alpha`.
+            alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
+            length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos: As the fields.
+            dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
+            device: Where the texts will be made, which decides what dtype "auto" is.
+            model_class: TransformerBridge or HookedTransformer.
+            needs: Where it is given, files that are missing are noted there instead of refused.
+
+        Raises:
+            Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
+        """
+        if isinstance(prompts, str) or (prompts is not None and not prompts):
+            raise LayoutError(f"prompts must be a list of at least one text, found {prompts!r}")
+        chosen_task = load_task(task) if isinstance(task, str) else task
+        if isinstance(method, str):
+            method = for_task(method, chosen_task, **(parameters or {}))
+        elif not isinstance(method, Method):
+            raise MethodError(f"method must be a name, or come from methods.get or for_task, found {method!r}")
+        elif parameters:
+            raise MethodError(f"{method!r} has its parameters already; give it by name, or without parameters")
+        if augmentation is not None and not isinstance(augmentation, Augmentation):
+            raise AugmentationError(f"augmentation must be an Augmentation or None, found {augmentation!r}")
+        if augmentation is None:
+            augmentation = Augmentation(alpha=method.alpha if alpha is None else alpha)
+        elif alpha is not None:
+            raise AugmentationError(f"give alpha {alpha:g}, or an augmentation that has its own, not both")
+        if isinstance(model, str):
+            facts = {"model": model, "dtype": resolve_dtype(dtype, device), "model_class": model_class}
+        else:
+            card = model_card(model)
+            facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
+        chosen_task.prefix(attribute)
+        branches = method.branches(chosen_task, attribute)
+        settings = chosen_task.methods.get(method.name, MethodSettings())
+        texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
+        return cls(
+            **facts,
+            method=name_of(method),
+            parameters=(own := asdict(method)),  # type: ignore[call-overload]
+            task=Task(
+                name=chosen_task.name,
+                length_counts_prompt=chosen_task.length_counts_prompt,
+                lengths=(),
+                attributes=chosen_task.attributes,
+                prompts=Prompts(texts=texts),
+                methods={method.name: MethodSettings(texts=settings.texts)} if settings.texts else {},
+            ),
+            attribute=attribute,
+            augmentation=augmentation if augmentation.alpha > 0 else None,
+            length=length,
+            samples=samples,
+            seed=seed,
+            top_k=top_k,
+            eos=eos,
+            trace=trace,
+            patterns=tuple(patterns),
+            max_rows=max_rows,
+            doubled_bos=doubled_bos,
+            files=_files(facts["model"], chosen_task.name, branches, own, needs),
+        )
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Cell:
+        """What needs no tokenizer and no model to be refused; `decoding.arrange` refuses the rest."""
+        for name in ("length", "samples", "top_k"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise LayoutError(f"max_rows must be at least 1, found {self.max_rows}")
+        for kind, found, allowed in (
+            ("eos policy", self.eos, get_args(EosPolicy)),
+            ("trace", self.trace, get_args(TraceKind)),
+        ):
+            if found not in allowed:
+                raise Lapa2Error(one_of(kind, found, allowed))
+        if self.patterns and self.trace == "none":
+            raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
+        twice = [prompt for i, prompt in enumerate(self.prompts) if prompt in self.prompts[:i]]
+        if twice:
+            raise LayoutError(
+                f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples"
+            )
+        self.task.prefix(self.attribute)
+        assign(self.decoder, self.branches, self.augmentation)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        usual = {name for name, default in LATER.items() if getattr(self, name) == default}
+        return {name: value for name, value in write(self).items() if name not in usual}
+
+    @cached_property
+    def key(self) -> str:
+        """16 hexadecimal digits of the sha256 of its canonical JSON."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def decoder(self) -> Method:
+        """The method with its parameters."""
+        return get_method(self.method, **self.parameters)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """What is continued."""
+        return self.task.prompts.texts
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """The method's model calls."""
+        return self.decoder.branches(self.task, self.attribute)
+
+    @property
+    def n_texts(self) -> int:
+        """How many texts it has: samples of every prompt."""
+        return self.samples * len(self.prompts)
+
+    @property
+    def arm(self) -> str:
+        """ "baseline", or the augmentation's label."""
+        return self.augmentation.label if self.augmentation else "baseline"
+
+    @property
+    def variant(self) -> str:
+        """What differs from the task's usual parameters and wording, in words; usually empty."""
+        usual = load_task(self.task.name) if self.task.name in BUILT_IN_TASKS else self.task
+        default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
+        changed = [f"{name}={value}" for name, value in self.parameters.items() if default.get(name) != value]
+        own = self.task.attributes[self.attribute].prefix
+        other = usual.attributes.get(self.attribute, Attribute(prefix=own))
+        if own != other.prefix and self.parameters.get("prefixes", "hard") == "hard":
+            form = own.replace(self.attribute.capitalize(), "{Attribute}").replace(self.attribute, "{attribute}")
+            changed.append(f"prefix {form}")
+        return ", ".join(changed)
+
+    @property
+    def where(self) -> str:
+        """The cell in words, for lists and messages."""
+        named = f"{self.method} ({self.variant})" if self.variant else self.method
+        return f"{self.model} {self.task.name}/{self.attribute} {named}, {self.arm}"
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Its settings as the columns of a tidy table."""
+        rule = self.augmentation
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "task": self.task.name,
+            "attribute": self.attribute,
+            "method": self.method,
+            "variant": self.variant,
+            "arm": self.arm,
+            "alpha": rule.alpha if rule else 0.0,
+            "law": rule.law if rule else "",
+            "layers": str(rule.layers) if rule else "",
+            "profile": rule.profile if rule else "",
+            "max_length": self.length,
+            "samples": self.samples,
+            "seed": self.seed,
+        }
+
+
+CELL = TypeAdapter(Cell)
+
+
+def _files(
+    model: str, task: str, branches: Sequence[Branch], parameters: Mapping[str, Any], needs: list[str] | None
+) -> dict[str, str]:
+    """sha256 of the soft prefixes by branch, and of the files that parameters name."""
+    found = {}
+    for branch in branches:
+        if isinstance(branch.prefix, Soft):
+            try:
+                folder = set_folder(model, task, branch.prefix.set)
+                found[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
+            except PrefixError as error:
+                if needs is None:
+                    raise
+                needs.append(str(error))
+                found[branch.name] = MISSING
+    for name, value in parameters.items():
+        if isinstance(value, str) and Path(value).is_file():
+            found[name] = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+    return found

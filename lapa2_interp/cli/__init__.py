@@ -1,0 +1,64 @@
+"""The command line, `lapa2`: arguments in, one call, words out.
+
+Help is built from the types and docstrings of the commands; torch is imported when one runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter
+
+from lapa2_interp import __version__
+from lapa2_interp.cli.generate import generate, trace
+from lapa2_interp.cli.look import layout, list_methods, list_prefixes, list_tasks, models, probe
+from lapa2_interp.cli.paper import propositions, report
+from lapa2_interp.cli.prefix import app as prefix
+from lapa2_interp.cli.score import app as scorers
+from lapa2_interp.cli.score import score
+from lapa2_interp.cli.sweep import grids, runs, sweep
+from lapa2_interp.cli.words import words
+from lapa2_interp.errors import Lapa2Error
+
+app = App(
+    name="lapa2",
+    version=__version__,
+    help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language model with a prefix, keep
+the prefix from fading as the text grows, and record where the attention goes.
+
+Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts with `lapa2 generate`, and
+whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what they take).""",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
+)
+
+for command in (
+    models, layout, probe, generate, trace, propositions, words, prefix, score, scorers, grids, sweep, runs, report,
+):  # fmt: skip
+    app.command(command)
+app.command(list_methods, name="methods")
+app.command(list_prefixes, name="prefixes")
+app.command(list_tasks, name="tasks")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; every error of ours or of the command line is one line on stderr and exit code 2."""
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except Lapa2Error as error:
+        print(f"lapa2: {error}", file=sys.stderr)
+    except CycloptsError as error:
+        print(f"lapa2: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:  # a half-made run is already gone; `prefix train` keeps its checkpoints
+        print("lapa2: interrupted", file=sys.stderr)
+        return 130
+    else:
+        return 0
+    return 2

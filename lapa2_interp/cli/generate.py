@@ -1,0 +1,198 @@
+"""The commands of one run: `lapa2 generate | trace`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from lapa2_interp.cli.options import (
+    AugmentationOptions,
+    ModelClass,
+    Several,
+    Unshown,
+    columns,
+    pairs,
+    settings,
+)
+from lapa2_interp.errors import EmptyDistributionError, TraceError
+from lapa2_interp.machine import DtypeOrAuto
+
+if TYPE_CHECKING:
+    from lapa2_interp.decoding.plan import Plan
+    from lapa2_interp.model_card import Model
+    from lapa2_interp.runs.attention import Attention
+
+
+def generate(
+    *,
+    out: Path,
+    model: str = "smollm2-135m",
+    method: str = "prefix",
+    parameters: Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)] = (),
+    task: str = "sentiment",
+    attribute: str,
+    prompt: Annotated[tuple[str, ...], Unshown] = (),
+    prompts: Path | None = None,
+    length: int = 128,
+    samples: int = 1,
+    seed: int = 1,
+    top_k: int = 200,
+    eos: Literal["keep", "stop", "block"] = "keep",
+    trace: Literal["none", "pooled", "full"] = "full",
+    patterns: str = "",
+    augmentation: AugmentationOptions = AugmentationOptions(),
+    dtype: DtypeOrAuto = "auto",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
+    max_rows: int | None = None,
+    doubled_bos: bool = False,
+    trust_remote_code: bool = False,
+    force: bool = False,
+) -> None:
+    """Generate controlled text and record the attention on the prefix.
+
+    Writes a run of one cell (run.json; cells/KEY with manifest.json, samples.parquet, trace.nc). For example
+
+        lapa2 generate --attribute positive --prompt "The lake" \\
+            --alpha 0.5 --samples 4 --out results/lake
+
+    Args:
+        out: The run's folder. It appears when the run is complete.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        method: A decoding method of `lapa2 methods`.
+        parameters: A parameter of the method as NAME=VALUE, such as omega=60; repeat the option for more.
+        task: A task of `lapa2 tasks`, or the path of a task file.
+        attribute: What to steer towards; the task's file has its prefix.
+        prompt: A prompt; repeat the option for more. By default the task's.
+        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
+        length: Tokens of a text, its prompt included where the task counts it.
+        samples: Continuations per prompt.
+        seed: Of the random streams, one per seed, prompt and sample: other prompts and samples do not change a text.
+        top_k: Tokens kept of the controlled weights; temperature is 1.
+        eos: keep an end token as any other (the paper), stop the text there, or block it.
+        trace: full (every layer and head), pooled (their mean) or none.
+        patterns: layer.head pairs whose whole attention rows are kept, such as 3.1,4.0.
+        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9.
+        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        trust_remote_code: Run code that comes with the model.
+        force: Replace a finished run.
+    """
+    from lapa2_interp.cell import Cell
+    from lapa2_interp.files import new_folder
+    from lapa2_interp.machine import tell_if_slow
+    from lapa2_interp.methods import for_task, load_task
+    from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
+    from lapa2_interp.runs.generate import generate as make
+    from lapa2_interp.runs.read import is_run, write_run
+    from lapa2_interp.tasks import read_prompts
+
+    chosen_task = load_task(task)
+    chosen_method = for_task(method, chosen_task, **settings(parameters))
+    kept = pairs("patterns", patterns, ".") if patterns else ()
+    if isinstance(kept, str):
+        raise TraceError(f"--patterns {patterns!r} is not a list of layer.head pairs such as 3.1,4.0")
+    rule = augmentation.build(chosen_method.alpha)
+    cell = Cell.of(
+        model,
+        method=chosen_method,
+        task=chosen_task,
+        attribute=attribute,
+        prompts=[*prompt, *(read_prompts(prompts) if prompts else ())] or None,
+        augmentation=rule,
+        alpha=0.0 if rule is None else None,
+        length=length,
+        samples=samples,
+        seed=seed,
+        top_k=top_k,
+        eos=eos,
+        trace=trace,
+        patterns=kept,
+        max_rows=max_rows,
+        doubled_bos=doubled_bos,
+        dtype=dtype,
+        device=device,
+        model_class=model_class,
+    )
+
+    def announce(loaded: Model, plans: Sequence[Plan]) -> None:
+        for note in dict.fromkeys(note for each in plans for note in each.merged):
+            print(f"note: {note}", file=sys.stderr)
+        print(announcement(loaded, plans), file=sys.stderr)
+
+    problem = None
+    with new_folder(out, force, is_run) as folder:
+        tell_if_slow(cell.dtype, device)
+        try:
+            run = make(model, cell, device=device, trust_remote_code=trust_remote_code, announce=announce)
+        except UnfinishedTextsError as error:
+            run, problem = error.run, error
+        write_run(folder, run)
+    if problem is not None:
+        raise EmptyDistributionError(f"{problem} in {out}")
+    texts = run.samples()["text"]
+    for text in texts.head(3):
+        print(f"---\n{text}")
+    print(f"---\n{len(texts)} texts in {out}" + (f"; see `lapa2 trace {out}`" if trace != "none" else ""))
+
+
+def trace(
+    run: Path,
+    /,
+    *,
+    only: Annotated[tuple[str, ...], Several] = (),
+    branch: str | None = None,
+    out: Path | None = None,
+    force: bool = False,
+) -> None:
+    """Read the attention a run recorded: prefix against step with its decay fit, and the heads that attend to it most.
+
+    Args:
+        run: A run with traces.
+        only: Cells with these values alone, as COLUMN=VALUE: of a run of several methods or tasks one is read at a time.
+        branch: Which branch of the method; by default the first with a prefix.
+        out: Also write tables (CSV) and figures (PNG) into this new folder.
+        force: Replace an earlier such folder.
+    """
+    from lapa2_interp.runs.attention import read_attention
+    from lapa2_interp.runs.read import load_run
+
+    found = read_attention(load_run(run), columns(only), branch)
+    _show(found)
+    if out is not None:
+        found.save(out, force)
+        print(f"\ntables and figures in {out}")
+
+
+def _show(found: Attention) -> None:
+    part, steps = found.part, found.tables["steps"]
+    last = int(steps["step"].max())
+    powers = [0, *(2**i for i in range(20) if 2**i < last), last]
+    names = [part, "bos", "released_slice"]
+    shown = steps[steps["name"].isin(names) & steps["step"].isin(powers)]
+    bands = [
+        f" [{low:.4f}, {high:.4f}]" if low == low else "" for low, high in zip(shown["low"], shown["high"], strict=True)
+    ]
+    shown = shown.assign(cell=[f"{mean:.4f}{band}" for mean, band in zip(shown["mean"], bands, strict=True)])
+    arms = list(dict.fromkeys(steps["arm"]))
+    table = shown.pivot(index=["arm", "step"], columns="name", values="cell")[names].loc[arms]
+    read = f"branch {found.branch} (of {', '.join(found.branches)})"
+    print(f"{read}: attention on its {part}, on BOS and on the released slice")
+    n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
+    interval = "95 % interval over prompts" if prompts > 1 else "no interval: one prompt tells no spread"
+    print(f"mean over layers and heads; {n} texts of {prompts} prompt{'s' * (prompts > 1)} an arm; {interval}")
+    print(table.rename_axis(columns=None).to_string())
+    print(f"\nC/(t+D) fitted to the curve of the {part}")
+    print(found.tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
+    if "heads" in found.tables:
+        print(f"\nheads with most attention on the {part}, mean over steps")
+        top = found.tables["heads"].sort_values(part, ascending=False).groupby("arm", sort=False).head(5)
+        print(top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f"))
+    rules = "; ".join(f"{arm}: {rule.to_json() if rule else None}" for arm, rule in found.arms.items())
+    print(f"\naugmentation {rules}")

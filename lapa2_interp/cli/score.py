@@ -1,0 +1,239 @@
+"""The commands that score texts: `lapa2 score` and `lapa2 scorers list | train | sheets | answers`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App
+
+from lapa2_interp.cli.options import Several, Unshown, columns
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.machine import Dtype
+from lapa2_interp.scoring.named import NAMES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+app = App(
+    name="scorers", help="List and train scorers; make and read sheets for human raters.", help_format="plaintext"
+)
+
+
+def score(
+    source: Path,
+    /,
+    *,
+    scorers: Annotated[tuple[str, ...], Several] = ("accuracy", "perplexity", "distinct"),
+    out: Path,
+    column: str = "text",
+    attribute: str | None = None,
+    task: str | None = None,
+    lengths: Annotated[tuple[int, ...], Several] = (),
+    parts: int = 1,
+    labels: str = "",
+    judge_url: str | None = None,
+    judge_prices: tuple[float, float] | None = None,
+    only: Annotated[tuple[str, ...], Several] = (),
+    cache: Path | None = None,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+) -> None:
+    """Score the texts of a run, or of a file, and print means with 95 % intervals.
+
+    Writes scores.parquet (one row per text and metric), table.csv, and differences.csv (each arm against the baseline). For
+    example
+
+        lapa2 score results/lake --scorers accuracy perplexity distinct --out results/lake-scores
+        lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
+        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
+        lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
+
+    Args:
+        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet file with a column of texts
+            (and prompt, attribute, arm, if known).
+        scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL (`lapa2 scorers list`).
+        out: The folder of tables.
+        column: The file's column of texts.
+        attribute: What the texts of a file without such a column were steered towards.
+        task: Whose classifier the embedded accuracy is: sentiment, topic or detox; by default the run's.
+        lengths: Score a run's texts as they were at these lengths.
+        parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
+        labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
+        judge_url: Base URL of the judge's endpoint.
+        judge_prices: US dollars per million input and output tokens, to count the judge's cost.
+        only: Texts with these values alone, as COLUMN=VALUE.
+        cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
+        dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with a model.
+        force: Replace an earlier folder of tables.
+    """
+    from lapa2_interp.runs.score import score as score_source
+
+    found = score_source(
+        source,
+        scorers,
+        out=out,
+        force=force,
+        column=column,
+        attribute=attribute,
+        task=task,
+        lengths=lengths,
+        parts=parts,
+        labels=_labels(labels),
+        judge_url=judge_url,
+        judge_prices=judge_prices or (None, None),
+        only=columns(only),
+        cache=cache,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        notify=lambda text: print(text, file=sys.stderr),
+    )
+    _show(found.table, found.differences)
+    print(f"\ntables in {out}")
+
+
+@app.command(name="list")
+def list_scorers() -> None:
+    """List the scorers, and what the embedded ones reach on held-out text."""
+    from lapa2_interp.scoring.embedded import WEIGHTS, load_linear
+
+    for name, what in NAMES.items():
+        print(f"{name:<11} {what}")
+    print("\nembedded classifiers (linear, hashed n-grams), on text they were not trained on")
+    for file in sorted(WEIGHTS.glob("*.json")):
+        _, card = load_linear(file.stem)
+        found = ", ".join(f"{measure} {value:.3f}" for measure, value in card.held_out.items())
+        print(f"  {card.task:<10} {', '.join(card.labels):<35} {found}")
+
+
+@app.command
+def train(
+    *,
+    task: str,
+    data: Annotated[tuple[str, ...], Unshown],
+    test: Annotated[tuple[str, ...], Unshown] = (),
+    graded: Annotated[tuple[str, ...], Unshown] = (),
+    c: float = 3.0,
+    out: Path,
+) -> None:
+    """Train an embedded classifier for a task: a linear model on hashed n-grams, a few minutes on one core.
+
+    For example
+
+        lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
+
+    Args:
+        task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
+        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed) with fields text and label;
+            repeat the option for more. =WEIGHT after it says how much its texts count, such as sst2=3.
+        test: The same, for the card's results; of corpora on the hub the test split is read.
+        graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for toxicity: four fifths of its rows
+            are learned, the rest tests the correlation. =WEIGHT as above.
+        c: Inverse strength of the L2 penalty.
+        out: Folder of the weights and the card.
+    """
+    from lapa2_interp.methods import load_task
+    from lapa2_interp.scoring.training import make_scorer_files
+
+    chosen = load_task(task)
+    card = make_scorer_files(chosen.name, tuple(chosen.attributes), data, test, graded, c, out)
+    for line in card.data:
+        print(line)
+    for name, value in card.held_out.items():
+        print(f"{name}: {value:.4f}")
+    print(f"{out / chosen.name}.npz, {(out / f'{chosen.name}.npz').stat().st_size / 1e6:.2f} MB")
+
+
+@app.command
+def sheets(
+    source: Path,
+    /,
+    *,
+    out: Path,
+    n: int = 100,
+    seed: int = 1,
+    column: str = "text",
+    only: Annotated[tuple[str, ...], Several] = (),
+) -> None:
+    """Make blinded sheets for human raters, as CSV and as one HTML form that works offline, with the paper's rubric.
+
+    Args:
+        source: A run folder, or a file with columns text, prompt, attribute (and arm).
+        out: Folder of sheet.csv and sheet.html, for the raters, and key.csv, which stays with you.
+        n: Texts, over all arms together (the paper: 100 per task).
+        seed: Of the draw and the order.
+        column: The file's column of texts.
+        only: Texts with these values alone, as COLUMN=VALUE: task=sentiment method=prefix attribute=positive.
+    """
+    from lapa2_interp.runs.score import sheet_texts
+    from lapa2_interp.scoring.human import make_sheets
+
+    key = make_sheets(sheet_texts(source, column, columns(only)), out, n, seed)
+    counts = ", ".join(f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items())
+    print(f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep key.csv")
+
+
+@app.command
+def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
+    """Read raters' answers: means per arm with 95 % intervals, and how far the raters agree.
+
+    Args:
+        key: The key.csv of `lapa2 scorers sheets`.
+        files: The raters' CSV files.
+        out: Also write answers.csv, table.csv and agreement.csv into this new folder.
+    """
+    from lapa2_interp.runs.score import read_answers
+
+    tables = read_answers(key, files, out)
+    for name in ("table", "agreement"):
+        print(tables[name].to_string(index=False, float_format="%.3f") + "\n")
+    if out is not None:
+        print(f"tables in {out}")
+
+
+def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
+    """The cells, one block per scorer, and what the arms changed."""
+    from lapa2_interp.scoring.tables import KEYS
+
+    usual = ("attribute", "arm")
+    keys = [
+        key
+        for key in KEYS
+        if key in table and (table[key].nunique() > 1 or (key in usual and (table[key] != "").any()))
+    ]
+    for scorer, part in table.groupby("scorer", sort=False):
+        print(f"\n{scorer}")
+        interval = [f"[{low:.4g}, {high:.4g}]" if low == low else "" for low, high in part[["low", "high"]].to_numpy()]
+        shown = part.assign(mean=[f"{mean:.4g}" for mean in part["mean"]], interval=interval)
+        columns = [
+            *keys,
+            "metric",
+            "mean",
+            "interval",
+            "n",
+            "prompts",
+            *(["why"] if (part["skipped"] > 0).any() else []),
+        ]
+        print(shown[columns].rename(columns={"why": "skipped"}).to_string(index=False))
+    if (table["prompts"] == 1).any():
+        print("\nno interval where there is one prompt, which tells no spread")
+    if len(differences):
+        print("\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80 % power)")
+        drop = [key for key in differences if key == "scorer" or (key in KEYS and key not in keys)]
+        shown = differences.drop(columns=drop)
+        shown = shown.assign(difference=shown["difference"].round(12) + 0.0)  # no -0 and no rounding error
+        print(shown.to_string(index=False, float_format="%.4g"))
+
+
+def _labels(text: str) -> dict[str, str]:
+    pairs = [part.split("=", 1) for part in text.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ScoringError(f"--labels {text!r} is not a list such as LABEL_0=negative,LABEL_1=positive")
+    return dict(pairs)

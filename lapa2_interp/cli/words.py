@@ -1,0 +1,45 @@
+"""The command that derives word lists: `lapa2 words`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def words(
+    *,
+    task: str,
+    data: Annotated[tuple[str, ...], Parameter(name="--data")],
+    out: Path,
+    n: int = 400,
+    least: int = 20,
+    sure: float = 1.96,
+    force: bool = False,
+) -> None:
+    """Derive a task's word lists from labelled texts, for FreeCtrl: the words that tell an attribute from the others.
+
+    By the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and Quinn 2008); function words are left out. For
+    example
+
+        lapa2 words --task sentiment --data sst2 --data imdb --out words.json
+        lapa2 generate --method freectrl --set words=words.json --attribute positive --out results/run
+
+    Args:
+        task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the labels.
+        data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and label; repeat the option for more.
+        out: The list, a JSON file.
+        n: Words per attribute.
+        least: Occurrences a word must have.
+        sure: The least z of a word; 1.96 is reached by one in forty of those that tell nothing.
+        force: Replace the file.
+    """
+    from lapa2_interp.methods import load_task
+    from lapa2_interp.tasks.word_lists import make_word_list
+
+    found = make_word_list(tuple(load_task(task).attributes), data, out, n, least, sure, force)
+    for label, best in found.items():
+        shown = ", ".join(f"{word} {z:.1f}" for word, z in best[:8])
+        print(f"{label:<10} {len(best)} words, z {best[0][1]:.1f} to {best[-1][1]:.1f}: {shown}, ...")
+    print(f"in {out}")

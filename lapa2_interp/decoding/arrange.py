@@ -1,0 +1,114 @@
+"""A cell laid out for its model: the layout of every branch and prompt, and how many tokens follow.
+
+Here a cell is refused for what can be known without weights: a tokenizer, the model's size and the
+cards of soft prefixes. A sweep asks before it begins (`runs.checks`), `plan` before and after the
+method has prepared for its prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.cell import Cell
+from lapa2_interp.errors import LayoutError
+from lapa2_interp.layout import Layout
+from lapa2_interp.methods import Branch, Method, Prepared, assign
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Size(Protocol):
+    """What must be known of a model: a `ModelCard`, or `models.sizes.Size`."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_ctx(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A cell's branches over its prompts.
+
+    Attributes:
+        augmentations: By branch.
+        layouts: By branch, then prompt.
+        steps: New tokens, by prompt.
+        prompt_tokens: Tokens of each prompt by itself.
+    """
+
+    augmentations: tuple[Augmentation | None, ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+    steps: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """Keys of the longest branch, by prompt."""
+        return tuple(max(map(len, rows)) for rows in zip(*self.layouts, strict=True))
+
+
+def arrange(
+    cell: Cell,
+    tokenizer: PreTrainedTokenizerBase,
+    size: Size,
+    soft_slots: Mapping[str, int],
+    prepared: Sequence[Prepared] | None = None,
+    layout: Callable[..., Layout] = Layout.of,
+) -> Arrangement:
+    """Lay out every branch of a cell, or refuse it.
+
+    Args:
+        soft_slots: Slots of the branches that stand behind a soft prefix, by name.
+        prepared: What the method worked out, by prompt. Without it the branches of a method that
+            prepares count as bare prompts: each prompt may get a text of its own.
+        layout: Stands for `Layout.of`, to remember layouts that many cells share.
+
+    Raises:
+        LayoutError: A prefix or prompt tokenises to nothing, or a text does not fit the length or
+            the model's context.
+        AugmentationError: Layers or heads the model does not have.
+    """
+    method, branches = cell.decoder, cell.branches
+    open_texts = prepared is None and type(method).prepare is not Method.prepare
+    known = [Prepared()] * len(cell.prompts) if prepared is None else prepared
+    augmentations = assign(method, branches, cell.augmentation)
+    steps, counts = [], []
+    for prompt in cell.prompts:
+        n = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        counts.append(n)
+        steps.append(cell.length - n if cell.task.length_counts_prompt else cell.length)
+        if steps[-1] < 1:
+            raise LayoutError(f"length {cell.length} leaves nothing to generate after the {n} tokens of {prompt!r}")
+    rows = []
+    for branch, augmentation in zip(branches, augmentations, strict=True):
+        if augmentation is not None:
+            augmentation.selects(size.n_layers, size.n_heads)
+        found = []
+        for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
+            text = _text(branch, own, open_texts)
+            slots = soft_slots.get(branch.name, 0)
+            each = layout(tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos)
+            if len(each) + new > size.n_ctx:
+                raise LayoutError(
+                    f"{len(each)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new ones exceed the "
+                    f"context of {size.n_ctx} of {cell.model}; shorten the prompt or the length"
+                )
+            if augmentation is not None and not open_texts:
+                each.spans(augmentation.span)
+            found.append(each)
+        rows.append(tuple(found))
+    return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
+
+
+def _text(branch: Branch, known: Prepared, is_open: bool) -> str | None:
+    """The text in front of a prompt: the branch's, or what was prepared for this prompt."""
+    if branch.name in known.prefixes:
+        branch = replace(branch, prefix=known.prefixes[branch.name])
+    return branch.prefix if isinstance(branch.prefix, str) and not is_open else None

@@ -1,0 +1,256 @@
+"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one prompt.
+
+For a group of samples:
+
+1. every branch reads every prompt once (rows: branch x prompt, left-padded);
+2. each prompt's keys, values and logits are expanded to its samples (rows: branch x sample);
+3. per step: the method combines the branches' log-probabilities, the sampler draws one token per sample, the token is
+   appended to all branches of that sample.
+
+Every pass runs under the branch's augmentation (Algorithm 1) and under the method's interventions, if it makes any, and is
+observed by the trace recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.neurons import setting
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.plan import Batch, Plan, plan
+from lapa2_interp.decoding.sampling import draw
+from lapa2_interp.decoding.text import continuation
+from lapa2_interp.errors import EmptyDistributionError
+from lapa2_interp.methods import Kit, Start
+from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a call of `generate` made.
+
+    Attributes:
+        samples: One row per sample: prompt, attribute, sample, text (as it is scored), continuation, tokens, n_tokens,
+            finish ("length", "end", or "empty" where no token was left to draw).
+        trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
+    """
+
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
+
+
+class EmptyGenerationError(EmptyDistributionError):
+    """Some texts ended because no token was left to draw; `generation` holds all texts, those up to their last token."""
+
+    def __init__(self, message: str, generation: Generation) -> None:
+        super().__init__(message)
+        self.generation = generation
+
+
+@dataclass
+class Ending:
+    """When and how the samples of a group end; `n_tokens` starts as the steps they were planned to have."""
+
+    n_tokens: list[int]
+    finish: list[str]
+
+    @classmethod
+    def at(cls, steps: Sequence[int]) -> Ending:
+        return cls(list(steps), ["length"] * len(steps))
+
+    def running(self, step: int) -> int:
+        """Samples that have this step."""
+        return sum(n > step for n in self.n_tokens)
+
+    def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
+        """End these samples after `at` tokens, if they have not ended before."""
+        for i in which.nonzero()[:, 0].tolist():
+            if self.n_tokens[i] > at or (self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"):
+                self.n_tokens[i], self.finish[i] = at, how
+
+
+def generate(model: Model, cell: Cell, kit: Kit | None = None, progress: tqdm | None = None) -> Generation:
+    """Continue a cell's prompts with its model, and record where the attention went.
+
+    Args:
+        model: The cell's, from `load_model`.
+        kit: As of `plan`.
+        progress: As of `run_plan`.
+
+    Raises:
+        Lapa2Error: As `plan` and `run_plan`.
+    """
+    return run_plan(model, plan(model, cell, kit), progress=progress)
+
+
+@torch.no_grad()
+def run_plan(
+    model: Model,
+    plan: Plan,
+    groups: Sequence[Sequence[tuple[int, int]]] | None = None,
+    progress: tqdm | None = None,
+) -> Generation:
+    """Carry out a plan.
+
+    Args:
+        groups: Some of the plan's groups; all by default.
+        progress: A bar to advance, shared by several plans; by default one of its own, shown after 2 s.
+
+    Raises:
+        TraceError: Patterns of heads that are not there.
+        EmptyGenerationError: At the end, if a text ran out of tokens.
+    """
+    cell = plan.cell
+    own = None if progress is not None else progress_bar(plan.new_tokens, f"{plan.method.name} {cell.attribute}")
+    bar = progress if own is None else own
+    tables, traces, problems = [], [], []
+    try:
+        for group in plan.groups if groups is None else groups:
+            batch = plan.batch(group)
+            ending = Ending.at(batch.steps)
+            recorder = None
+            if cell.trace != "none":
+                recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, cell.trace, cell.patterns)  # type: ignore[arg-type]
+            tokens = torch.stack(list(_decode(model, plan, batch, ending, recorder, bar)), dim=1)
+            tables.append(_table(model, plan, batch, tokens, ending))
+            problems += [
+                f"{plan.prompts[prompt]!r} sample {sample} at step {at}"
+                for (prompt, sample), at, how in zip(group, ending.n_tokens, ending.finish, strict=True)
+                if how == "empty"
+            ]
+            if recorder is not None:
+                traces.append(recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens))
+    finally:
+        if own is not None:
+            own.close()
+    table = pd.concat(tables, ignore_index=True)
+    made = Generation(table, join_traces(traces, table) if traces else None)
+    if problems:
+        raise EmptyGenerationError(
+            f"no token has positive weight for {problems[0]}"
+            + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
+            + f" ({plan.method.name}: {plan.method.when_empty}); the texts up to there are kept",
+            made,
+        )
+    return made
+
+
+def _decode(
+    model: Model,
+    plan: Plan,
+    batch: Batch,
+    ending: Ending,
+    recorder: Recorder | None,
+    bar: tqdm,
+) -> Iterator[Int[Tensor, " sample"]]:
+    """One batch, step by step; yields the tokens of each step and marks how samples end."""
+    ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
+    of_prompts = [augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)]
+    expansion = torch.tensor(batch.expansion)
+    method, branches = plan.method, plan.branches
+    n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
+    rows = open_rows(model, anew=method.reads_anew)
+    if recorder is not None:
+        recorder.begin(batch.layouts, expansion)
+    state: Any = method.begin(Start(batch.prepared, None, n_prompt))
+    keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
+    with augmented(model, of_prompts, batch.layouts, recorder), setting(model, method.intervene(state), len(branches)):
+        read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
+    rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
+    state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
+    logits = read[expansion, -1]
+    del read
+
+    uniform = torch.from_numpy(batch.uniform).to(logits.device)
+    if recorder is not None:
+        recorder.begin(batch.sample_layouts)
+    with augmented(model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder):
+        for step in range(max(batch.steps)):
+            log_probs = _of_branches(logits, branches)
+            log_weights = method.combine(log_probs, state)
+            if plan.cell.eos == "block":
+                log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
+            empty = ~log_weights.max(dim=1).values.isfinite()
+            ending.stop(empty, step, "empty")
+            # An ended sample's row runs on with the others; what it draws is not read.
+            tokens = draw(log_weights.masked_fill(empty[:, None], 0.0), uniform[:, step], top_k=plan.cell.top_k)
+            state = method.advance(state, log_probs, tokens)
+            yield tokens.cpu()
+            bar.update(ending.running(step))
+            if plan.cell.eos == "stop":
+                ending.stop(torch.isin(tokens.cpu(), ends), step + 1, "end")
+            if not ending.running(step + 1):
+                return
+            with setting(model, method.intervene(state), len(branches)):
+                logits = rows.read(tokens.repeat(len(branches))[:, None])
+
+
+def _start(
+    batch: Batch,
+    branches: Sequence[str],
+    n_prompt: Int[Tensor, " prompt"],
+    read: Float[Tensor, "row query vocab"] | None,
+) -> Start:
+    """What the batch's samples set out from, their prompts having been read."""
+    owner = torch.tensor(batch.owner)
+    found = None
+    if read is not None:
+        of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
+        found = {name: each[owner.to(each.device)] for name, each in zip(branches, of_prompts, strict=True)}
+    device = "cpu" if read is None else read.device
+    return Start([batch.prepared[i] for i in batch.owner], found, n_prompt[owner].to(device))
+
+
+def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:
+    """Log-probabilities by branch, in at least float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
+
+
+def _table(model: Model, plan: Plan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending) -> pd.DataFrame:
+    rows = []
+    for i, (prompt, sample) in enumerate(batch.pairs):
+        made = tokens[i, : ending.n_tokens[i]].tolist()
+        text = plan.prompts[prompt]
+        new = continuation(model.tokenizer, text, made)
+        rows.append(
+            {
+                "prompt": text,
+                "attribute": plan.cell.attribute,
+                "sample": sample,
+                "text": text + new if plan.cell.task.length_counts_prompt else new,
+                "continuation": new,
+                "tokens": made,
+                "n_tokens": ending.n_tokens[i],
+                "finish": ending.finish[i],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
+    """Traces as one along `sample`, padded with NaN to the longest, samples numbered as the rows of the table."""
+    import xarray as xr
+
+    joined = xr.concat(list(traces), dim="sample", join="outer", data_vars="all", coords="different", compat="equals")
+    joined = joined.assign_coords(sample=np.arange(len(table)))
+    names = {"prompt": "prompt_text", "attribute": "attribute", "arm": "arm"}
+    return joined.assign_coords(
+        {name: ("sample", table[column].astype(str).to_numpy()) for column, name in names.items() if column in table}
+    )

@@ -1,0 +1,325 @@
+"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones.
+
+`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves the logits), whose
+tokenizer starts plain text with the token of `layout.text_markers`; `model_card` says what was loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lapa2_interp.attention.exact_softmax import make_softmax_exact
+from lapa2_interp.attention.liveness import assert_live
+from lapa2_interp.errors import ModelError, one_of
+from lapa2_interp.layout import text_markers
+from lapa2_interp.machine import default_device, resolve_dtype
+from lapa2_interp.model_card import Model, make_card
+from lapa2_interp.models.smollm2 import (
+    SMOLLM2,
+    SMOLLM2_SHA256,
+    SMOLLM2_WHEEL,
+    quiet_transformers,
+    sha256_of,
+    smollm2_folder,
+)
+from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+WEIGHTS = "model.safetensors"
+
+
+def load_model(
+    name: str,
+    dtype: str = "float32",
+    device: str | None = None,
+    model_class: str = "TransformerBridge",
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a model, ready for `augmented`.
+
+    Args:
+        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a local folder.
+        dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device computes faster in it than in
+            float32, else float32 (`machine.faster_dtype`). Texts differ between dtypes.
+        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the layers of a model that is
+            larger than one GPU over all there are (transformers' device_map).
+        model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights unprocessed).
+        trust_remote_code: Run code that comes with the model.
+
+    Returns:
+        A TransformerBridge or HookedTransformer in eval mode, logits equal to transformers'.
+
+    Raises:
+        ModelError: Not found, not loadable, or the class is not in the installed transformer-lens.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    import torch
+
+    wrap = {"TransformerBridge": _bridge, "HookedTransformer": _hooked_transformer}
+    if model_class not in wrap:
+        raise ModelError(one_of("model class", model_class, wrap))
+    spread = device == "auto"
+    if device is None or spread:
+        device = default_device()
+    dtype = resolve_dtype(dtype, device)
+    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code, "auto" if spread else None)
+    if getattr(network, "hf_device_map", None):
+        _check_spread(network.hf_device_map, model_class)
+    else:
+        move(network, device)
+    architecture = type(network).__name__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
+        try:
+            model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+        except ModelError:
+            raise
+        except Exception as error:  # each architecture's adapter fails in its own way
+            raise ModelError(
+                f"transformer-lens cannot wrap {name!r} ({architecture}) as {model_class}: {error}"
+            ) from error
+        model.eval()
+    if dtype == "float64" and model_class == "TransformerBridge":
+        make_softmax_exact(model)
+    model.cfg.default_prepend_bos = True  # text given as a string starts as a layout does, on every architecture
+    assert_live(model, name)
+    model.lapa2_card = make_card(model, name, weights, architecture, network.generation_config)
+    return model
+
+
+def move(network: PreTrainedModel, device: str | None) -> None:
+    """Put a network on a device, by default CUDA when there is one.
+
+    Raises:
+        ModelError: There is no such device, or no room on it.
+    """
+    device = device or default_device()
+    try:
+        network.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:
+    places = {str(place) for place in device_map.values()}
+    if places & {"cpu", "disk"}:
+        raise ModelError(
+            "the model is larger than the GPUs here together; give it more of them (--gpus-per-worker on a Ray cluster), or half "
+            "the precision (dtype bfloat16)"
+        )
+    if model_class == "HookedTransformer" and len(places) > 1:
+        raise ModelError("a HookedTransformer is on one device; use TransformerBridge for a model larger than one GPU")
+
+
+def load_transformers(
+    name: str, dtype: str = "float32", trust_remote_code: bool = False, device_map: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """The plain transformers model with eager attention, its tokenizer, and where its weights come from.
+
+    Args:
+        device_map: Of transformers; by default the model is on the CPU. The tiny models are, in any case.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = resolve_dtype(dtype)
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    if name in TINY:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = AutoModelForCausalLM.from_config(tiny_config(name, tokenizer), attn_implementation="eager")
+        return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
+    source = str(source_of(name))
+    check_weights(name)
+    with quiet_transformers():
+        try:
+            network = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                device_map=device_map,
+            )
+        except Exception as error:  # damaged files raise errors of half a dozen libraries
+            raise ModelError(_not_loadable(name, error)) from error
+    return network.eval(), tokenizer, _provenance(name, network.config)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone, with `bos_token` set to the token that starts plain text.
+
+    Raises:
+        ModelError: Not found.
+    """
+    from transformers import AutoTokenizer
+
+    if name in TINY:
+        return tiny_tokenizer(name)
+    source = str(source_of(name))
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
+        except Exception as error:  # damaged files raise errors of half a dozen libraries
+            raise ModelError(_not_loadable(name, error)) from error
+    if not reads:
+        raise ModelError(
+            f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or the vocabulary of its kind) "
+            "are missing or empty; put them beside config.json"
+        )
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def source_of(name: str) -> str | Path:
+    """The folder or hub id that transformers loads a name from."""
+    if name == SMOLLM2:
+        return smollm2_folder()
+    path = Path(name)
+    if path.is_dir() and name:
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the folder {name} has no config.json; give a folder that transformers can load")
+        return path.resolve()
+    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        found = "is a file" if path.is_file() else "does not exist"
+        raise ModelError(f"{name} {found}; give the folder of a model, with config.json and safetensors weights")
+    return name
+
+
+def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
+    """Tell what a local folder lacks of a model's weights; a name that is no folder passes.
+
+    Args:
+        kind: The transformers class that reads them.
+
+    Raises:
+        ModelError: There are none, pickles alone, or not all files that the index names.
+    """
+    folder = Path(name)
+    index = folder / f"{WEIGHTS}.index.json"
+    if not folder.is_dir() or (folder / WEIGHTS).is_file():
+        return
+    if index.is_file():
+        try:
+            wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"cannot read {index} ({error!r:.80}); download the model again") from error
+        gone = [file for file in wanted if not (folder / str(file)).is_file()]
+        if gone:
+            more = f" and {len(gone) - 1} more" * (len(gone) > 1)
+            raise ModelError(
+                f"the folder {name} lacks weights that its index names: {gone[0]}{more}; download the rest"
+            )
+        return
+    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        script = f"M.from_pretrained({name!r}, use_safetensors=False).save_pretrained({name!r})"
+        raise ModelError(
+            f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not read: a pickle may run any code. "
+            f'If you trust it, convert it once: python -c "from transformers import {kind} as M; {script}"'
+        )
+    there = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+    raise ModelError(f"the folder {name} has no weights: put {WEIGHTS} into it, beside what is there ({there})")
+
+
+def _not_loadable(name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+    if Path(name).is_dir():
+        return f"cannot load the model in the folder {name}: {reason}; download or save it again"
+    near = get_close_matches(name, (SMOLLM2, *TINY), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    offline = "; HF_HUB_OFFLINE is set, so the hub is not asked" if os.environ.get("HF_HUB_OFFLINE") else ""
+    return (
+        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, a Hugging Face hub id or a local folder "
+        f"with safetensors weights{hint} ({reason}{offline})"
+    )
+
+
+def _provenance(name: str, config: PretrainedConfig) -> str:
+    if name == SMOLLM2:
+        return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
+    if Path(name).is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(Path(name).glob("*.safetensors")):
+            digest.update(sha256_of(file).encode())
+        return f"sha256 {digest.hexdigest()} (of the folder's safetensors files)"
+    return f"hub commit {getattr(config, '_commit_hash', None)}"
+
+
+# --- the two TransformerLens classes
+
+
+def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
+    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS switched on.
+
+    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS would count one more.
+    """
+    taken = copy.copy(tokenizer)
+    taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
+    return taken
+
+
+def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return TransformerBridge.boot_transformers(
+        name, hf_model=network, tokenizer=_without_reload(tokenizer, name), dtype=dtype, device=device
+    )
+
+
+def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    try:
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+        from transformer_lens import loading_from_pretrained as loading
+    except ImportError:
+        found = importlib.metadata.version("transformer-lens")
+        raise ModelError(
+            f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"
+        ) from None
+    config = copy.deepcopy(network.config)
+    config.architectures = [type(network).__name__]
+    if config.model_type == "gpt2":
+        config.n_ctx = config.n_positions
+    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral name.
+    with tempfile.TemporaryDirectory(prefix="config-") as folder:
+        config.save_pretrained(folder)
+        settings = loading.convert_hf_model_config(folder)
+        settings |= {"device": device, "dtype": dtype, "model_name": name, "tokenizer_name": None}
+        cfg = HookedTransformerConfig.from_dict(settings)
+        model = HookedTransformer(cfg, tokenizer=_without_reload(tokenizer, name), move_to_device=False)
+        model.load_and_process_state_dict(
+            loading.get_pretrained_state_dict(folder, cfg, hf_model=network, dtype=dtype),
+            fold_ln=False,
+            center_writing_weights=False,
+            center_unembed=False,
+            fold_value_biases=False,
+        )
+    return model.to(device, print_details=False)
+
+
+def fingerprint(model: Model) -> str:
+    """What tells a model from another in the cache: a sample of every weight, and the vocabulary."""
+    network: Any = getattr(model, "original_model", model)
+    digest = hashlib.sha256(repr(sorted(model.tokenizer.get_vocab().items())).encode())
+    for name, parameter in network.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 4096)].float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.tobytes())
+    return digest.hexdigest()[:24]

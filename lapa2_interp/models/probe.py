@@ -1,0 +1,53 @@
+"""Does an edit of a model's attention scores reach its logits, and does it equal the plain transformers model?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lapa2_interp.attention.liveness import Liveness, assert_live
+from lapa2_interp.model_card import ModelCard, model_card
+from lapa2_interp.models import load_model, load_transformers
+
+TEXT = "The length of a text decides how much of its beginning is remembered at its end."
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a probe found.
+
+    Attributes:
+        card: What was loaded.
+        liveness: How far an edit of the scores moves the logits.
+        logit_difference: The largest one to transformers, over `tokens` tokens.
+    """
+
+    card: ModelCard
+    liveness: Liveness
+    logit_difference: float
+    tokens: int
+
+
+def probe_model(
+    name: str,
+    dtype: str = "float32",
+    device: str | None = None,
+    model_class: str = "TransformerBridge",
+    trust_remote_code: bool = False,
+) -> Probe:
+    """Load a model as `load_model` does, and probe it.
+
+    Raises:
+        ModelError: It cannot be loaded.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    loaded = load_model(name, dtype, device, model_class, trust_remote_code)
+    card = model_card(loaded)
+    plain, tokenizer, _ = load_transformers(name, dtype, trust_remote_code)
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]])
+    with torch.no_grad():
+        ours = loaded(ids.to(card.device)).float().cpu()
+        theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()
+    difference = float((ours - theirs).abs().max())
+    return Probe(card, assert_live(loaded, name), difference, ids.shape[1])

@@ -1,0 +1,73 @@
+"""Sizes of models from their configurations, without their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lapa2_interp.errors import ModelError
+from lapa2_interp.models import load_tokenizer, source_of
+from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
+from lapa2_interp.models.tiny import TINY, tiny_config
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's size, without its weights."""
+
+    parameters: int
+    n_layers: int
+    n_heads: int
+    n_ctx: int
+
+
+PAPER_SIZES = {
+    "gpt2-medium": Size(354_823_168, 24, 16, 1024),
+    "meta-llama/Llama-2-7b-hf": Size(6_738_415_616, 32, 32, 4096),
+    "EleutherAI/pythia-12b": Size(11_846_072_320, 36, 40, 2048),
+    "meta-llama/Llama-2-13b-hf": Size(13_015_864_320, 40, 40, 4096),
+}
+"""Of the paper's models, for estimates where the hub is not reached."""
+
+
+@cache
+def model_size(name: str) -> Size:
+    """A model's size from its configuration.
+
+    Raises:
+        ModelError: No configuration is found.
+    """
+    if name in PAPER_SIZES:
+        return PAPER_SIZES[name]
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = (
+            tiny_config(name, load_tokenizer(name))
+            if name in TINY
+            else AutoConfig.from_pretrained(str(source_of(name)))
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}") from error
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    return Size(parameters, config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings)
+
+
+def weight_bytes(model: str, dtype: str) -> int:
+    """Memory of a model's weights."""
+    return model_size(model).parameters * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+
+
+def is_here(model: str) -> bool:
+    """Whether a model's weights can be had without the network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if model == SMOLLM2:
+        return smollm2_file() is not None
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return (
+        model in TINY or Path(model).is_dir() or any(isinstance(try_to_load_from_cache(model, n), str) for n in names)
+    )

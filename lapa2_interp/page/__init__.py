@@ -1,0 +1,64 @@
+"""A page of figures and tables as one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from lapa2_interp.plots import Drawing
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what one sees, and a picture or a table below it."""
+
+    title: str
+    text: str
+    figure: Drawing | None = None
+    table: pd.DataFrame | None = None
+
+
+def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
+    """The page as one string; it loads nothing from anywhere.
+
+    Args:
+        title, lead: What the run was and its main finding.
+        sections: In order.
+        facts: Settings, by name.
+    """
+    return template("report.html.j2").render(
+        title=title,
+        lead=lead,
+        sections=[
+            {"title": s.title, "text": s.text, "image": s.figure and png(s.figure), "table": _cells(s.table)}
+            for s in sections
+        ],
+        facts=facts,
+    )
+
+
+def template(name: str, folder: Path | None = None) -> Template:
+    """A template of a folder, or of this one; both may include `report.css.j2`."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader([folder, HERE] if folder else [HERE])
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
+
+
+def png(drawing: Drawing) -> str:
+    """A drawing as the base64 of its PNG file."""
+    return base64.b64encode(drawing._repr_png_()).decode("ascii")
+
+
+def _cells(table: pd.DataFrame | None) -> dict[str, list] | None:
+    return None if table is None else {"head": list(table.columns), "rows": table.to_numpy().tolist()}

@@ -1,0 +1,121 @@
+"""The paper item by item: scores of a run's cells as a table with intervals, beside the paper's numbers, and its claims judged.
+
+An item is a figure or table of the paper. Its script in `analyses/` opens a `Bench` on a run folder, scores the cells of the
+item's grid (scores are kept in RUN/scores, so nothing is scored twice), writes RUN/tables/ITEM.csv, .md and .tex, and judges
+the claims the paper makes with it (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here
+generates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.machine import tell_if_slow
+from lapa2_interp.paper.claims import Findings
+from lapa2_interp.paper.data import ItemData
+from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
+from lapa2_interp.paper.output import write_item
+from lapa2_interp.paper.scripts import ScriptOptions, add_scoring
+from lapa2_interp.paper.tables import at_few_steps, item_table
+from lapa2_interp.runs.read import Run, load_run
+from lapa2_interp.stats import paired_difference
+from lapa2_interp.trace.tables import pooled, step_table
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+class Bench(Findings):
+    """One item on one run: its data (`data`), tables and files by short names, and the claims judged so far.
+
+    Attributes:
+        data: Which cells and which scores.
+        title: What stands over its table.
+        out: Where tables go.
+    """
+
+    def __init__(self, data: ItemData, title: str, out: Path) -> None:
+        super().__init__(data.item)
+        self.data, self.title, self.out = data, title, out
+        self.run: Run = data.run
+        self.groups, self.lengths, self.scores = data.groups, data.lengths, data.scores
+        self.texts, self.curves, self.steps = data.texts, data.curves, data.steps
+
+    @property
+    def cells(self) -> pd.DataFrame:
+        """As `ItemData.cells`."""
+        return self.data.cells
+
+    def table(
+        self, scores: pd.DataFrame, cells: pd.DataFrame, variants: Mapping[str, str] | None = None
+    ) -> pd.DataFrame:
+        """As `tables.item_table`."""
+        return item_table(self.item, scores, cells, variants, self.data.tokenizer_of("distinct"))
+
+    def attention(self, cells: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Prefix attention against step of every arm, and the same at a few steps for reading.
+
+        Judges on the way: is it higher with LaPA2, and is more of the first step's left at the last one?
+        """
+
+        def curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
+            steps = step_table(trace, samples.assign(arm="one"))
+            return steps[steps["name"] == "prefix"].drop(columns="arm")
+
+        table = self.steps(cells, curve)
+        kept: dict[str, dict[str, tuple[np.ndarray, pd.Series]]] = {}
+        words = {tuple(where.values()): text for where, text, _ in self.groups(cells)}
+        for arm, trace, samples in self.curves(cells):
+            prefix = pooled(trace, "prefix")[0]
+            prefix = prefix[:, : int((~np.isnan(prefix).any(axis=0)).sum())]
+            place = words[arm["model"], arm["task"], arm["method"]]
+            kept.setdefault(place, {})[arm["arm"]] = (prefix, samples["prompt"])
+        for place, arms in kept.items():
+            for name in arms.keys() - {"baseline"}:
+                if "baseline" not in arms:
+                    continue
+                (before, one), (after, two) = arms["baseline"], arms[name]
+                last = min(before.shape[1], after.shape[1]) - 1
+                higher = paired_difference(before.mean(1), one, after.mean(1), two)
+                left = paired_difference(before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two)
+                self.note(
+                    f"LaPA2 raises prefix attention, mean over steps: {place}", "prefix attention", "more", higher
+                )
+                self.note(f"with LaPA2 more of it is left at step {last}: {place}", "prefix attention", "more", left)
+        return table, at_few_steps(table)
+
+    def write(self, table: pd.DataFrame, notes: Sequence[str] = (), shown: pd.DataFrame | None = None) -> None:
+        """Write the item's files (`output.write_item`) and print it."""
+        print(write_item(self.out, self.item, self.title, table, self, notes, shown))
+
+
+def open_bench(item: str, title: str, *grids: str) -> Bench:
+    """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook RUN is `LAPA2_RUN`.
+
+    Raises:
+        RunError: RUN is not a run folder, or lacks the item's grid.
+    """
+    parser = ScriptOptions(title)
+    default = Path(os.environ.get("LAPA2_RUN", "results/quick"))
+    parser.add_argument("run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`")
+    parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
+    add_scoring(parser, PERPLEXITY_TEXTS)
+    options = parser.read()
+    tell_if_slow(options.dtype, options.device)
+    grids = grids or (item,)
+    data = ItemData(
+        load_run(options.run),
+        item,
+        grids,
+        tuple(options.scorers),
+        options.perplexity,
+        options.device,
+        options.dtype,
+    )
+    return Bench(data, title, options.out or options.run)

@@ -1,0 +1,166 @@
+"""The cells of an item and what is measured of them: scores of the texts, curves of the attention.
+
+An item is a figure or table of the paper; it is made of the cells of one or more grids of a run.
+Scores are kept in RUN/scores, so nothing is scored twice. Nothing here generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from lapa2_interp.decoding.loop import join_traces
+from lapa2_interp.errors import RunError, ScoringError
+from lapa2_interp.models import load_tokenizer
+from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS
+from lapa2_interp.paper.reported import METRICS
+from lapa2_interp.paper.tables import ARM, KEYS
+from lapa2_interp.runs.read import Run
+from lapa2_interp.runs.texts import at_lengths, in_parts
+from lapa2_interp.scoring import Cache, Scorer
+from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.tables import score_table
+from lapa2_interp.trace.tables import branch_name
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+@dataclass(frozen=True)
+class ItemData:
+    """The data of one item on one run.
+
+    Attributes:
+        run: The run folder, read.
+        item: The item's name.
+        grids: The grids whose cells it shows, without their folder (quick/, paper/).
+        scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
+        perplexity_texts: Texts of an arm whose perplexity is measured, about.
+        device: Of scorers that run a model.
+        dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever wrote the texts.
+    """
+
+    run: Run
+    item: str
+    grids: tuple[str, ...]
+    scorers: tuple[str, ...] = ("accuracy", "toxicity", "perplexity")
+    perplexity_texts: int = PERPLEXITY_TEXTS
+    device: str | None = None
+    dtype: str = "float32"
+
+    @property
+    def cells(self) -> pd.DataFrame:
+        """The cells of the grids that are there, in their order, one row each, finished or not."""
+        names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
+        if not names:
+            wanted, have = " or ".join(map(repr, self.grids)), ", ".join(self.run.listing.grids) or "none"
+            raise RunError(
+                f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has: {have}. "
+                f"`lapa2 sweep quick/{self.grids[0]} --out {self.run.name}` adds it"
+            )
+        keys = list(dict.fromkeys(key for name in names for key in self.run.listing.grids[name]))
+        found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
+        # Half an arm would be compared with a whole one: it counts when all its attributes are there.
+        whole = (found["state"] == "finished").groupby([found[name] for name in ARM]).transform("all")
+        return found.assign(state=found["state"].where(whole | (found["state"] != "finished"), "incomplete"))
+
+    def groups(self, cells: pd.DataFrame, *further: str) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
+        """The cells by model, task, method and what else is named: the columns' values, these in words, the cells."""
+        names = ["model", "task", "method", *further]
+        for values, group in cells.groupby(names, sort=False):
+            where = dict(zip(names, values, strict=True))
+            several = cells["model"].nunique() > 1
+            yield where, f"{where['method']}, {where['task']}" + f", {where['model']}" * several, group
+
+    def lengths(self, cells: pd.DataFrame) -> tuple[int, ...]:
+        """The five lengths of the longest of these cells."""
+        return tuple(round(int(cells["max_length"].max()) * share) for share in FRACTIONS)
+
+    def scores(
+        self, cells: pd.DataFrame, lengths: Iterable[int] = (), parts: int = 1, metrics: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """The texts of finished cells with their numbers: one row per text, length, part and metric (in the paper's units).
+
+        Args:
+            cells: Rows of `cells`.
+            lengths: Cut texts to these, each cell up to its own; by default each cell's longest.
+            parts: Score texts in this many equal parts.
+            metrics: Of accuracy, toxicity and perplexity; by default what the task has.
+        """
+        frames = []
+        with Cache(self.run.home / "scores") as cache:
+            for (task, model), group in cells[cells["state"] == "finished"].groupby(["task", "model"], sort=False):
+                samples = self.texts(group, lengths, parts)
+                for name in metrics or (("toxicity" if task == "detox" else "accuracy"), "perplexity"):
+                    texts = self._few(samples, group) if name == "perplexity" else samples
+                    if not len(texts):
+                        continue
+                    with closing(self._scorer(name, str(task), str(model), group)) as scorer:
+                        found = score_table(texts.drop(columns="tokens"), scorer, cache)
+                    frames.append(found[found["metric"] == name])
+        if not frames:
+            return pd.DataFrame(columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"])
+        table = pd.concat(frames, ignore_index=True)
+        unit = table["metric"].map(lambda metric: METRICS[metric][1])
+        return table.assign(value=table["value"] * unit, metric=table["metric"].map(lambda metric: METRICS[metric][0]))
+
+    def texts(self, group: pd.DataFrame, lengths: Iterable[int], parts: int = 1) -> pd.DataFrame:
+        """The texts of finished cells of one model and task, cut as `scores` says: `Run.samples` with length and part."""
+        frames = []
+        for longest in dict.fromkeys(group["max_length"].astype(int)):
+            keys = list(group["key"][group["max_length"] == longest])
+            samples = self.run.samples(keys)
+            chosen = [length for length in lengths if length <= longest] or [longest]
+            frames.append(at_lengths(samples, self.run.manifest(keys[0]), chosen))
+        found = pd.concat(frames, ignore_index=True)
+        if parts == 1:
+            return found.assign(part=0)
+        return in_parts(found, parts, load_tokenizer(str(group["model"].iloc[0])))
+
+    def _few(self, samples: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
+        """The first samples of every prompt, as many as make about `perplexity_texts` an arm."""
+        cells = samples[["prompt", "attribute"]].drop_duplicates()
+        return samples[samples["sample"] < max(1, -(-self.perplexity_texts // max(1, len(cells))))]
+
+    def _scorer(self, name: str, task: str, model: str, group: pd.DataFrame) -> Scorer:
+        asked = next((each for each in self.scorers if each.partition("=")[0] == name), None)
+        if asked is None:
+            raise ScoringError(f"{self.item} needs a scorer for {name}; give --scorers {name} or {name}=MODEL")
+        own = self.run.manifest(group["key"].iloc[0]).model
+        options = Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
+        return make_scorer(name, asked.partition("=")[2], options)
+
+    def curves(self, cells: pd.DataFrame) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
+        """Traces of finished cells, those of one arm (all its attributes) together: its columns, the trace, the samples.
+
+        The trace is that of the branch behind the steered attribute's prefix, alone.
+        """
+        for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
+            runs = [self.run.cell(key) for key in group["key"]]
+            found = [run.trace for run in runs if run.trace is not None]
+            traces = [each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"]) for each in found]
+            if traces:
+                samples = pd.concat([run.samples for run in runs], ignore_index=True)
+                yield dict(zip(ARM, values, strict=True)), join_traces(traces, samples), samples
+
+    def steps(self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+        """What `make` reads off every arm's trace at the first 16 steps and every fourth after, with the arm's columns."""
+        frames = []
+        for arm, trace, samples in self.curves(cells):
+            found = make(trace, samples)
+            found = found[(found["step"] < 16) | (found["step"] % 4 == 0)]
+            frames.append(found.assign(**arm))
+        if not frames:
+            raise RunError(
+                f"{self.run.name} has no finished cell with a trace for {self.item}; `lapa2 runs` lists what is missing"
+            )
+        return pd.concat(frames, ignore_index=True)
+
+    def tokenizer_of(self, scorer: str) -> Any:
+        """The tokenizer that a scorer was asked to count with (NAME=TOKENIZER); None where it was not."""
+        asked = next((each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), "")
+        return load_tokenizer(asked) if asked else None

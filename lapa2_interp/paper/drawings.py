@@ -1,0 +1,184 @@
+"""Drawings of the propositions, each from its table alone."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.plots import COLOURS, Drawing, _figure, _plain
+
+# --- propositions
+
+SHADES = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
+"""For alphas in rising order, the baseline black."""
+
+
+def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)) -> Drawing:
+    """A' against l on synthetic logits, one panel per alpha and one line per family; dotted the closed form of Eq. 8.
+
+    Args:
+        shares: From `propositions.synthetic_shares`.
+        alphas: Those to show, where the table has them.
+    """
+    shown = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
+    figure = _figure(2.6 * len(shown) + 0.6, 3.4)
+    panels = np.atleast_1d(figure.subplots(1, len(shown)))
+    styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
+    for panel, alpha in zip(panels, shown, strict=True):
+        part = shares[shares["alpha"] == alpha]
+        for (family, curve), (colour, dash) in zip(part.groupby("family", sort=False), styles, strict=False):
+            panel.plot(curve["l"], curve["mean"], color=colour, ls=dash, lw=1.2, label=family)
+            panel.fill_between(curve["l"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0)
+        first = part[part["family"] == part["family"].iloc[0]]
+        panel.plot(first["l"], first["predicted"], color="black", lw=1.6, ls=":", label="Eq. 8")
+        panel.set_xscale("log")
+        if alpha < 1:
+            panel.set_yscale("log")
+        else:
+            panel.set_ylim(0, 1.02)
+        panel.set_title(f"alpha = {alpha:g}", fontsize=9)
+        _plain(panel, "l", "attention on the prefix" if panel is panels[0] else "")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=6)
+    return figure
+
+
+def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
+    """Slopes against alpha with 95 % intervals; dotted what is predicted.
+
+    Args:
+        found: From `propositions.synthetic_slopes` or `exponent_table`.
+        by: Column that tells lines apart ("family"); None for a single one.
+    """
+    quantities = [name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()]
+    quantities = [name for name in quantities if not (by and name == "rise")]
+    figure = _figure(3.3 * len(quantities), 3.4)
+    panels = np.atleast_1d(figure.subplots(1, len(quantities)))
+    titles = {
+        "log-odds": "log-odds + log(r-1) on log r",
+        "rise": "rise of the log-odds on log r",
+        "log A'": "log A' on log l (not judged)",
+    }
+    for panel, quantity in zip(panels, quantities, strict=True):
+        part = found[found["quantity"] == quantity]
+        groups = part.groupby(by, sort=False) if by else [("measured", part)]
+        styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
+        for (name, line), (colour, dash) in zip(groups, styles, strict=False):
+            error = np.abs(line[["low", "high"]].to_numpy().T - line["mean"].to_numpy())
+            panel.errorbar(
+                line["alpha"], line["mean"], yerr=error, color=colour, ls=dash, lw=1.1, marker="o", ms=2.5, label=name
+            )
+        one = part[part[by] == part[by].iloc[0]] if by else part
+        panel.plot(one["alpha"], one["predicted"], color="black", ls=":", lw=1.6, label="predicted")
+        panel.set_title(titles[quantity], fontsize=9)
+        _plain(panel, "alpha", "slope" if panel is panels[0] else "")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=6)
+    return figure
+
+
+def alpha_curves(curves: pd.DataFrame) -> Drawing:
+    """Pooled prefix attention against step for every alpha, on two log axes, with 95 % bands and C/(t+D) dotted.
+
+    Args:
+        curves: From `propositions.pooled_table`.
+    """
+    figure = _figure(6.8, 4.0)
+    axes = figure.subplots()
+    for (alpha, curve), colour in zip(curves.groupby("alpha"), cycle(SHADES), strict=False):
+        c, d, r2 = curve[["C", "D", "R2"]].iloc[0]
+        fit = "no C/(t+D) fits" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}"
+        axes.plot(curve["l"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}")
+        # The interval of few texts may reach below 0, which a log axis cannot show.
+        shown = curve["low"] > 0
+        axes.fill_between(curve["l"], curve["low"].where(shown), curve["high"], shown, color=colour, alpha=0.15, lw=0)
+        if not np.isnan(c):
+            axes.plot(curve["l"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
+    axes.set(xscale="log", yscale="log", ylim=(curves["mean"].min() / 3, None))
+    _plain(axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
+    return figure
+
+
+def growth_map(heads: pd.DataFrame) -> Drawing:
+    """Layer x head map of how fast e_P/e_R grows in the baseline, and of the heads' kinds.
+
+    Args:
+        heads: From `propositions.head_table`.
+    """
+    base = heads[heads["alpha"] == 0]
+    found = base.pivot(index="layer", columns="head", values="growth").to_numpy()
+    kinds = base.pivot(index="layer", columns="head", values="kind").to_numpy()
+    figure = _figure(6.4, 5.4)
+    left, right = figure.subplots(1, 2, sharey=True)
+    drawn = left.imshow(found, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-1, vmax=1)
+    figure.colorbar(drawn, ax=left, location="bottom", shrink=0.9, extend="both")
+    left.set_title("slope of log(e_P/e_R) on log l\nblue: faster than 1/l, red: slower", fontsize=8)
+    names = ("mixed", "sink", "local", "prefix")
+    tints = dict(zip(names, ("#DDDDDD", "#0072B2", "#009E73", "#D55E00"), strict=True))
+    pixels = np.array([[[int(tints[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in row] for row in kinds])
+    right.imshow(pixels, aspect="auto", origin="lower")
+    for name in names:
+        right.scatter([], [], color=tints[name], marker="s", label=f"{name} ({(kinds == name).sum()})")
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False, fontsize=7)
+    right.set_title("at least half of the attention on", fontsize=8)
+    for panel in (left, right):
+        panel.set(xlabel="head")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.yaxis.get_major_locator().set_params(integer=True)
+    left.set(ylabel="layer")
+    return figure
+
+
+def predictions(found: pd.DataFrame) -> Drawing:
+    """A' by layer: baseline, predicted by the exact law, measured; one panel per alpha.
+
+    Args:
+        found: From `propositions.prediction_table`.
+    """
+    alphas = list(dict.fromkeys(found["alpha"]))
+    figure = _figure(2.2 * len(alphas) + 0.8, 3.2)
+    panels = np.atleast_1d(figure.subplots(1, len(alphas), sharey=True))
+    for panel, alpha in zip(panels, alphas, strict=True):
+        part = found[found["alpha"] == alpha]
+        panel.plot(part["layer"], part["baseline"], color=COLOURS[0], lw=1.2, label="baseline")
+        panel.plot(part["layer"], part["predicted"], color=COLOURS[1], lw=1.2, ls="--", label="predicted from it")
+        panel.plot(part["layer"], part["measured"], color=COLOURS[2], lw=1.4, label="measured")
+        panel.set_title(f"alpha = {alpha:g}", fontsize=9)
+        _plain(panel, "layer", "attention on the prefix" if panel is panels[0] else "")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=3)
+    return figure
+
+
+def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
+    """Change of the local ratio by layer and k, pooled as the paper does and head by head; one column per alpha.
+
+    Args:
+        found: From `propositions.local_table`.
+        outside: Which definition: what the denominator leaves out.
+    """
+    part = found[(found["outside"] == outside) & (found["layer"] != "all")]
+    alphas = [alpha for alpha in dict.fromkeys(part["alpha"]) if alpha in (0.5, 1.0)] or list(
+        dict.fromkeys(part["alpha"])
+    )[:2]
+    figure = _figure(3.4 * len(alphas), 4.6)
+    panels = np.atleast_2d(figure.subplots(2, len(alphas), sharex=True, sharey=True, squeeze=False))
+    for column, alpha in enumerate(alphas):
+        for row, pooling in enumerate(("pooled", "per head")):
+            panel = panels[row, column]
+            chosen = part[(part["alpha"] == alpha) & (part["pooling"] == pooling)]
+            for (k, line), colour in zip(chosen.groupby("k"), COLOURS[1:], strict=False):
+                layer = line["layer"].astype(int)
+                panel.plot(layer, line["difference"], color=colour, lw=1.2, label=f"k = {k}")
+                panel.fill_between(
+                    layer, line["low"].astype(float), line["high"].astype(float), color=colour, alpha=0.15, lw=0
+                )
+            panel.axhline(0, color="black", lw=0.6)
+            panel.set_title(f"alpha = {alpha:g}, {pooling}", fontsize=9)
+            _plain(panel, "layer" if row else "", f"change of\nnearest_k/(1-{outside})" if not column else "")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
+    return figure

@@ -1,0 +1,45 @@
+"""How long an item's scores, tables and figures take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lapa2_interp.cell import Cell
+from lapa2_interp.machine import cores, default_device
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.models.smollm2 import SMOLLM2
+from lapa2_interp.runs.estimates import pace
+from lapa2_interp.runs.grid import Grid
+
+PERPLEXITY_TEXTS = 120
+"""Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
+FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
+READ_AT_FIVE = ("sent_topic", "detox")
+"""Grids whose texts are scored at all of them."""
+TOKEN = 2e-5
+"""Seconds that the embedded classifiers take for a token."""
+ITEM = 6.0
+"""Seconds that the script of a figure or table takes besides: intervals, drawing."""
+
+
+def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
+    """What it takes to score the texts of grids by the embedded scorers, and to make tables and figures.
+
+    Args:
+        items: Scripts to be run; by default one per grid.
+    """
+    read, classified = 0.0, 0.0
+    for grid in grids:
+        lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
+        arms: dict[tuple[str, ...], list[Cell]] = {}
+        for cell in grid.cells:
+            arms.setdefault((cell.model, cell.task.name, cell.method, cell.variant, cell.arm), []).append(cell)
+        for cells in arms.values():
+            texts = sum(cell.n_texts for cell in cells)
+            classified += lengths * texts * cells[0].length
+            read += lengths * min(texts, PERPLEXITY_TEXTS) * cells[0].length
+    operations = 2 * read * model_size(SMOLLM2).parameters
+    at = pace(SMOLLM2, "float32", default_device(), operations=operations)
+    scripts = ITEM * (len(grids) if items is None else items)
+    return scripts + read * at.row / cores() + classified * TOKEN

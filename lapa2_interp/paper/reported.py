@@ -1,0 +1,67 @@
+"""The numbers of the paper's result tables, and how its models, metrics and items are named."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from lapa2_interp.errors import RunError
+from lapa2_interp.methods import registry
+
+if TYPE_CHECKING:
+    pass
+
+
+PAPER_MODELS = {
+    "gpt2-medium": "gpt2-medium",
+    "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+    "EleutherAI/pythia-12b": "pythia-12b",
+    "meta-llama/Llama-2-13b-hf": "llama-2-13b",
+}
+"""Names of the paper's models as they load, and as its numbers name them."""
+
+SAME_TABLE = {
+    "prefix_preadd_components": "components",
+    "hard_prefix_robustness": "hard_prefix",
+    "decay": "sent_topic",
+    "alpha": "scaling",
+}
+"""Items whose numbers stand in another of the paper's tables."""
+METRICS = {
+    "accuracy": ("acc", 100.0), "toxicity": ("tox", 100.0), "perplexity": ("ppl", 1.0),
+    "distinct-1": ("dist1", 1.0), "distinct-2": ("dist2", 1.0), "distinct-3": ("dist3", 1.0),
+}  # fmt: skip
+"""Our metrics by the paper's names and units: percent, perplexity, shares."""
+BETTER = {"acc": 1, "tox": -1, "ppl": -1, "dist1": 1, "dist2": 1, "dist3": 1}
+"""Whether more of a metric is better."""
+
+
+@cache
+def reported() -> pd.DataFrame:
+    """Every number of the paper's result tables: table, task, model, method, lapa2, length, variant, metric, value."""
+    file = resources.files("lapa2_interp.paper") / "reported_results.csv"
+    return pd.read_csv(Path(str(file)), keep_default_na=False).assign(value=lambda table: table["value"].astype(float))
+
+
+def paper_number(table: str, **wanted: Any) -> float:
+    """One number of the paper; NaN where it has none.
+
+    Args:
+        wanted: Columns of `reported` and their values; methods by our names.
+
+    Raises:
+        RunError: More than one fits.
+    """
+    found = reported()
+    found = found[found["table"] == table]
+    if "method" in wanted:
+        wanted["method"] = registry()[wanted["method"]].paper_name
+    for column, value in wanted.items():
+        found = found[found[column] == value]
+    if len(found) > 1:
+        raise RunError(f"{len(found)} numbers of the paper's table {table} fit {wanted}; name more columns")
+    return float(found["value"].iloc[0]) if len(found) else float("nan")

@@ -1,0 +1,100 @@
+"""What decided the numbers of a folder of tables: one manifest over all cells of the run they were read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict
+
+from lapa2_interp import __version__
+from lapa2_interp.runs.manifest import library_versions, source_commit
+from lapa2_interp.runs.read import Run
+
+
+class Results(BaseModel):
+    """Everything that decided the numbers of a run's tables and figures."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lapa2_interp: str = __version__
+    """Version of this package."""
+    analysed_at: str | None
+    """Git commit of the package that scored and analysed; None outside a checkout."""
+    analysed_with: dict[str, str]
+    """Versions of the libraries it used."""
+    grids: dict[str, dict[str, int]]
+    """By grid: how many cells are finished, failed, partly made, missing."""
+    commits: tuple[str, ...]
+    """Git commits of the package that generated; cells of a run that was resumed may have several."""
+    versions: dict[str, tuple[str, ...]]
+    """Versions of the libraries that generated."""
+    weights: dict[str, tuple[str, ...]]
+    """By model: where its weights come from."""
+    dtypes: tuple[str, ...]
+    """Precisions of the models that generated."""
+    devices: tuple[str, ...]
+    """Where they ran."""
+    threads: tuple[int, ...]
+    """CPU threads of a worker."""
+    seeds: tuple[int, ...]
+    """Of the random streams."""
+    prefixes: dict[str, str]
+    """sha256 of the soft prefixes' files, by what they are."""
+    scorers: tuple[str, ...]
+    """Names and versions; the version of one that reads weights says which."""
+    texts: int
+    """Generated texts."""
+    tokens: int
+    """Generated tokens."""
+    seconds: float
+    """Generating, summed over workers."""
+
+
+def results_of(run: Run, tables: Path) -> Results:
+    """The manifest of the tables read from a run.
+
+    Args:
+        tables: The folder of its items' CSV files, whose column `scorer` names scorers.
+    """
+    found = [run.manifest(key) for key in run.finished]
+    prefixes = {
+        str(prefix): prefix.sha256
+        for manifest in found
+        for branches in manifest.branches.values()
+        for prefix in branches.values()
+        if prefix is not None and not isinstance(prefix, str)
+    }
+    states = run.cells.set_index("key")["state"]
+    columns = [pd.read_csv(file, usecols=lambda name: name == "scorer") for file in sorted(tables.glob("*.csv"))]
+    scorers = {str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()}
+    return Results(
+        analysed_at=source_commit(),
+        analysed_with=library_versions(),
+        grids={
+            grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}
+            for grid, keys in run.listing.grids.items()
+        },
+        commits=_all(manifest.commit or "not a checkout" for manifest in found),
+        versions={
+            name: _all(manifest.versions[name] for manifest in found) for name in (found[0].versions if found else {})
+        },
+        weights={
+            model: _all(each.model.weights for each in found if each.model.name == model)
+            for model in _all(each.model.name for each in found)
+        },
+        dtypes=_all(manifest.model.dtype for manifest in found),
+        devices=_all(manifest.model.device for manifest in found),
+        threads=tuple(sorted({manifest.threads for manifest in found if manifest.threads})),
+        seeds=tuple(sorted({manifest.seed for manifest in found})),
+        prefixes=prefixes,
+        scorers=tuple(sorted(scorers)),
+        texts=int(sum(len(manifest.prompts) * manifest.samples for manifest in found)),
+        tokens=sum(manifest.new_tokens for manifest in found),
+        seconds=round(sum(manifest.seconds for manifest in found), 1),
+    )
+
+
+def _all(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))

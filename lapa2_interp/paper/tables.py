@@ -1,0 +1,246 @@
+"""Tables of an item, as pure functions on frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.errors import counted
+from lapa2_interp.methods import registry
+from lapa2_interp.paper.claims import rows_with
+from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
+from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
+from lapa2_interp.stats import paired_difference
+
+HALVES = {0: "whole", 1: "first", 2: "second"}
+"""Parts of a text in words: of table half."""
+KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
+ARM = ["model", "task", "method", "variant", "arm"]
+PAPER_SCORERS = {"acc": "Air-Decoding's RoBERTa", "tox": "perspective", "ppl": "gpt2-large", "dist": "roberta-large"}
+"""What a scorer's name says where it is the paper's; differences from its numbers are told for these alone."""
+
+
+# --- tables
+
+
+def item_table(
+    item: str,
+    scores: pd.DataFrame,
+    cells: pd.DataFrame,
+    variants: Mapping[str, str] | None = None,
+    tokenizer: Any = None,
+) -> pd.DataFrame:
+    """Means with intervals and what each arm changed: one row per cell of the table and metric.
+
+    Cells that are not finished have a row with no number.
+
+    Args:
+        item: The item, for its numbers in the paper.
+        scores: Of `paper.data.ItemData.scores`.
+        cells: The rows of `ItemData.cells` they came from.
+        variants: Names in the paper's table of our arms (or variants), to put its numbers beside.
+        tokenizer: Of distinct-n; words by default.
+
+    Returns:
+        Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
+        detectable (against the baseline of the same method), best, profile, paper, state.
+    """
+    keys = [key for key in KEYS if key in scores]
+    frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
+    if len(scores):
+        means = cell_table(scores)
+        changes = difference_table(scores).rename(columns={"low": "difference_low", "high": "difference_high"})
+        joined, numbers = [*keys, "metric"], ["difference", "difference_low", "difference_high", "p", "detectable"]
+        changes = changes.reindex(columns=[*joined, *numbers])
+        frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
+        frames.append(_distinct(scores, tokenizer))
+    columns = [*KEYS, "metric", "mean", "low", "high", "n", "prompts", "skipped", "scorer", "difference", "difference_low",
+               "difference_high", "p", "detectable"]  # fmt: skip
+    found = pd.concat(frames, ignore_index=True).reindex(columns=columns)
+    found["state"] = "finished"
+    gaps = cells[cells["state"] != "finished"]
+    if len(gaps):
+        states = gaps.groupby(ARM, sort=False)["state"].agg(lambda column: " and ".join(dict.fromkeys(column)))
+        lengths = gaps.groupby(ARM, sort=False)["max_length"].max()
+        rows = pd.DataFrame({"state": states, "length": lengths}).reset_index()
+        rows = rows.assign(attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc"))
+        found = pd.concat([found, rows], ignore_index=True)
+    arms = cells.drop_duplicates(ARM)[[*ARM, "profile", "alpha"]]
+    found = found.merge(arms, on=ARM, how="left")
+    found["best"] = _best(found, scores)
+    found["paper"] = [_paper_cell(item, row, variants or {}) for row in _records(found)]
+    return _ordered(found.drop(columns="alpha"), cells)
+
+
+def _distinct(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
+    first = scores[scores["metric"].isin(["acc", "tox"])]
+    if not len(first):
+        return pd.DataFrame()
+    found = distinct_cells(first, tokenizer)
+    return found.assign(metric=found["metric"].map(lambda metric: METRICS[metric][0]))
+
+
+def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
+    if row["attribute"] not in ("all", "nontoxic") or row["model"] not in PAPER_MODELS or pd.isna(row["length"]):
+        return float("nan")
+    named = variants.get(row["variant"]) or variants.get(row["arm"], "")
+    usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in ("", "paper")
+    if not usual or (not named and (variants or row["variant"])):
+        return float("nan")
+    variant = HALVES.get(part, named) if (part := int(row["part"])) else named
+    return paper_number(
+        SAME_TABLE.get(item, item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
+        lapa2=row["arm"] != "baseline", length=int(row["length"]), metric=row["metric"], variant=variant,
+    )  # fmt: skip
+
+
+def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
+    """Means with intervals of a table of curves at the first, some middle and the last step, one row per arm."""
+    steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
+    rows = table[table["step"].isin(steps)]
+    cell = [f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)]
+    keys = [name for name in ARM if name in ("method", "arm") or rows[name].nunique() > 1]
+    shown = rows.assign(cell=cell).pivot_table(index=keys, columns="step", values="cell", aggfunc="first", sort=False)
+    shown.columns = [f"step {step}" for step in shown.columns]
+    return shown.reset_index().fillna("")
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def overall(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of all attributes together, or of the only one."""
+    several = table.groupby(ARM, dropna=False)["attribute"].transform(lambda column: (column == "all").any())
+    return table[(table["attribute"] == "all") | ~several]
+
+
+def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
+    """Whether a mean is the best of its method's arms and surely so: better than the runner-up, the whole interval of it."""
+    best = pd.Series(False, index=table.index)
+    group_of = [
+        key for key in ("model", "task", "method", "variant", "length", "part", "attribute", "metric") if key in table
+    ]
+    named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
+    for values, group in named.groupby(group_of, dropna=False, sort=False):
+        if len(group) < 2:
+            continue
+        where = dict(zip(group_of, values, strict=True))
+        order = group.sort_values("mean", ascending=BETTER[str(where["metric"])] < 0)
+        first, second = order.index[:2]
+        if str(where["metric"]).startswith("dist"):
+            apart = table.loc[first, "low"] > table.loc[second, "high"]
+        else:
+            texts = rows_with(
+                scores, {key: value for key, value in where.items() if not (key == "attribute" and value == "all")}
+            )
+            sides = [texts[(texts["arm"] == table.loc[i, "arm"]) & texts["value"].notna()] for i in (second, first)]
+            if not all(map(len, sides)) or not set(sides[0]["prompt"]) & set(sides[1]["prompt"]):
+                continue
+            numbers = [column.to_numpy() for side in sides for column in (side["value"], side["prompt"])]
+            found = paired_difference(numbers[0], numbers[1], numbers[2], numbers[3])
+            apart = (found.low if BETTER[str(where["metric"])] > 0 else -found.high) > 0
+        best[first] = bool(apart)
+    return list(best)
+
+
+def _ordered(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+    """Rows in the order of the grid."""
+    ranks = {}
+    for column in ("model", "task", "method", "variant", "arm"):
+        ranks[column] = {value: i for i, value in enumerate(dict.fromkeys(cells[column]))}
+    metric = {name: i for i, (name, _) in enumerate(METRICS.values())}
+    order = pd.DataFrame(
+        {
+            **{column: table[column].map(ranks[column]) for column in ranks},
+            "length": table["length"],
+            "part": table["part"],
+            "attribute": (table["attribute"] != "all").astype(int),
+            "metric": table["metric"].map(metric),
+        }
+    )
+    by = ["model", "task", "length", "method", "variant", "arm", "part", "attribute", "metric"]
+    return table.loc[order.sort_values(by, kind="stable").index].reset_index(drop=True)
+
+
+def _number(metric: str, value: float) -> str:
+    return f"{value:.3f}" if metric.startswith("dist") else f"{value:.1f}"
+
+
+def wide(table: pd.DataFrame) -> pd.DataFrame:
+    """For reading: one row per arm, one column per metric with the interval in the cell; bold (**) where it is surely the best.
+
+    Columns that are the same everywhere are left out; the paper's number follows its metric where there is one.
+    """
+    if not len(table):
+        return table
+    shown = overall(table)
+    keys = [key for key in ("model", "task", "length", "method", "variant", "arm", "part") if key in shown]
+    keys = [key for key in keys if key in ("method", "arm") or shown[key].nunique(dropna=False) > 1]
+    text, counts = [], []
+    for row in shown.to_dict("records"):
+        metric = row["metric"]
+        if row["state"] != "finished" or pd.isna(row["mean"]):
+            text.append(row["state"] if row["state"] != "finished" else "no number")
+        else:
+            number = _number(metric, row["mean"])
+            interval = (
+                "" if pd.isna(row["low"]) else f" [{_number(metric, row['low'])}, {_number(metric, row['high'])}]"
+            )
+            text.append((f"**{number}**" if row["best"] else number) + interval)
+        counts.append(row["metric"] in ("acc", "tox"))
+    shown = shown.assign(cell=text)
+    rows = shown[keys].drop_duplicates()
+    found = rows.copy()
+    for metric, _ in METRICS.values():
+        part = shown[shown["metric"] == metric]
+        if not len(part):
+            continue
+        found = found.merge(part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left")
+        if part["paper"].notna().any():
+            beside = part[[*keys, "paper"]].assign(paper=[_number(metric, value) for value in part["paper"]])
+            comparable = [PAPER_SCORERS[metric.rstrip("123")] in str(scorer) for scorer in part["scorer"]]
+            gap = np.where(comparable, part["mean"] - part["paper"], np.nan)
+            beside["paper"] += [f" ({_signed(metric, value)})" if not np.isnan(value) else "" for value in gap]
+            found = found.merge(beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left")
+    first = shown[np.array(counts)]
+    n = first[[*keys, "n", "difference", "difference_low", "difference_high", "detectable"]]
+    change = [
+        "" if pd.isna(d) else f"{d:+.1f} [{low:+.1f}, {high:+.1f}] ({least:.1f})"
+        for d, low, high, least in n[["difference", "difference_low", "difference_high", "detectable"]].to_numpy(float)
+    ]
+    n = n[[*keys, "n"]].assign(n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change)
+    found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
+    if "part" in found and set(found["part"]) <= HALVES.keys():
+        found["part"] = found["part"].map(HALVES)
+    return found.fillna("").rename(columns={"arm": "augmentation"})
+
+
+def _signed(metric: str, value: float) -> str:
+    return f"{value:+.3f}" if metric.startswith("dist") else f"{value:+.1f}"
+
+
+def footnotes(table: pd.DataFrame) -> list[str]:
+    """What every table says under itself: units, intervals, scorers, model, profile."""
+    if "scorer" not in table:
+        return []
+    scorers = "; ".join(sorted(set(table["scorer"].dropna())))
+    shown = table["metric"].str.startswith("dist").any()
+    diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
+    profiles = ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
+    return [
+        f"acc and tox in percent; {diversity}95 % intervals over prompts; n texts (fewer for ppl); change: against the baseline, "
+        "paired on prompts, and in parentheses the smallest difference so many prompts show at 80 % power; bold: better than the "
+        "next by an interval without 0.",
+        f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation: {profiles}. Scorers: {scorers}.",
+    ]  # fmt: skip
+
+
+def gaps_note(table: pd.DataFrame) -> str:
+    if "state" not in table or (table["state"] == "finished").all():
+        return ""
+    counts = table[table["state"] != "finished"]["state"].value_counts()
+    return "Gaps: " + ", ".join(f"{counted(n, 'cell')} {state}" for state, n in counts.items()) + "."

@@ -1,0 +1,142 @@
+"""Sets of soft prefixes in one call: corpora by name, training, and the numbers of their cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from lapa2_interp.errors import PrefixError
+from lapa2_interp.machine import tell_if_slow
+from lapa2_interp.methods import load_task
+from lapa2_interp.prefixes.evaluation import evaluate_sets
+from lapa2_interp.prefixes.recipes import Recipe
+from lapa2_interp.prefixes.training import train_set
+from lapa2_interp.soft_prefix import cards
+from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.corpora import Corpus, read_corpus, split_off
+
+HELD_OUT = 250
+"""Texts per attribute that are held out of the data where no other are given."""
+Notify = Callable[[str], None]
+
+
+def make_set(
+    model: str,
+    task: Task,
+    out: Path,
+    data: Sequence[str],
+    held_out: Sequence[str],
+    recipe: Recipe,
+    *,
+    attributes: Sequence[str] = (),
+    start_from: Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    notify: Notify = lambda text: None,
+) -> pd.DataFrame:
+    """Train a task's soft prefixes for a frozen model and measure them; the same call resumes an interrupted one.
+
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder.
+        out: The set's folder.
+        data: Corpora, as `corpora.read_corpus` takes them.
+        held_out: The same, never trained on; by default HELD_OUT texts per attribute of the data.
+        attributes: Train these alone; all of the task by default.
+        start_from: Begin with the prefixes of this set.
+        notify: Told what was read.
+
+    Returns:
+        As `evaluate_sets`.
+
+    Raises:
+        Lapa2Error: As `read_corpus`, `train_set` and `evaluate_sets`.
+    """
+    tell_if_slow(recipe.dtype, device)
+    names = tuple(attributes) or tuple(task.attributes)
+    for name in names:
+        task.prefix(name)
+    corpora = _read(data, names, "train", notify)
+    if held_out:
+        checks = _read(held_out, names, "test", notify)
+    else:
+        corpora, checks = (list(part) for part in zip(*(split_off(each, HELD_OUT) for each in corpora), strict=True))
+    train_set(
+        model,
+        task,
+        corpora,
+        checks,
+        out,
+        recipe,
+        attributes=names,
+        start_from=start_from,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    return evaluate_sets(
+        [out],
+        task,
+        checks,
+        limit=100,
+        max_tokens=recipe.max_tokens,
+        dtype=recipe.dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def measure_sets(
+    folders: Sequence[Path],
+    data: Sequence[str],
+    task: str | None = None,
+    *,
+    limit: int = 250,
+    max_tokens: int = 64,
+    dtype: str = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    notify: Notify = lambda text: None,
+) -> pd.DataFrame:
+    """Measure sets of soft prefixes on text they were not trained on, and write the numbers into their cards.
+
+    Args:
+        folders: Sets of one task and model.
+        data: Corpora, as `corpora.read_corpus` takes them; of those on the hub the test split is read.
+        task: By default the one the sets were trained for.
+        limit: Texts per attribute, shared evenly among the data.
+        max_tokens: Of each text, its beginning.
+        notify: Told what was read.
+
+    Returns:
+        As `evaluate_sets`.
+
+    Raises:
+        PrefixError: A folder holds no soft prefixes.
+        Lapa2Error: As `read_corpus` and `evaluate_sets`.
+    """
+    found = [card for folder in folders for card in cards(folder)]
+    if not found:
+        raise PrefixError(
+            f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train --out` makes a set"
+        )
+    tell_if_slow(dtype, device)
+    corpora = _read(data, list(dict.fromkeys(card.attribute for card in found)), "test", notify)
+    return evaluate_sets(
+        folders,
+        load_task(task or found[0].task),
+        corpora,
+        limit=limit,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _read(sources: Sequence[str], labels: Sequence[str], split: str, notify: Notify) -> list[Corpus]:
+    """Corpora, each reported in a line."""
+    found = [read_corpus(source, labels, split) for source in sources]
+    for corpus in found:
+        notify(corpus.summary)
+    return found

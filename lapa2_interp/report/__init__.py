@@ -1,0 +1,488 @@
+"""A run as one HTML file that loads nothing and escapes what models write.
+
+It shows, of a run folder and the tables and figures made from it:
+
+1. what was run: models, grids, cells that are there and that are not, weights, versions, seeds;
+2. the paper's claims with intervals and verdicts;
+3. every item: its figure, table and notes;
+4. texts of the arms side by side, every token coloured by the attention of the query that predicted it;
+5. every cell with its state.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import write_text
+from lapa2_interp.models import load_tokenizer
+from lapa2_interp.page import template
+from lapa2_interp.plots import COLOURS
+from lapa2_interp.runs.manifest import Manifest
+from lapa2_interp.runs.read import STATES, FinishedCell, Run
+from lapa2_interp.trace.tables import branch_name, pooled
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from transformers import PreTrainedTokenizerBase
+
+    from lapa2_interp.cell import Cell
+
+
+# --- a run
+
+ORDER = (
+    "sent_topic", "half", "detox", "prefix_types", "scaling", "layers", "components", "prefix_preadd_components",
+    "hard_prefix_robustness", "decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval", "cases",
+)  # fmt: skip
+"""The items of the paper in the order of the page; others follow by name."""
+MARKS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "○", "missing": "–"}
+SIZE = 3_800_000
+"""Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
+TOKEN_BYTES = 18
+"""A token with its two masses takes about this much of the page."""
+ROOM = 4
+"""A drawing reaches so many times as far as the median row of its metric; what is farther out is a triangle at its end."""
+PROMPTS = 8
+"""Prompts whose texts are shown, at most."""
+UNIT = 1e-4
+"""Masses are rounded to this."""
+
+
+def write_report(run: Run, tables: Path | None = None, out: Path | None = None) -> Path:
+    """Write a run's page; the file.
+
+    Args:
+        tables: The folder of the items' tables, with figures/ beside it; by default RUN/tables.
+        out: The file; by default RUN/report.html. One that is there is replaced.
+
+    Raises:
+        RunError: There are no tables in a folder that was named, or the file cannot be written.
+    """
+    folder = run.home / "tables" if tables is None else tables
+    if tables is not None and not any(folder.glob("*.json")):
+        raise RunError(
+            f"--tables {folder} has no tables (ITEM.json); `python analyses/ITEM.py {run.home}` makes those of an item"
+        )
+    file = run.home / "report.html" if out is None else out
+    if file.is_dir():
+        raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
+    html = run_report(run, folder, folder.parent / "figures")
+    try:
+        write_text(file, html)
+    except OSError as error:
+        raise RunError(f"cannot write {file}: {error.strerror or error}; choose another --out") from error
+    return file
+
+
+def run_report(run: Run, tables: Path, figures: Path, title: str = "A LaPA2 run, item by item") -> str:
+    """The page of a run as one string. The same folders give the same bytes.
+
+    Args:
+        run: Finished or not.
+        tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv, and of ITEM.png; what is missing is left out.
+
+    Raises:
+        RunError: A cell or a table is damaged.
+        ModelError: The tokenizer of a cell's model is not there.
+    """
+
+    cells = run.cells
+    names = {"task": list(dict.fromkeys(cells.get("task", ()))), "method": list(dict.fromkeys(cells.get("method", ())))}
+    items = _items(tables, figures, names)
+    claims = [claim for item in items for claim in item["claims"]]
+    used = sum(len(item["image"] or "") for item in items) + 3 * sum(len(str(item["rows"])) for item in items) + 100_000
+    n_prompts, texts = _texts(run, SIZE - used)
+    manifests = [run.manifest(key) for key in run.finished]
+    return template("run_report.html.j2", Path(__file__).parent).render(
+        title=title,
+        colours=COLOURS,
+        verdicts=MARKS,
+        states=STATES,
+        names=names,
+        run=_overview(run, cells),
+        facts=_facts(run, manifests),
+        items=items,
+        absent=[name for name in ORDER if name not in {item["name"] for item in items}],
+        claims=claims,
+        cells=_cell_rows(cells),
+        n_prompts=n_prompts,
+        max_prompts=PROMPTS,
+        traced=any(text["p"] or text["b"] for text in _each_text(texts)),
+        n_texts=sum(1 for _ in _each_text(texts)),
+        texts=_embedded(texts),
+    )
+
+
+def _embedded(data: Any) -> Markup:
+    """JSON that can stand in a script element whatever its strings are."""
+    from markupsafe import Markup
+
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return Markup(text)
+
+
+# --- what was run
+
+
+def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
+    """Counts of cells by state, in all and by grid, and of finished texts and tokens."""
+
+    def counts(keys: Iterable[str]) -> dict[str, int]:
+        states = cells[cells["key"].isin(list(keys))]["state"] if len(cells) else pd.Series(dtype=str)
+        return {state: int((states == state).sum()) for state in STATES}
+
+    finished = run.finished
+    return {
+        "states": counts(run.plan),
+        "n_cells": len(run.plan),
+        "texts": sum(cell.samples * len(cell.task.prompts.texts) for cell in finished.values()),
+        "tokens": int(cells["tokens"].sum()) if "tokens" in cells else 0,
+        "grids": [(name, counts(keys)) for name, keys in run.listing.grids.items()],
+    }
+
+
+def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
+    """What finished cells were made with: every value there is, once."""
+    cards = [each.model for each in manifests]
+    plan = run.plan.values()
+    found = {
+        "Model": (
+            f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads, {card.dtype}, {card.model_class}"
+            for card in cards
+        ),
+        "Weights": (f"{card.name}: {card.weights}" for card in cards),
+        "Device": (card.device for card in cards),
+        "CPU threads": (str(each.threads) for each in manifests if each.threads is not None),
+        "Package": (f"lapa2_interp {each.lapa2_interp}" for each in manifests),
+        "Commit": (each.commit or "outside a git checkout" for each in manifests),
+        "Libraries": (", ".join(f"{name} {value}" for name, value in each.versions.items()) for each in manifests),
+        "Seed": (str(cell.seed) for cell in plan),
+        "Samples per prompt": (str(cell.samples) for cell in plan),
+        "Longest text": (f"{cell.length} tokens" for cell in plan),
+        "Sampling": (f"top-{cell.top_k}, EOS policy {cell.eos}" for cell in plan),
+        "Trace": (cell.trace for cell in plan),
+        "Problems": (problem for each in manifests for problem in each.problems),
+    }
+    return {name: there for name, values in found.items() if (there := list(dict.fromkeys(values)))}
+
+
+def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    """Every cell for reading, those that are not finished first."""
+    rows = []
+    for row in _records(cells):
+        made = {"tokens": "", "seconds": ""}
+        if row["state"] == "finished":
+            made = {"tokens": f"{row['tokens']:.0f}", "seconds": f"{row['seconds']:.1f}"}
+        rows.append(row | made | {"size": f"{row['samples']} x {row['max_length']}"})
+    return sorted(rows, key=lambda row: row["state"] == "finished")
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+# --- items and claims
+
+
+def _items(tables: Path, figures: Path, names: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """Tables, claims and figures by item; an item may lack any of them."""
+    found = {file.stem for file in tables.glob("*.json")} | {file.stem for file in figures.glob("*.png")}
+    found |= {file.name.removesuffix(".claims.csv") for file in tables.glob("*.claims.csv")}
+    ordered = [name for name in ORDER if name in found] + sorted(found - set(ORDER))
+    return [_item(name, tables, figures, names) for name in ordered]
+
+
+def _item(name: str, tables: Path, figures: Path, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    table, image = tables / f"{name}.json", figures / f"{name}.png"
+    title, notes, head, data = name, [], [], []
+    if table.is_file():
+        try:
+            facts = json.loads(table.read_text("utf-8"))
+            title, notes = str(facts["title"]), [str(note) for note in facts["notes"]]
+            head, data = [str(column) for column in facts["rows"]["columns"]], facts["rows"]["data"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{table} is not a table of an item ({type(error).__name__}: {error}); analyses/{name}.py makes it again"
+            ) from error
+    if name == "eval" and not data and not any("no judge" in note for note in notes):
+        notes = ["no judge: this run has no stored ratings.", *notes]
+    pairs = _pairs(tables / f"{name}.csv", names)
+    return {
+        "name": name, "title": title, "notes": notes, "head": head, "has_table": table.is_file(),
+        "rows": [
+            _sides({side: row[head.index(side)] for side in names if side in head}, pairs, names)
+            | {"cells": [_marked(str(cell)) for cell in row]}
+            for row in data
+        ],
+        "image": base64.b64encode(image.read_bytes()).decode("ascii") if image.is_file() else None,
+        "claims": _claims(tables / f"{name}.claims.csv", names, pairs),
+    }  # fmt: skip
+
+
+def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
+    """The tasks and methods that are together in an item; a table for reading leaves out what is the same everywhere."""
+    try:
+        table = pd.read_csv(file, keep_default_na=False, dtype=str, usecols=lambda column: column in names)
+    except (OSError, ValueError):  # no such file, or an empty one
+        return []
+    return _records(table.drop_duplicates())
+
+
+def _sides(said: Mapping[str, str], pairs: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, str]:
+    """Task and method of a row: what it says, and what follows from it in its item; "" where that leaves several."""
+    left = [pair for pair in pairs if all(pair.get(side, value) == value for side, value in said.items())]
+    found = {side: {pair[side] for pair in left if pair.get(side)} for side in names}
+    return {side: said.get(side) or (found[side].pop() if len(found[side]) == 1 else "") for side in names}
+
+
+NUMBER = r"[+-]?\d[\d.,]*"
+
+
+def _marked(cell: str) -> Markup:
+    """A cell of a table as HTML: **bold** numbers, intervals pale, gaps marked. The text stays the same."""
+    from markupsafe import Markup, escape
+
+    if cell in (*STATES[1:], "no number"):
+        return Markup('<span class="gap">{}</span>').format(cell)
+    parts = re.fullmatch(rf"(\*\*)?({NUMBER})(?(1)\*\*)( \[.*)?", cell)
+    if parts is None:
+        return escape(cell)
+    number = Markup("<b>{}</b>" if parts[1] else "{}").format(parts[2])
+    return number + Markup('<span class="ci">{}</span>').format(parts[3]) if parts[3] else number
+
+
+def _claims(file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Judged claims for reading, each with a drawing of its interval on the scale of its metric."""
+    if not file.is_file():
+        return []
+    try:
+        table = pd.read_csv(file, keep_default_na=False, na_values=["", "nan"])
+        numbers = table[["paper", "here", "low", "high", "p", "detectable"]].astype(float)
+        words = table[["item", "claim", "metric", "expected", "verdict"]].astype(str)
+        prompts = table["prompts"].astype(int)
+    except (KeyError, ValueError) as error:
+        raise RunError(
+            f"{file} is not a table of claims ({error}); the item's script in analyses/ makes it again"
+        ) from error
+    ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
+    scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
+    rows: list[dict[str, Any]] = []
+    for said, found, n in zip(_records(words), _records(numbers), prompts, strict=True):
+        facts = re.split(r": |, | \(|\)", said["claim"])
+        named = {side: fact for side in names for fact in facts if fact in names[side]}
+        rows.append(
+            said
+            | _sides(named, pairs, names)
+            | _written(found)
+            | {"prompts": int(n), "drawing": _forest(found, *scales[said["metric"]], said["verdict"])}
+        )
+    return rows
+
+
+def _written(found: Mapping[str, float]) -> dict[str, str]:
+    """Numbers of a claim to the digits its interval allows."""
+    here, low, high = found["here"], found["low"], found["high"]
+    width = high - low
+    size = width if width > 0 else abs(here)
+    digits = min(6, max(1, 1 - math.floor(math.log10(size)))) if size > 0 and math.isfinite(size) else 2
+
+    def number(value: float, sign: str = "+") -> str:
+        return "" if math.isnan(value) else f"{value:{sign}.{digits}f}"
+
+    interval = "no interval" if math.isnan(low) else f"[{number(low)}, {number(high)}]"
+    return {
+        "paper": "" if math.isnan(found["paper"]) else f"{found['paper']:+.4g}",
+        "here": number(here),
+        "interval": interval if not math.isnan(here) else "",
+        "p": "" if math.isnan(found["p"]) else f"{found['p']:.3g}",
+        "detectable": number(found["detectable"], ""),
+    }
+
+
+def _scale(ends: pd.DataFrame) -> tuple[float, float]:
+    """The ends of the drawings of one metric: of all of them, but no row may leave most of the others a point."""
+    reach = ends.abs().max(axis=1)
+    if not (reach > 0).any():
+        return 0.0, 0.0
+    far = ROOM * float(reach[reach > 0].median())  # rows without a number, or of no difference, have no say
+    return max(float(np.nanmin(ends)), -far), min(float(np.nanmax(ends)), far)
+
+
+def _forest(found: Mapping[str, float], least: float, most: float, verdict: str) -> Markup | str:
+    """An interval as a line with our difference as a dot, the paper's as a diamond, and zero; triangles lie beyond the ends."""
+    from markupsafe import Markup
+
+    if math.isnan(found["here"]) or most <= least:
+        return ""
+
+    def x(value: float) -> float:
+        return round(6 + 148 * (min(max(value, least), most) - least) / (most - least), 1)
+
+    def mark(name: str, usual: str) -> str:
+        value = found[name]
+        if math.isnan(value):
+            return ""
+        beyond = (value > most) - (value < least)
+        path = f"M{x(value) + 5 * beyond} 9l{-9 * beyond} -5v10z" if beyond else usual.format(x(value))
+        return f'<path class="{name}" d="{path}"/>'
+
+    zero = x(0.0)
+    here, paper = (
+        mark("here", "M{0} 9m-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0"),
+        mark("paper", "M{0} 3l5 6l-5 6l-5-6z"),
+    )
+    line = "" if math.isnan(found["low"]) else f'<path class="line" d="M{x(found["low"])} 9H{x(found["high"])}"/>'
+    return Markup(
+        f'<svg class="forest {verdict.split()[0]}" width="160" height="18" viewBox="0 0 160 18" aria-hidden="true">'
+        f'<path class="zero" d="M{zero} 0V18"/>{line}{here}{paper}</svg>'
+    )
+
+
+# --- texts
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> list[str]:
+    """The text each token adds; joined, they are the text of the tokens behind the prompt.
+
+    A character whose bytes are spread over several tokens belongs to the last of them; those before it add "".
+
+    Args:
+        prompt: What the tokens continue.
+        tokens: New tokens only.
+
+    Returns:
+        As many as tokens.
+    """
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all of them would.
+    window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
+    known, found = len(window), []
+    for i, token in enumerate(tokens):
+        window.append(token)
+        before, after = text(window[:known]), text(window)
+        if after.endswith("\ufffd") and i < len(tokens) - 1:
+            found.append("")
+            continue
+        found.append(after[len(before) :])
+        window, known = window[known:], len(window) - known
+    return found
+
+
+def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
+    """The texts to show: of how many prompts, and what the page embeds.
+
+    The first prompts and sample 0 of every arm.
+
+    Args:
+        room: Bytes.
+
+    Returns:
+        n_prompts; and {"unit", "top": {"p", "b"}, "groups": [...]}, a group {"setup", "task", "attribute", "method", "size",
+        "prompts", "arms": [{"arm", "cell", "branch", "prefix", "texts"}]} and its "texts", by prompt, {"t": text of every token,
+        "p" and "b": attention on prefix and BOS in units at the step that predicted it, or null, "end": why it ended}, or null.
+    """
+
+    groups = _groups(run)
+    length = sum(cell.length for arms in groups.values() for cell in arms.values())
+    n_prompts = max(1, min(PROMPTS, room // (TOKEN_BYTES * max(1, length))))
+    tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+    shown: list[dict[str, Any]] = []
+    for labels, arms in groups.items():
+        prompts = list(dict.fromkeys(text for cell in arms.values() for text in cell.task.prompts.texts))[:n_prompts]
+        columns = []
+        for arm, cell in arms.items():
+            if cell.model not in tokenizers:
+                tokenizers[cell.model] = load_tokenizer(cell.model)
+            columns.append(
+                {"arm": arm, "cell": cell.key} | text_column(run.cell(cell.key), prompts, tokenizers[cell.model])
+            )
+        names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
+        shown.append(names | {"prompts": prompts, "arms": columns})
+    data: dict[str, Any] = {"unit": UNIT, "groups": shown}
+    data["top"] = {name: colour_top([text[name] for text in _each_text(data) if text[name]]) for name in ("p", "b")}
+    return max((len(group["prompts"]) for group in shown), default=0), data
+
+
+def _groups(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
+    """Finished cells by setup, task, attribute, method and size, the longest texts first; then by arm, the paper's two first.
+
+    Cells of another size have other batches, which may change a bfloat16 text by itself, so their texts are not compared.
+    """
+
+    fields = ("model", "dtype", "model_class", "seed", "top_k", "eos", "doubled_bos")
+    values = {name: {getattr(cell, name) for cell in run.plan.values()} for name in fields}
+    differ = [name for name in fields if name == "model" or len(values[name]) > 1]
+    groups: dict[tuple[str, ...], dict[str, Cell]] = {}
+
+    def rank(cell: Cell) -> int:
+        return ("baseline", Augmentation(alpha=cell.decoder.alpha).label, cell.arm).index(cell.arm)
+
+    finished = sorted(run.finished.values(), key=lambda cell: (-cell.length, -cell.samples))
+    for cell in sorted(finished, key=rank):
+        setup = ", ".join(("" if name == "model" else f"{name} ") + str(getattr(cell, name)) for name in differ)
+        method = f"{cell.method} ({cell.variant})" if cell.variant else cell.method
+        labels = (setup, cell.task.name, cell.attribute, method, f"{cell.samples} x {cell.length} tokens")
+        groups.setdefault(labels, {}).setdefault(cell.arm, cell)
+    return groups
+
+
+def text_column(cell: FinishedCell, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The branch whose attention colours the texts of a cell, its prefix, and the texts."""
+
+    samples, trace = cell.samples.reset_index(drop=True), cell.trace
+    texts: list[dict[str, Any] | None] = []
+    branch, has_prefix = "", False
+    masses: dict[str, np.ndarray] = {}
+    if trace is not None:
+        branch = branch_name(trace)
+        part = trace.sel(branch=[branch])
+        has_prefix = bool((part["l_pre"] > 0).any())
+        names = {"p": "prefix", "b": "bos"} if has_prefix else {"b": "bos"}
+        masses = {short: pooled(part, name)[0] for short, name in names.items()}
+    for prompt in prompts:
+        rows = samples.index[(samples["prompt"] == prompt) & (samples["sample"] == 0)]
+        if not len(rows):
+            texts.append(None)
+            continue
+        row = samples.loc[rows[0]]
+        tokens = [int(token) for token in row["tokens"]]
+        text: dict[str, Any] = {"t": pieces(tokenizer, prompt, tokens), "end": str(row["finish"])}
+        for name in ("p", "b"):
+            mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
+            text[name] = None if mass is None else [round(float(value) / UNIT) for value in mass]
+        texts.append(text)
+    return {"branch": branch, "prefix": _prefix(cell.manifest, branch) if has_prefix else "", "texts": texts}
+
+
+def _prefix(manifest: Manifest, branch: str) -> str:
+    """The text of a branch's prefix, or what is said of a soft one."""
+    found = manifest.branches.get(manifest.attributes[0], {}).get(branch)
+    return f"“{found}”" if isinstance(found, str) else str(found)
+
+
+def _each_text(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    return (text for group in data["groups"] for arm in group["arms"] for text in arm["texts"] if text is not None)
+
+
+def colour_top(masses: Sequence[Sequence[int]]) -> int:
+    """The end of the colour scale: what only one token in a hundred exceeds, rounded up to .05."""
+    if not masses:
+        return 0
+    step = round(0.05 / UNIT)
+    return max(1, math.ceil(float(np.percentile(np.concatenate(masses), 99)) / step)) * step

@@ -1,0 +1,115 @@
+"""The attention that a run recorded, read: curves against step, their decay fits, heads, prefix tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from lapa2_interp import plots
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.decoding.loop import join_traces
+from lapa2_interp.errors import TraceError
+from lapa2_interp.files import new_folder
+from lapa2_interp.runs.read import Run
+from lapa2_interp.trace.tables import (
+    branch_name,
+    fit_table,
+    head_table,
+    prefix_token_table,
+    steered_part,
+    step_table,
+)
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+ALIKE = ("model", "task", "method", "variant")
+"""What arms that are shown side by side have in common."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Recorded attention of the arms of one method on one task.
+
+    Attributes:
+        trace: Of all their texts; row i of the samples is sample i.
+        samples: One row per text.
+        branch: The branch that is read, of `branches`.
+        part: What its augmentation acts on: "prefix", or "prompt" on the raw model.
+        tables: steps, fits, and where they apply prefix_tokens and heads.
+        arms: Augmentations by arm.
+        cells: One row per cell, as of `Run.cells`.
+    """
+
+    trace: xr.Dataset
+    samples: pd.DataFrame
+    branch: str
+    part: str
+    tables: dict[str, pd.DataFrame]
+    arms: dict[str, Augmentation | None]
+    cells: pd.DataFrame
+
+    @property
+    def branches(self) -> list[str]:
+        """The method's branches."""
+        return [str(name) for name in self.trace["branch"].to_numpy()]
+
+    def figures(self) -> dict[str, plots.Drawing]:
+        """Drawings of the tables, by name."""
+        found = {f"{self.part}_attention": plots.attention_curves(self.tables["steps"], self.tables["fits"], self.part)}
+        if "prefix_tokens" in self.tables:
+            found["prefix_tokens"] = plots.prefix_token_bars(self.tables["prefix_tokens"])
+        if "heads" in self.tables:
+            found["head_maps"] = plots.head_maps(self.tables["heads"], self.part)
+        return found
+
+    def save(self, out: Path, force: bool = False) -> None:
+        """Write tables (CSV) and figures (PNG) into a new folder.
+
+        Raises:
+            RunError: As `files.new_folder`.
+        """
+        with new_folder(out, force, finished=lambda folder: (folder / "steps.csv").is_file()) as folder:
+            for name, table in {**self.tables, "cells": self.cells}.items():
+                table.to_csv(folder / f"{name}.csv", index=False)
+            for name, figure in self.figures().items():
+                figure.savefig(folder / f"{name}.png")
+
+
+def read_attention(run: Run, only: Mapping[str, Any] | None = None, branch: str | None = None) -> Attention:
+    """Read what the finished cells of a run recorded.
+
+    Args:
+        only: Cells whose columns have these values alone, such as {"method": "prefix"}.
+        branch: Which branch of the method; by default the first with a prefix.
+
+    Raises:
+        TraceError: No cell has a trace, or the cells are of several models, tasks or methods.
+        RunError: No such column, or a cell is damaged.
+    """
+    cells = run.cells
+    cells = cells[cells["key"].isin(run.select(**(only or {}))) & (cells["state"] == "finished")]
+    cells = cells[[run.plan[key].trace != "none" for key in cells["key"]]]
+    if not len(cells):
+        raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
+    mixed = [name for name in ALIKE if cells[name].nunique() > 1]
+    if mixed:
+        there = "; ".join(f"{name}: {', '.join(map(str, dict.fromkeys(cells[name])))}" for name in mixed)
+        raise TraceError(f"{run.name} has cells of several kinds ({there}); choose one, such as --only {mixed[0]}="
+                         f"{cells[mixed[0]].iloc[0]}")  # fmt: skip
+    kinds = {run.plan[key].trace for key in cells["key"]}
+    made = [run.cell(key) for key in cells["key"]]
+    samples = pd.concat([each.samples for each in made], ignore_index=True)
+    trace = join_traces([each.trace for each in made if each.trace is not None], samples)
+    steps, part = step_table(trace, samples, branch), steered_part(trace, branch)
+    tables = {"steps": steps, "fits": fit_table(steps, part)}
+    if part == "prefix":
+        tables["prefix_tokens"] = prefix_token_table(trace, samples, branch)
+    if kinds == {"full"}:
+        tables["heads"] = head_table(trace, samples, branch)
+    arms = {run.plan[key].arm: run.plan[key].augmentation for key in cells["key"]}
+    return Attention(trace, samples, branch_name(trace, branch), part, tables, arms, cells)

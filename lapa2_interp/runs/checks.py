@@ -1,0 +1,98 @@
+"""What cannot run is refused before anything does: a worker would find it only when it opens the cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.arrange import arrange
+from lapa2_interp.errors import GridError, Lapa2Error, ModelError, PrefixError
+from lapa2_interp.layout import Layout
+from lapa2_interp.methods import Soft
+from lapa2_interp.models import load_tokenizer
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.soft_prefix import read_card, set_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_grids(grids: Sequence[Grid]) -> None:
+    """Resolve every cell as far as that needs no weights: the model's configuration, its tokenizer, the cards of prefixes.
+
+    Raises:
+        ModelError: A model is unknown, or neither here nor reached.
+        GridError: A cell cannot be made: its grid, the cell, and why.
+    """
+    for grid in grids:
+        for cell in grid.cells:
+            try:
+                check_cell(cell)
+            except ModelError:
+                raise
+            except Lapa2Error as error:
+                raise GridError(f"grid {grid.name}, cell {cell.key} ({cell.where}): {error}") from None
+
+
+def check_cell(cell: Cell) -> None:
+    """Refuse a cell whose texts do not fit, or whose augmentation asks for what its model and prefixes do not have.
+
+    Raises:
+        Lapa2Error: Why.
+    """
+    _check_class(cell.model_class)
+    slots = {
+        branch.name: _slots(cell.model, cell.task.name, branch.prefix)
+        for branch in cell.branches
+        if isinstance(branch.prefix, Soft)
+    }
+    arrange(cell, _tokenizer(cell.model), model_size(cell.model), slots, layout=_layout)
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device this machine does not have.
+
+    Raises:
+        ModelError: It does not.
+    """
+    import torch
+
+    if device is not None:
+        try:
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+@cache
+def _check_class(model_class: str) -> None:
+    if model_class == "HookedTransformer":
+        try:
+            from transformer_lens import HookedTransformer  # noqa: F401
+        except ImportError:
+            raise ModelError(
+                "the installed transformer-lens has no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"
+            ) from None
+
+
+@cache
+def _tokenizer(model: str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(model)
+
+
+@cache
+def _layout(tokenizer: Any, text: str | None, prompt: str, soft: int, doubled_bos: bool) -> Layout:
+    return Layout.of(tokenizer, text, prompt, soft=soft, doubled_bos=doubled_bos)
+
+
+def _slots(model: str, task: str, prefix: Soft) -> int:
+    card = read_card(set_folder(model, task, prefix.set) / f"{prefix.attribute}.json")
+    size = model_size(model)
+    if card.shape.n_layers != size.n_layers:
+        raise PrefixError(
+            f"the soft prefix {prefix.attribute!r} was made for {card.model} ({card.shape}); {model} has {size.n_layers} layers"
+        )
+    return card.shape.n_slots

@@ -1,0 +1,311 @@
+"""How long a grid takes on this machine, and how much it writes, before anything runs.
+
+Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs the reading of all weights,
+something for every row, and a little for every key a row has (`Pace`). A few steps of the real model are timed once on each kind
+of machine, at 6, 24 and 72 rows, and kept in the user's cache. A model that is not on this machine is guessed by its number of
+parameters, from a matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+
+import numpy as np
+from tqdm import tqdm
+
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.loop import run_plan
+from lapa2_interp.decoding.plan import MAX_ROWS, Plan, plan
+from lapa2_interp.machine import clock_of, cores, default_device, measured, n_threads, operations_per_second, remember
+from lapa2_interp.methods import load_task
+from lapa2_interp.model_card import Model
+from lapa2_interp.models import load_model
+from lapa2_interp.models.sizes import is_here, model_size, weight_bytes
+from lapa2_interp.models.tiny import TINY
+from lapa2_interp.trace.recorder import trace_bytes
+
+ROWS = (6, 24, 72)
+"""Rows of the timed steps."""
+KEYS, MORE_KEYS = 40, 320
+"""Keys they have in front of them; the middle one also has more."""
+STEPS = 5
+"""Steps of each, of which the quickest counts."""
+START = 10.0
+"""Seconds until a worker has imported the libraries and loaded a small model."""
+BATCHED = 0.4
+"""Share of the timed matrix products' speed that decoding reaches where nothing else was measured."""
+STEP = 40
+"""There, rows that the reading of the weights costs as much as."""
+LONG = 20.0
+"""Seconds; what takes longer is told before."""
+TEXT_BYTES = 5
+"""Of a token in samples.parquet: its id and its letters, compressed."""
+CELL_BYTES = 40_000
+"""Of a cell's three files before the first text."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What cells will take.
+
+    Attributes:
+        cells, texts, row_tokens: Counts.
+        seconds: With all workers busy.
+        disk: Bytes.
+        basis: Where the rate comes from.
+        needs: Memory of the largest model's weights, bytes.
+    """
+
+    cells: int
+    texts: int
+    row_tokens: int
+    seconds: float
+    disk: int
+    basis: str
+    needs: int
+
+
+def cost(cell: Cell) -> int:
+    """A cell's row-tokens, padding included: every prompt once, and every new token but the last, which nothing reads.
+
+    A method that reads its text anew at every step reads all of it every time.
+    """
+    branches, n_prompts = len(cell.branches), len(cell.prompts)
+    before, new = _lengths(cell)
+    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.reads_anew else new - 1
+    return branches * n_prompts * (before + cell.samples * steps)
+
+
+def seconds(cell: Cell, at: Pace) -> float:
+    """What one worker takes for a cell: its prompts, and the steps of every batch of rows."""
+    branches, n_prompts = len(cell.branches), len(cell.prompts)
+    before, new = _lengths(cell)
+    together = max(1, (cell.max_rows or MAX_ROWS) // branches)
+    full, rest = divmod(n_prompts * cell.samples, together)
+    anew = cell.decoder.reads_anew
+    batches = full * at.batch(together * branches, before, new, anew) + at.batch(rest * branches, before, new, anew)
+    return branches * n_prompts * before * at.row + batches
+
+
+def plan_seconds(todo: Plan, at: Pace) -> float:
+    """The same of a plan."""
+    branches, found = len(todo.branches), 0.0
+    longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
+    for group in todo.groups:
+        before, new = max(longest[i] for i, _ in group), max(todo.steps[i] for i, _ in group)
+        found += at.batch(branches * len(group), before, new, todo.method.reads_anew)
+        found += branches * len({i for i, _ in group}) * before * at.row
+    return found
+
+
+def _lengths(cell: Cell) -> tuple[int, int]:
+    """Tokens of the longest BOS, prefix and prompt, and new ones of the shortest prompt."""
+    prompts = [_tokens(prompt, cell.model) for prompt in cell.prompts]
+    fronts = [each.prefix + each.join for each in cell.branches if isinstance(each.prefix, str)]
+    before = 1 + cell.doubled_bos + max(prompts) + max((_tokens(text, cell.model) for text in fronts), default=0)
+    return before, max(1, cell.length - (min(prompts) if cell.task.length_counts_prompt else 0))
+
+
+def _tokens(text: str, model: str) -> int:
+    """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in the tiny models."""
+    return len(text.encode()) if model in TINY else len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def estimate(cells: Sequence[Cell], workers: int, device: str | None = None, threads: int = 1) -> Estimate:
+    """What these cells take with so many workers; what methods prepare, such as drafts, is not counted.
+
+    Raises:
+        ModelError: A model has no configuration.
+    """
+    if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
+        device = default_device()
+    kinds = dict.fromkeys((cell.model, cell.dtype, cell.model_class) for cell in cells)
+    paces = {}
+    for kind in kinds:
+        tokens = sum(cost(cell) for cell in cells if (cell.model, cell.dtype, cell.model_class) == kind)
+        model, dtype, model_class = kind
+        operations = 2.0 * tokens * model_size(model).parameters
+        paces[kind] = pace(model, dtype, device, model_class, threads, operations=operations)
+    busy = sum(seconds(cell, paces[cell.model, cell.dtype, cell.model_class]) for cell in cells)
+    disk = 0
+    for cell in cells:
+        size, texts = model_size(cell.model), cell.n_texts
+        rows = texts * len(cell.branches)
+        trace = trace_bytes(cell.trace, rows, cell.length, size.n_layers, size.n_heads, 0, 0)  # type: ignore[arg-type]
+        disk += CELL_BYTES + texts * cell.length * TEXT_BYTES + trace
+    return Estimate(
+        cells=len(cells),
+        texts=sum(cell.n_texts for cell in cells),
+        row_tokens=sum(map(cost, cells)),
+        seconds=START + busy / max(1, workers) if cells else 0.0,
+        disk=disk,
+        basis="; ".join(dict.fromkeys(each.basis for each in paces.values())),
+        needs=max((weight_bytes(cell.model, cell.dtype) for cell in cells), default=0),
+    )
+
+
+# --- what this machine does
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step of decoding by one worker, which reads one token in every row.
+
+    Attributes:
+        rows, seconds: Of some steps behind `KEYS` keys, rows rising; straight lines between and beyond.
+        key: Seconds that one key more costs each row.
+        basis: Where the numbers come from.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    key: float
+    basis: str
+
+    def step(self, rows: int, keys: int | float) -> float:
+        """Seconds of a step of so many rows behind so many keys."""
+        known = float(np.interp(rows, self.rows, self.seconds))
+        more = max(0.0, rows - self.rows[-1]) * self.row
+        return known + more + rows * max(0.0, keys - KEYS) * self.key
+
+    @property
+    def row(self) -> float:
+        """Seconds that one row more costs a large step, and one token more a prompt."""
+        return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+
+    def batch(self, rows: int, before: int, new: int, anew: bool) -> float:
+        """Seconds of a batch's steps.
+
+        Args:
+            before, new: Tokens read before the first step, and steps.
+            anew: Every step reads all of its text.
+        """
+        again = rows * (before + new / 2) * self.row if anew else 0.0
+        return (new - 1) * (self.step(rows, before + new / 2) + again) if rows else 0.0
+
+
+BRIDGE = "TransformerBridge"
+
+
+def pace(
+    model: str,
+    dtype: str,
+    device: str,
+    model_class: str = BRIDGE,
+    threads: int = 1,
+    *,
+    operations: float = math.inf,
+    loaded: Model | None = None,
+) -> Pace:
+    """A model's pace on this machine: as timed here, now if it never was; else guessed by its number of parameters.
+
+    Args:
+        threads: Of the CPU that it computes with.
+        operations: Of what is to be estimated; for what is short no step is timed, nor of a model that is not here or large.
+        loaded: The model, if it is loaded already.
+    """
+    import torch
+
+    name = " ".join(
+        [model, dtype, "steps", *[model_class] * (model_class != BRIDGE), *[f"{threads} threads"] * (threads > 1)]
+    )
+    network = getattr(loaded, "original_model", loaded)
+    parameters = model_size(model).parameters if network is None else sum(each.numel() for each in network.parameters())
+    found = measured(device, name)
+    if found is None and operations > LONG * BATCHED * operations_per_second(dtype, device):
+        small = parameters * getattr(torch, dtype).itemsize < machine_memory() / 3
+        if small and (loaded is not None or is_here(model)):
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                found = remember(device, name, _timed(model, dtype, device, model_class, threads, loaded))
+    if found is not None and len(found) == len(ROWS) + 1:
+        *seconds, long = found
+        key = max(0.0, (long - seconds[1]) / (ROWS[1] * (MORE_KEYS - KEYS)))
+        return Pace(ROWS, tuple(seconds), key, f"{model} {dtype} as timed here")
+    speed = BATCHED * operations_per_second(dtype, device) / (2 * parameters)
+    return Pace((0, 100), (STEP / speed, (STEP + 100) / speed), 0.0, f"{model} by its size, a rough guess")
+
+
+def _timed(
+    model: str, dtype: str, device: str, model_class: str, threads: int, loaded: Model | None
+) -> tuple[float, ...]:
+    """Seconds of a step at each of ROWS behind KEYS keys, and of the middle one behind MORE_KEYS."""
+    import torch
+
+    print(f"timing {model} in {dtype}, once on this kind of machine", file=sys.stderr)
+    found = loaded or load_model(model, dtype, device, model_class)
+    clock = clock_of(device) if threads == 1 else perf_counter
+    with n_threads(threads):
+        steps = (*(_step(found, rows, KEYS, clock) for rows in ROWS), _step(found, ROWS[1], MORE_KEYS, clock))
+    del found
+    if device.startswith("cuda"):  # what a worker needs next
+        torch.cuda.empty_cache()
+    return steps
+
+
+def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> float:
+    """Seconds of a step of so many rows, everything included: bias, trace, sampling. The least of some."""
+    clock = _Clock(seconds)
+    ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
+    prompt = model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])
+    task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
+    cell = Cell.of(
+        model,
+        task=task,
+        attribute="positive",
+        prompts=[prompt],
+        alpha=0.5,
+        length=STEPS,
+        samples=rows,
+        max_rows=rows,
+        trace="pooled",
+    )
+    run_plan(model, plan(model, cell), progress=clock)
+    return min(after - before for before, after in pairwise(clock.times))
+
+
+class _Clock(tqdm):
+    """Looks like a bar, and notes when it is advanced."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(disable=True)
+        self.clock, self.times = clock, list[float]()
+
+    def update(self, n: int | float | None = 1) -> None:
+        self.times.append(self.clock())
+
+
+def machine_workers() -> int:
+    """Workers that this machine has room for: one per GPU, or per CPU core."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else cores()
+
+
+def machine_memory() -> int:
+    """Bytes of memory: of one GPU where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def shown_time(seconds: float) -> str:
+    """Seconds for reading: 40 s, 12 min, 3.4 h, 5.0 days, 7.4 years."""
+    for size, name in ((365 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {name}" if size > 60 else f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def shown_size(size: int) -> str:
+    """Bytes for reading."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

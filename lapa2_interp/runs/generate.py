@@ -1,0 +1,175 @@
+"""One call from names to texts: `generate` makes a run of one cell, in memory.
+
+run = generate("smollm2-135m", attribute="positive", prompts=["The lake"], alpha=0.5)
+run.samples()           # one row per text
+run.trace()             # the recorded attention
+run.save("results/lake")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
+from lapa2_interp.decoding.plan import Plan, plan
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error
+from lapa2_interp.kit import ModelKit
+from lapa2_interp.methods import Kit
+from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.models import load_model
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds, shown_time
+from lapa2_interp.runs.manifest import Manifest, facts_of
+from lapa2_interp.runs.read import FinishedCell, Listing, Run
+from lapa2_interp.trace.recorder import trace_bytes
+
+GRID = "generate"
+"""The name of the grid of a run that `generate` makes."""
+
+
+def generate(
+    model: str | Model,
+    cell: Cell | None = None,
+    *,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    announce: Callable[[Model, Sequence[Plan]], None] | None = None,
+    **settings: Any,
+) -> Run:
+    """Continue prompts with a controlled model, and record where the attention went.
+
+    Args:
+        model: A model's name, or a loaded model.
+        cell: What to generate; or give its settings by name, as `Cell.of` takes them.
+        device: Where a model is loaded that is given by name: cpu, cuda, cuda:1; CUDA when there is
+            one, by default.
+        trust_remote_code: Run code that comes with a model given by name.
+        announce: Called with the model and the plan after all checks, before the first token.
+        settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
+            samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, dtype, model_class.
+
+    Returns:
+        A run of one cell: `samples()`, `trace()`, `manifest()`, `save(FOLDER)`.
+
+    Raises:
+        Lapa2Error: As `Cell.of`, `load_model` and `plan`.
+        EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run` holds them.
+    """
+    if cell is not None and settings:
+        raise Lapa2Error(f"give a cell, or settings, not both; found {', '.join(settings)} beside a cell")
+    if cell is None:
+        cell = Cell.of(model, device=device, **settings)
+    if isinstance(model, str):
+        model = load_model(model, cell.dtype, device, cell.model_class, trust_remote_code)
+    run = make_cells(model, [cell], announce=announce)
+    if problems := run.manifest().problems:
+        raise UnfinishedTextsError(problems[0], run)
+    return run
+
+
+class UnfinishedTextsError(EmptyDistributionError):
+    """Some texts ended because no token was left to draw; `run` holds all texts, those up to their last token."""
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+def make_cells(
+    model: Model,
+    cells: Sequence[Cell],
+    *,
+    name: str = GRID,
+    kit: Kit | None = None,
+    announce: Callable[[Model, Sequence[Plan]], None] | None = None,
+) -> Run:
+    """Make cells of one model, in this process and in memory; `sweep` makes many, in a folder.
+
+    Texts that ran out of tokens are kept, with `finish` "empty", and named in their manifest's `problems`.
+
+    Args:
+        model: The cells' model. Everything is resolved and checked before the first token.
+        name: What the run calls the grid of these cells.
+        kit: What methods prepare with; one of the model by default.
+        announce: Called with the model and the plans before the first token.
+
+    Raises:
+        Lapa2Error: As `plan`.
+    """
+    kit = kit or ModelKit(model)
+    plans = {cell.key: plan(model, cell, kit) for cell in cells}
+    if announce is not None:
+        announce(model, list(plans.values()))
+    threads = torch.get_num_threads() if model_card(model).device.startswith("cpu") else None
+    held = {}
+    total = sum(each.new_tokens for each in plans.values())
+    with progress_bar(total, f"{cells[0].method} {cells[0].task.name}") as bar:
+        for key, todo in plans.items():
+            began, problems = perf_counter(), []
+            try:
+                made = run_plan(model, todo, progress=bar)
+            except EmptyGenerationError as error:
+                made = error.generation
+                problems.append(str(error))
+            manifest = Manifest.of(
+                todo.cell,
+                facts_of(model, todo, threads),
+                seconds=perf_counter() - began,
+                new_tokens=int(made.samples["n_tokens"].sum()),
+                problems=problems,
+            )
+            held[key] = FinishedCell(manifest, made.samples.assign(arm=todo.cell.arm), made.trace)
+    return Run(None, Listing(grids={name: tuple(plans)}), {key: each.cell for key, each in plans.items()}, held)
+
+
+def announcement(model: Model, plans: Sequence[Plan]) -> str:
+    """What these plans will make, in one line: texts, branches, tokens, the size of the trace, and the time if it is long."""
+    trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
+    texts = sum(len(group) for each in plans for group in each.groups)
+    line = (
+        f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches {', '.join(plans[0].branches)}"
+    )
+    if plans[0].method.reads_anew:
+        cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
+        line += f"; every step reads its text anew: {read} tokens through the model, where a cache would need {cached}"
+    line += _time(model, plans)
+    if trace == "none":
+        return line
+    size = sum(
+        trace_bytes(
+            trace,  # type: ignore[arg-type]
+            each.rows,
+            max(each.steps),
+            model.cfg.n_layers,
+            model.cfg.n_heads,
+            patterns,
+            max(len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps))),
+        )
+        for each in plans
+    )
+    return f"{line}; the trace takes {size / 1e6:.1f} MB"
+
+
+def _time(model: Model, plans: Sequence[Plan]) -> str:
+    at = _pace(model, sum(each.tokens_read(each.method.reads_anew) for each in plans))
+    told = sum(plan_seconds(each, at) for each in plans)
+    return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
+
+
+def reading_seconds(model: Model, tokens: int) -> float:
+    """About what it takes to read so many tokens of given texts (`teacher_forced`)."""
+    return tokens * _pace(model, tokens).row
+
+
+def _pace(model: Model, tokens: int) -> Pace:
+    """Of a loaded model that so many tokens go through."""
+    card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
+    operations = 2.0 * tokens * sum(each.numel() for each in network.parameters())
+    device = card.device.partition(":")[0]
+    threads = torch.get_num_threads() if device == "cpu" else 1
+    return pace(card.name, card.dtype, device, card.model_class, threads, operations=operations, loaded=model)

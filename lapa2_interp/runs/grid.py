@@ -1,0 +1,316 @@
+"""Grids: what an experiment runs, as a small TOML file or a built-in, resolved into cells before anything runs.
+
+A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an axis of the product.
+`EXAMPLE` shows the form. A cell is one point with everything that decides its texts; its key is a hash of just that, so that
+equal cells of two grids are one cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.cell import Cell
+from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, first_problem, one_of
+from lapa2_interp.machine import AUTO, DtypeOrAuto, faster_dtype
+from lapa2_interp.methods import Method, for_task, load_task
+from lapa2_interp.tasks import Attribute, Prompts, Task, read_prompts
+
+EXAMPLE = """description = "does a descriptive prefix hold longer?"
+model = "smollm2-135m"           # keys up here hold for every block
+dtype = "auto"                   # bfloat16 or float32, whichever this machine computes faster; or a name
+task = "sentiment"               # a name of `lapa2 tasks`, or a task file
+samples = 7                      # continuations per prompt
+length = 128                     # the longest; shorter texts are the beginnings of these
+prompts = 5                      # the task's first 5; or a file's, one on each line: "prompts.txt" in the folder you are in
+
+[[block]]
+method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
+wording = ["task", "A {attribute} text:"]                       # the task's hard prefixes, or all of this form
+augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt" }
+
+[[block]]
+method = "none"
+"""
+"""A complete grid file."""
+
+GRIDS = Path(__file__).parent / "grids"
+"""Those that ship with the package."""
+
+
+class FromFile(BaseModel):
+    """Prompts that are in a file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    n: Annotated[int, Field(ge=1)]
+    """How many there should be."""
+    what: str = ""
+    """What they are; the file is looked for in the current folder."""
+
+
+class Block(BaseModel):
+    """The keys of a grid file, each one value of its axis."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    dtype: DtypeOrAuto = "float32"
+    """auto: that of the run's cells of this grid and model, or what the sweeping machine computes faster; never in a cell."""
+    model_class: Literal["TransformerBridge", "HookedTransformer"] = "TransformerBridge"
+    method: str | dict[str, Any]
+    """A name, or { name = ..., PARAMETER = VALUE }."""
+    task: str
+    wording: str = "task"
+    """The task's hard prefixes ("task"), or a form with {attribute} or {Attribute}."""
+    attribute: str = "all"
+    prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
+    """The task's, the first so many of them at most, or those of a file."""
+    augmentation: str | dict[str, Any] = "none"
+    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha the method's if absent."""
+    length: Annotated[int, Field(ge=1)]
+    samples: Annotated[int, Field(ge=1)]
+    seed: int = 1
+    top_k: Annotated[int, Field(ge=1)] = 200
+    eos: Literal["keep", "stop", "block"] = "keep"
+    trace: Literal["none", "pooled", "full"] = "pooled"
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    doubled_bos: bool = False
+
+
+FORMS = {
+    "method": "a name, or { name = ..., PARAMETER = VALUE }",
+    "prompts": "task, a number of at least 1, the path of a file with one on each line, or { file = ..., n = ... }",
+    "augmentation": "none, paper, released, or { alpha = ..., law = ..., ... }",
+}
+"""What the keys of several forms take, for error messages."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid file, resolved.
+
+    Attributes:
+        name: The built-in's name, or the file's without its ending.
+        cells: In order, each once.
+        needs: What is missing before it can run: files of prompts, soft prefixes.
+    """
+
+    name: str
+    description: str
+    cells: tuple[Cell, ...]
+    needs: tuple[str, ...] = field(default=())
+
+
+def built_in() -> list[str]:
+    """Names of the grids that ship with the package, such as quick/scaling."""
+    return sorted(str(file.relative_to(GRIDS).with_suffix("")) for file in GRIDS.rglob("*.toml"))
+
+
+AutoDtype = Callable[[str, str, frozenset[str]], str]
+"""What dtype "auto" means, given the names of a grid and of a model, and the dtypes that blocks of the grid name."""
+
+
+def load_grid(
+    name: str, changes: Mapping[str, Any] | None = None, *, check: bool = True, auto: AutoDtype | None = None
+) -> Grid:
+    """A built-in grid, or that of a TOML file, with every cell resolved.
+
+    To fill a run folder that may have cells of the grid already, use `sweep.load_grids`.
+
+    Args:
+        changes: Values that replace a key in every block, such as {"samples": 1}.
+        check: Raise when something is missing; otherwise the grid's `needs` say what.
+        auto: What dtype "auto" means; by default what this machine computes faster (`machine.faster_dtype`).
+
+    Raises:
+        GridError: Unknown name or key, a malformed value, an impossible combination, or (with `check`) something is missing.
+    """
+    if name in built_in():
+        text = (GRIDS / f"{name}.toml").read_text("utf-8")
+        title = name
+    elif Path(name).suffix == ".toml" and Path(name).is_file():
+        try:
+            text, title = Path(name).read_text("utf-8"), Path(name).stem
+        except (OSError, UnicodeDecodeError) as error:
+            raise GridError(f"cannot read {name} as text: {error}") from None
+    elif Path(name).suffix == ".toml":
+        raise GridError(f"there is no file {name}; `lapa2 grids` ends with an example of one")
+    else:
+        raise GridError(f"{one_of('grid', name, built_in())}; or the path of a .toml file")
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
+    description = str(raw.pop("description", ""))
+    blocks = raw.pop("block", [{}])
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise GridError(f"grid {name}: a block begins with [[block]], in double brackets")
+    needs: list[str] = []
+    cells: dict[str, Cell] = {}
+    dtypes = [_as_list((raw | block | dict(changes or {})).get("dtype", "float32")) for block in blocks]
+    named = frozenset(str(each) for values in dtypes for each in values if each != AUTO)
+
+    def meaning(model: str) -> str:
+        return (auto or _fastest)(title, model, named)
+
+    for number, block in enumerate(blocks, 1):
+        where = f"grid {name}, block {number}"
+        keys = raw | block | dict(changes or {})
+        _check_keys(keys, where)
+        for key, value in keys.items():
+            if value == []:
+                raise GridError(f"{where}: {key} is an empty list, so the block has no cell")
+        axes = [_as_list(value) for value in keys.values()]
+        for point in itertools.product(*axes):
+            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs, meaning):
+                cells.setdefault(cell.key, cell)
+    if not cells:
+        raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
+    if needs and check:
+        raise GridError(f"grid {name} cannot run yet: {'; '.join(dict.fromkeys(needs))}")
+    return Grid(title, description, tuple(cells.values()), tuple(dict.fromkeys(needs)))
+
+
+def _check_keys(keys: Iterable[str], where: str) -> None:
+    for key in keys:
+        if key not in Block.model_fields:
+            raise GridError(f"{where}: {one_of('key', key, Block.model_fields)}")
+
+
+def _fastest(grid: str, model: str, named: frozenset[str]) -> str:
+    return faster_dtype()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _resolve(point: dict[str, Any], where: str, needs: list[str], auto: Callable[[str], str]) -> list[Cell]:
+    """The cells of one point of a block: one per attribute."""
+    try:
+        block = Block.model_validate(point)
+        if block.dtype == AUTO:
+            block = block.model_copy(update={"dtype": auto(block.model)})
+    except ValidationError as error:
+        raise GridError(f"{where}: {first_problem(error, FORMS, Block.model_fields)}") from None
+    try:
+        task = _task(block, needs)
+        given = {"name": block.method} if isinstance(block.method, str) else dict(block.method)
+        if "name" not in given:
+            raise GridError(f"a method is a name or {{ name = ... }}, found {block.method!r}")
+        method = for_task(given.pop("name"), load_task(block.task), **given)
+        augmentation = _augmentation(block.augmentation, method)
+        attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
+        _check_wording(block, task, method, attributes)
+        return [_cell(block, task, attribute, method, augmentation, needs) for attribute in attributes]
+    except Lapa2Error as error:
+        raise GridError(f"{where}: {error}") from None
+
+
+def _task(block: Block, needs: list[str]) -> Task:
+    task = load_task(block.task)
+    match block.prompts:
+        case "task":
+            prompts = task.prompts.texts
+        case int(n):
+            prompts = task.prompts.texts[:n]
+        case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
+            needs.append(f"no file {file} ({n} prompts: {what}) in the folder you are in")
+            prompts = tuple(f"prompt {i} of a file that is not there yet, as long as most" for i in range(n))
+        case FromFile(file=file, n=n):
+            prompts = read_prompts(Path(file))
+            if len(prompts) != n:
+                raise GridError(f"{file} has {len(prompts)} prompts, and the grid says {n}")
+        case file if not Path(str(file)).is_file():
+            raise GridError(f"prompts: takes {FORMS['prompts']}; there is no file {file!r}")
+        case file:
+            prompts = read_prompts(Path(str(file)))
+    attributes = task.attributes
+    if block.wording != "task":
+        if "{attribute}" not in block.wording and "{Attribute}" not in block.wording:
+            raise GridError(f'wording {block.wording!r} names no attribute; write it as "Very {{attribute}}:"')
+        attributes = {
+            name: Attribute(prefix=block.wording.replace("{attribute}", name).replace("{Attribute}", name.capitalize()))
+            for name in attributes
+        }
+    return task.model_copy(update={"attributes": attributes, "prompts": Prompts(texts=prompts)})
+
+
+def _check_wording(block: Block, task: Task, method: Method, attributes: Sequence[str]) -> None:
+    """A wording that the method does not read would give cells of other keys and the same texts."""
+    usual = load_task(block.task)
+    if task.attributes == usual.attributes:
+        return
+    for attribute in attributes:
+        if method.branches(task, attribute) == method.branches(usual, attribute):
+            raise GridError(
+                f"wording {block.wording!r} changes nothing for {method.name}, which puts no prefix of {task.name}'s attributes "
+                "in front; give it wording task"
+            )
+
+
+def _augmentation(asked: str | dict[str, Any], method: Method) -> Augmentation | None:
+    if asked == "none":
+        return None
+    if isinstance(asked, str):
+        if asked not in ("paper", "released"):
+            raise AugmentationError(
+                f"{one_of('augmentation', asked, ('none', 'paper', 'released'))}, or a table of fields"
+            )
+        asked = {"profile": asked}
+    fields = {"alpha": method.alpha} | asked
+    found = Augmentation(**{name: _tuples(value) for name, value in fields.items()})
+    return found if found.alpha > 0 else None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _cell(
+    block: Block, task: Task, attribute: str, method: Method, augmentation: Augmentation | None, needs: list[str]
+) -> Cell:
+    return Cell.of(
+        block.model,
+        method=method,
+        task=task,
+        attribute=attribute,
+        augmentation=augmentation,
+        alpha=0.0 if augmentation is None else None,
+        dtype=block.dtype,
+        needs=needs,
+        **{name: getattr(block, name) for name in _SHARED},
+    )
+
+
+_SHARED = (
+    "model_class", "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
+)  # fmt: skip
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE options as values of a grid; a value is read as TOML where it is TOML, as text otherwise.
+
+    Raises:
+        GridError: Not of that form, or an unknown key.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, mark, value = text.partition("=")
+        if not mark:
+            raise GridError(f"--set {text!r} is not of the form KEY=VALUE, such as samples=2")
+        _check_keys([key], "--set")
+        try:
+            found[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found

@@ -1,0 +1,96 @@
+"""What sweeps and workers say to each other: a job, its outcome, and the engine that moves both.
+
+A job is a cell to open, or one group of its rows (`plan.Plan.groups`) to generate. A group is never split: who shares a batch
+belongs to the cell, so any number of workers on any number of machines of one kind makes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lapa2_interp.cell import Cell
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+
+ATTEMPTS = 3
+"""Times a job is given out when its workers die."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to open (group None), or one group of its rows to generate."""
+
+    cell: Cell
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A cell's plan, as far as the coordinator must know it.
+
+    Attributes:
+        groups: Samples of each group.
+        facts: Fields of the manifest that only the worker knows.
+        seconds: Loading, preparing and planning.
+    """
+
+    groups: tuple[int, ...]
+    facts: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """The texts and the trace of one group."""
+
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
+    problems: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a job has no outcome: a traceback, or that its worker died."""
+
+    traceback: str
+
+
+Outcome = Opened | Part | Failed
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Does jobs.
+
+    Attributes:
+        slots: Jobs it can do at once.
+    """
+
+    slots: int
+
+    def submit(self, job: Job) -> None:
+        """Take a job; at most `slots` are under way at once."""
+
+    def wait(self) -> Iterator[tuple[Job, Outcome]]:
+        """Outcomes of jobs that have ended, at least one."""
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def died(attempts: int) -> Failed:
+    """The outcome of a job whose workers were killed."""
+    return Failed(
+        f"the worker died {attempts} times at this job, which an operating system does to a process that wants more memory than "
+        "there is; fewer rows share a batch with --set max_rows=N"
+    )

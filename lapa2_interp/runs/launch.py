@@ -1,0 +1,112 @@
+"""A sweep in one call: resolve the grids, check them, say what they take, fill the run.
+
+launch(["quick/alpha"], "results/alpha", {"samples": 1})
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lapa2_interp.errors import GridError, RunError, counted
+from lapa2_interp.machine import tell_if_slow
+from lapa2_interp.runs.checks import check_device, check_grids
+from lapa2_interp.runs.cluster import Cluster
+from lapa2_interp.runs.estimates import estimate, shown_size, shown_time
+from lapa2_interp.runs.jobs import Engine
+from lapa2_interp.runs.local import local_engine
+from lapa2_interp.runs.read import finished_of
+from lapa2_interp.runs.sweep import Swept, load_grids, sweep
+
+ENGINES = ("local", "ray")
+
+
+def launch(
+    names: Sequence[str],
+    out: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    engine: str = "local",
+    workers: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    threads: int = 1,
+    address: str | None = None,
+    gpus_per_worker: float = 1.0,
+    notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+) -> Swept:
+    """Make every cell of grids in a run folder, going on where an earlier call stopped.
+
+    Args:
+        names: Built-in grids, or paths of .toml files.
+        out: The run folder.
+        changes: Values that replace a key in every block, such as {"samples": 1}.
+        engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
+        workers, device, dtype, threads, address, gpus_per_worker: As the options of `lapa2 sweep`.
+        notify: Told what is to be made, and about cells that fail.
+
+    Raises:
+        GridError, ModelError: A grid is malformed, or a cell cannot be made.
+        RunError: The folder is somebody else's or cannot be written, or the engine cannot start.
+    """
+    out = Path(out)
+    if not names:
+        raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
+    if threads < 1:
+        raise RunError(f"--threads must be at least 1, found {threads}")
+    if engine == "local":
+        check_device(device)
+    grids = load_grids(out, names, changes, dtype=dtype, device=device)
+    check_grids(grids)
+    for used in dict.fromkeys(cell.dtype for grid in grids for cell in grid.cells if engine == "local"):
+        tell_if_slow(used, device)
+    runner = _engine(engine, workers, device, threads, address, gpus_per_worker)
+    cells = {cell.key: cell for grid in grids for cell in grid.cells}
+    there = finished_of(out, cells)
+    left = [cell for key, cell in cells.items() if key not in there]
+    if left:
+        each = estimate(left, runner.slots, device, threads)
+        notify(
+            f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens} row-tokens, about "
+            f"{shown_time(each.seconds)} with {counted(runner.slots, 'worker')}, {shown_size(each.disk)} ({each.basis})"
+        )
+    try:
+        with _stopped_by_sigterm():
+            return sweep(out, grids, runner, notify)
+    except (KeyboardInterrupt, SystemExit):
+        done = len(finished_of(out, cells))
+        notify(f"\n{done} of {counted(len(cells), 'cell')} finished; the same command goes on")
+        raise
+
+
+def _engine(
+    name: str,
+    workers: int | None,
+    device: str | None,
+    threads: int,
+    address: str | None,
+    gpus_per_worker: float,
+) -> Engine:
+    if name == "ray":
+        return Cluster(workers, device, threads, address, gpus_per_worker)
+    if name != "local":
+        raise RunError(f"unknown engine {name!r}; allowed: {', '.join(ENGINES)}")
+    return local_engine(workers, device, threads)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Batch systems stop a program by SIGTERM: as Ctrl-C, workers are closed and what is finished is told."""
+
+    def stop(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,203 @@
+"""Cells made on this machine: in this process, or in several.
+
+Engines move jobs to workers and outcomes back, and give a job of a worker that died to another one.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tqdm import tqdm
+
+from lapa2_interp.errors import RunError
+from lapa2_interp.machine import cores
+from lapa2_interp.runs.jobs import ATTEMPTS, Engine, Failed, Job, Outcome, died
+from lapa2_interp.runs.worker import Worker
+
+
+class InProcess:
+    """In this process.
+
+    Args:
+        worker: Does the jobs, and keeps its model; by default one that is made for them.
+    """
+
+    slots = 1
+
+    def __init__(self, device: str | None = None, threads: int = 1, worker: Worker | None = None) -> None:
+        self._settings, self._given = (device, threads), worker
+        self._worker: Worker | None = None
+        self._jobs: list[Job] = []
+
+    def __enter__(self) -> InProcess:
+        import torch
+
+        self._before = torch.get_num_threads()
+        self._worker = self._given or Worker(*self._settings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        torch.set_num_threads(self._before)
+        self._worker = None
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def wait(self) -> Iterator[tuple[Job, Outcome]]:
+        assert self._worker is not None
+        job = self._jobs.pop(0)
+        yield job, self._worker.do(job)
+
+
+_worker: Worker | None = None
+
+
+def _begin(device: str | None, threads: int) -> None:
+    """A process of `Processes` starts: its worker, and silence for Ctrl-C, which the coordinator answers."""
+    import signal
+    import threading
+
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+    threading.Thread(target=_end_with_coordinator, daemon=True).start()
+    _worker = Worker(device, threads)
+
+
+def _end_with_coordinator() -> None:
+    """A worker whose coordinator was killed would wait for jobs, and keep its model in memory, for ever."""
+    import multiprocessing
+
+    coordinator = multiprocessing.parent_process()
+    assert coordinator is not None
+    coordinator.join()
+    os._exit(1)
+
+
+def _do(job: Job) -> Outcome:
+    assert _worker is not None
+    return _worker.do(job)
+
+
+class Processes:
+    """In several processes on this machine; with GPUs, process i has the i-th.
+
+    Each process is a pool of its own, so that one that is killed takes no other's job with it.
+    """
+
+    def __init__(self, workers: int, device: str | None = None, threads: int = 1) -> None:
+        self.slots = workers
+        self._device, self._threads = device, threads
+        self._pools: list[Any] = []
+        self._running: dict[Any, tuple[int, Job, int]] = {}
+        self._latest: dict[int, str] = {}
+
+    def __enter__(self) -> Processes:
+        self._pools = [self._new(i) for i in range(self.slots)]
+        return self
+
+    def _new(self, number: int) -> Any:
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+
+        import torch
+
+        device = self._device
+        if device in (None, "cuda") and torch.cuda.is_available():
+            device = f"cuda:{number % torch.cuda.device_count()}"
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(device, self._threads))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for pool in self._pools:
+            _close(pool, kill=kind is not None)
+
+    def submit(self, job: Job, attempt: int = 1) -> None:
+        from concurrent.futures.process import BrokenProcessPool
+
+        busy = {number for number, _, _ in self._running.values()}
+        # The worker that has this cell's plan, if it is free.
+        free = [number for number in range(self.slots) if number not in busy]
+        mine = [number for number in free if self._latest.get(number) == job.cell.key]
+        number = (mine or free)[0]
+        self._latest[number] = job.cell.key
+        try:
+            future = self._start(number, job)
+        except BrokenProcessPool:  # it died with nothing to do
+            self._renew(number)
+            future = self._start(number, job)
+        self._running[future] = (number, job, attempt)
+
+    def _start(self, number: int, job: Job) -> Any:
+        with _deaf_children():
+            return self._pools[number].submit(_do, job)
+
+    def _renew(self, number: int) -> None:
+        _close(self._pools[number], kill=True)
+        self._pools[number] = self._new(number)
+
+    def wait(self) -> Iterator[tuple[Job, Outcome]]:
+        from concurrent.futures import FIRST_COMPLETED, wait
+        from concurrent.futures.process import BrokenProcessPool
+
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        for future in done:
+            number, job, attempt = self._running.pop(future)
+            error = future.exception()
+            if error is None:
+                yield job, future.result()
+            elif not isinstance(error, BrokenProcessPool):
+                yield job, Failed("".join(traceback.format_exception(error)))
+            else:
+                self._renew(number)
+                if attempt == ATTEMPTS:
+                    yield job, died(attempt)
+                else:
+                    self.submit(job, attempt + 1)
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started in the block do not hear Ctrl-C, which would reach them while they import, too."""
+    import signal
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _close(pool: Any, kill: bool) -> None:
+    if kill:
+        for process in list((pool._processes or {}).values()):
+            with suppress(Exception):
+                process.kill()
+    pool.shutdown(wait=True, cancel_futures=True)
+
+
+def local_engine(workers: int | None, device: str | None, threads: int) -> Engine:
+    """An engine on this machine.
+
+    Args:
+        workers: By default as many as there are GPUs, or CPU cores.
+
+    Raises:
+        RunError: Less than one worker.
+    """
+    import torch
+
+    if workers is None:
+        on_gpu = torch.cuda.is_available() and device in (None, "cuda")
+        workers = torch.cuda.device_count() if on_gpu else max(1, cores() // threads)
+    if workers < 1:
+        raise RunError(f"--workers must be at least 1, found {workers}")
+    return InProcess(device, threads) if workers == 1 else Processes(workers, device, threads)

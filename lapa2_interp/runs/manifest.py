@@ -1,0 +1,181 @@
+"""The manifest of a cell: everything that decided its texts and numbers."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lapa2_interp import __version__
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.plan import Plan
+from lapa2_interp.errors import RunError, first_problem
+from lapa2_interp.model_card import Model, ModelCard, model_card
+from lapa2_interp.soft_prefix import SoftName
+
+MANIFEST = "manifest.json"
+OF_THE_DAY = ("created", "seconds", "commit")
+"""Fields of a manifest that differ between equal cells."""
+
+
+class Manifest(BaseModel):
+    """Everything that decided a run's texts and numbers."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["run", "tables"] = "run"
+    """What the folder holds: a run's texts and trace, or tables and figures read off one."""
+    lapa2_interp: str = __version__
+    """Version of this package."""
+    cell: str | None = None
+    """Key of the cell; None in folders that `lapa2 generate` wrote before its runs had cells."""
+    created: datetime
+    """When the run finished, UTC."""
+    commit: str | None
+    """Git commit of the package's source, with "+changes" if it was modified; None outside a checkout."""
+    versions: dict[str, str]
+    """Versions of the libraries that compute."""
+    model: ModelCard
+    """The model, its weights, precision and device."""
+    method: str
+    """Decoding method."""
+    parameters: dict[str, float | bool | str]
+    """The method's parameters, defaults included."""
+    task: str
+    """Control task."""
+    attributes: tuple[str, ...]
+    """Attributes steered towards."""
+    branches: dict[str, dict[str, str | SoftName | None]]
+    """By attribute, then branch: the text in front of the prompt (a form with {blanks} where each prompt has its own words, see
+    `prepared`), or the soft prefix; None on the raw model."""
+    prepared: dict[str, dict[str, dict[str, Any]]] = {}
+    """By attribute, then prompt ("all prompts" where it is the same): what the method worked out, such as DATG's words."""
+    prompts: tuple[str, ...]
+    """What is continued."""
+    arms: dict[str, Augmentation | None]
+    """The augmentations compared; None is the base method. Column `arm` of the samples names one."""
+    length: int
+    """Tokens of a text, the prompt's included where the task counts them."""
+    length_counts_prompt: bool
+    """Whether a text begins with its prompt and `length` counts it."""
+    samples: int
+    """Continuations per prompt."""
+    seed: int
+    """Of the random streams."""
+    top_k: int
+    """Tokens kept of the controlled weights."""
+    eos: str
+    """EOS policy: keep, stop or block."""
+    doubled_bos: bool = False
+    """Two BOS tokens in front, as the released scripts feed LLaMA."""
+    max_rows: int | None
+    """Rows of a batch, which decides who shares one; None is the default rule."""
+    trace: str
+    """none, pooled or full."""
+    patterns: tuple[tuple[int, int], ...] = ()
+    """(layer, head) pairs whose whole attention rows were kept."""
+    merged: tuple[str, ...] = ()
+    """Tokens that cross the seam between a prefix and a prompt."""
+    threads: int | None = None
+    """CPU threads that computed it, which may decide last bits; None on an accelerator, and where they were not noted."""
+    seconds: float
+    """Time spent generating; of a cell with its loading and preparing."""
+    new_tokens: int
+    """Tokens generated."""
+    problems: tuple[str, ...] = ()
+    """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
+
+    @classmethod
+    def of(
+        cls, cell: Cell, facts: Mapping[str, Any], *, seconds: float, new_tokens: int, problems: Sequence[str]
+    ) -> Manifest:
+        """The manifest of a cell that has just been finished.
+
+        Args:
+            facts: Of `facts_of`.
+        """
+        return cls(
+            created=datetime.now(UTC),
+            cell=cell.key,
+            method=cell.method,
+            parameters=cell.parameters,
+            task=cell.task.name,
+            attributes=(cell.attribute,),
+            prompts=cell.prompts,
+            arms={cell.arm: cell.augmentation},
+            length=cell.length,
+            length_counts_prompt=cell.task.length_counts_prompt,
+            samples=cell.samples,
+            seed=cell.seed,
+            top_k=cell.top_k,
+            eos=cell.eos,
+            doubled_bos=cell.doubled_bos,
+            max_rows=cell.max_rows,
+            trace=cell.trace,
+            patterns=cell.patterns,
+            seconds=round(seconds, 3),
+            new_tokens=new_tokens,
+            problems=tuple(problems),
+            **facts,
+        )
+
+
+def facts_of(model: Model, plan: Plan, threads: int | None) -> dict[str, Any]:
+    """Fields of a manifest that only the process knows that makes the cell.
+
+    Args:
+        threads: Of the CPU; None on an accelerator.
+    """
+    card, attribute = model_card(model), plan.cell.attribute
+    return {
+        # Without the number of the GPU: workers with other GPUs make the cell's other groups.
+        "model": card.model_copy(update={"device": card.device.partition(":")[0]}),
+        "branches": {attribute: plan.prefix_names},
+        "prepared": {attribute: plan.summaries} if plan.summaries else {},
+        "merged": tuple(plan.merged),
+        "versions": library_versions(),
+        "commit": source_commit(),
+        "threads": threads,
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that compute."""
+    names = ("torch", "transformers", "transformer-lens", "numpy", "scipy")
+    return {name: version(name) for name in names}
+
+
+def source_commit() -> str | None:
+    """The git commit of the package's own source, or None when it is not a checkout."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if git("ls-files", __file__) == "":
+            return None
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished cell.
+
+    Raises:
+        RunError: It has none, or one of another form.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise RunError(f"{folder} is not the folder of a cell: it has no {MANIFEST}")
+    try:
+        return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise RunError(f"{folder / MANIFEST} is not a manifest of this version: {reason}") from error

@@ -1,0 +1,523 @@
+"""A run: cells with their texts, traces and manifests. Nothing here generates.
+
+    RUN/run.json                    format, version, and which cells each grid has
+    RUN/plan/KEY.json               a cell's resolved settings
+    RUN/cells/KEY/                  a finished cell: manifest.json, samples.parquet, trace.nc
+    RUN/parts/KEY/opened.json       an unfinished cell: its groups of rows, and what makes them
+    RUN/parts/KEY/N/                a finished group
+    RUN/failed/KEY.json             a cell that raised, with its traceback
+
+`lapa2 sweep` and `lapa2 generate` write it, `load_run` reads it. A folder that holds one cell by
+itself (manifest.json without run.json, as `lapa2 generate` wrote before) is read as a run, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lapa2_interp import __version__
+from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell
+from lapa2_interp.errors import RunError, first_problem, one_of
+from lapa2_interp.files import new_folder, whole_folder, write_text
+from lapa2_interp.methods import load_task
+from lapa2_interp.runs.manifest import MANIFEST, OF_THE_DAY, Manifest, read_manifest
+from lapa2_interp.tasks import Attribute, Prompts, Task
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+SAMPLES, TRACE, LISTING = "samples.parquet", "trace.nc", "run.json"
+FORMAT = 1
+"""Of run folders: raised when texts under a key become others, or files are read in another way.
+
+A run of another format is neither read nor filled."""
+STATES = ("finished", "failed", "partly", "damaged", "missing")
+"""Of a cell. Damaged: a file of a finished one was taken away or cut short; a sweep makes it anew."""
+
+
+@dataclass(frozen=True)
+class FinishedCell:
+    """What was made of a cell.
+
+    Attributes:
+        manifest: What decided it.
+        samples: One row per text.
+        trace: The recorded attention, row i of the samples being sample i; None where there is none.
+    """
+
+    manifest: Manifest
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
+
+
+def write_cell(folder: Path, made: FinishedCell) -> None:
+    """Write a finished cell's three files into a folder.
+
+    The trace carries the manifest inside, less what is of the day, so that equal cells have equal bytes.
+    """
+    text = made.manifest.model_dump_json(indent=1)
+    made.samples.to_parquet(folder / SAMPLES, index=False)
+    if made.trace is not None:
+        lasting = made.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
+        write_trace(folder / TRACE, made.trace.assign_attrs(manifest=lasting))
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def write_trace(file: Path, trace: xr.Dataset) -> None:
+    """A trace as netCDF, by way of memory: HDF5 takes the process down when the disk is full."""
+    file.write_bytes(trace.to_netcdf(engine="h5netcdf"))
+
+
+def read_trace(file: Path) -> xr.Dataset:
+    """A trace that `write_trace` wrote, in memory."""
+    import xarray as xr
+
+    with xr.open_dataset(file, engine="h5netcdf") as stored:
+        return stored.load()
+
+
+def read_cell(folder: Path) -> FinishedCell:
+    """A finished cell.
+
+    Raises:
+        RunError: Not a cell's folder, or a file in it is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest.kind != "run":
+        raise RunError(f"{folder} holds tables read off a run, not a run; give the run's own folder")
+    file = folder / SAMPLES
+    try:
+        samples = pd.read_parquet(file)
+        if manifest.trace == "none":
+            return FinishedCell(manifest, samples, None)
+        file = folder / TRACE
+        return FinishedCell(manifest, samples, read_trace(file))
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); make the cell again"
+        ) from error
+
+
+class Listing(BaseModel):
+    """run.json."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["sweep"] = "sweep"
+    """What the file is; the word is older than runs of `lapa2 generate`."""
+    format: int = FORMAT
+    """As `FORMAT`."""
+    lapa2_interp: str = __version__
+    """Version of the package that began the run."""
+    grids: dict[str, tuple[str, ...]] = {}
+    """Keys of each grid's cells."""
+
+    def with_cell(self, key: str) -> list[str]:
+        """Names of the grids that have a cell."""
+        return [name for name, keys in self.grids.items() if key in keys]
+
+
+class Failure(BaseModel):
+    """failed/KEY.json: why the last attempt at a cell raised."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    when: datetime
+    """UTC."""
+    traceback: str
+    """Of the worker; its last line is the error."""
+
+    @property
+    def reason(self) -> str:
+        """Its last line."""
+        return self.traceback.strip().splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Cells, and what was made of them, in a folder or in memory.
+
+    Attributes:
+        folder: Where it is; None for one that is in memory only.
+        listing: Which cells belong to which grid.
+        plan: Every cell by its key.
+        held: The finished cells that are in memory, by key.
+    """
+
+    folder: Path | None
+    listing: Listing
+    plan: dict[str, Cell]
+    held: dict[str, FinishedCell] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Its folder, for messages."""
+        return "the run" if self.folder is None else str(self.folder)
+
+    @property
+    def home(self) -> Path:
+        """Its folder.
+
+        Raises:
+            RunError: It is in memory only.
+        """
+        if self.folder is None:
+            raise RunError("the run is in memory only; run.save(FOLDER) gives it a folder")
+        return self.folder
+
+    @property
+    def finished(self) -> dict[str, Cell]:
+        """Cells that are there, now."""
+        return {
+            key: cell
+            for key, cell in self.plan.items()
+            if key in self.held or (self.folder is not None and is_whole(self.place(key), cell))
+        }
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """Why cells that are not finished raised when they were last tried."""
+        found, finished = {}, self.finished
+        for key in self.plan.keys() - finished.keys() if self.folder is not None else ():
+            with suppress(FileNotFoundError):  # never tried, or tried again meanwhile
+                text = (self.home / "failed" / f"{key}.json").read_text("utf-8")
+                try:
+                    found[key] = Failure.model_validate_json(text)
+                except ValidationError as error:
+                    raise RunError(f"{self.home}/failed/{key}.json is damaged: {first_problem(error)}") from error
+        return {key: found[key] for key in self.plan if key in found}
+
+    def place(self, key: str) -> Path:
+        """The folder of a finished cell.
+
+        Raises:
+            RunError: The run is in memory only.
+        """
+        if key in self.held:
+            raise RunError(f"{self.name} has no folder for cell {key}; run.save(FOLDER) makes one")
+        return self.home / "cells" / key
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """One row per cell: key, state (of STATES), grids, its settings, and of a finished one tokens, seconds and commit,
+        of a failed one why. As it is when first asked for."""
+        finished, failures, rows = self.finished, self.failures, []
+        for key, cell in self.plan.items():
+            made: dict[str, Any] = {}
+            if key in finished:
+                state, manifest = "finished", self.manifest(key)
+                made = {"tokens": manifest.new_tokens, "seconds": manifest.seconds, "commit": manifest.commit}
+            else:
+                state = "failed" if key in failures else self._unfinished(key)
+            rows.append(
+                {
+                    "key": key,
+                    "state": state,
+                    "grids": ", ".join(self.listing.with_cell(key)),
+                    **cell.columns,
+                    **made,
+                    "why": failures[key].reason if key in failures and state == "failed" else "",
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def _unfinished(self, key: str) -> str:
+        if self.folder is None:
+            return "missing"
+        if (self.folder / "parts" / key).is_dir():
+            return "partly"
+        return "damaged" if self.place(key).is_dir() else "missing"
+
+    def samples(self, cells: Sequence[str] | None = None) -> pd.DataFrame:
+        """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns (model, method, arm, ...).
+
+        Args:
+            cells: Keys; by default all that are finished.
+
+        Raises:
+            RunError: A cell is not finished, or damaged.
+        """
+        finished, frames = self.finished, []
+        for key in finished if cells is None else cells:
+            if key not in finished:
+                raise RunError(self._not_there(key))
+            if key in self.held:
+                table = self.held[key].samples
+            else:
+                try:
+                    table = pd.read_parquet(self.place(key) / SAMPLES)
+                except (OSError, ValueError) as error:
+                    raise RunError(
+                        f"{self.place(key) / SAMPLES} is damaged; remove its folder, and the sweep makes the cell again"
+                    ) from error
+            frames.append(table.drop(columns="arm").assign(**self.plan[key].columns, cell=key))
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+    def trace(self, key: str | None = None) -> xr.Dataset | None:
+        """The trace of one cell; None if it has none.
+
+        Args:
+            key: By default that of the only cell.
+
+        Raises:
+            RunError: As `cell`.
+        """
+        return self.cell(key).trace
+
+    def manifest(self, key: str | None = None) -> Manifest:
+        """The manifest of one cell, without its texts and trace; arguments and errors as `trace`."""
+        key = self._only(key)
+        return self.held[key].manifest if key in self.held else read_manifest(self.place(key))
+
+    def cell(self, key: str | None = None) -> FinishedCell:
+        """One cell's manifest, samples and trace.
+
+        Args:
+            key: By default that of the only cell.
+
+        Raises:
+            RunError: It is not finished, or damaged; or no key is given and there are several cells.
+        """
+        key = self._only(key)
+        if key in self.held:
+            return self.held[key]
+        if key not in self.finished:
+            raise RunError(self._not_there(key))
+        return read_cell(self.place(key))
+
+    def select(self, **wanted: Any) -> list[str]:
+        """Keys of the cells whose columns have these values (a list: one of them), finished or not.
+
+        Raises:
+            RunError: No such column.
+        """
+        table = self.cells
+        chosen = pd.Series(True, index=table.index)
+        for column, value in wanted.items():
+            if column not in table:
+                raise RunError(one_of("column", column, table.columns))
+            chosen &= table[column].isin(value if isinstance(value, list | tuple | set) else [value])
+        return list(table["key"][chosen])
+
+    def save(self, folder: str | Path, force: bool = False) -> Run:
+        """Write a run that is in memory to a folder, which appears whole or not at all; the run as read back.
+
+        Args:
+            force: Replace a finished run that is there.
+
+        Raises:
+            RunError: The folder is finished, is something else, or cannot be written.
+        """
+        with new_folder(Path(folder), force, is_run) as fresh:
+            write_run(fresh, self)
+        return load_run(folder)
+
+    def _only(self, key: str | None) -> str:
+        if key is None and len(self.plan) != 1:
+            raise RunError(
+                f"{self.name} has {len(self.plan)} cells; give the key of one (run.cells, or `lapa2 runs`, lists them)"
+            )
+        return next(iter(self.plan)) if key is None else key
+
+    def _not_there(self, key: str) -> str:
+        if key not in self.plan:
+            return f"{self.name} has no cell {key!r}; `lapa2 runs {self.name}` lists them"
+        return f"{self.name}: cell {key} ({self.plan[key].where}) is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write the finished cells of a run into a folder that is not yet in its place."""
+    finished = run.finished
+    for key, cell in finished.items():
+        write_plan(folder, cell)
+        with whole_folder(folder / "cells" / key) as place:
+            write_cell(place, run.cell(key))
+    grids = {name: tuple(key for key in keys if key in finished) for name, keys in run.listing.grids.items()}
+    write_listing(folder, run.listing.model_copy(update={"grids": grids}))
+
+
+def write_plan(folder: Path, cell: Cell) -> None:
+    """Write a cell's settings, where they are not there yet."""
+    file = folder / "plan" / f"{cell.key}.json"
+    if not file.is_file():
+        write_text(file, cell.model_dump_json(indent=1) + "\n")
+
+
+def write_listing(folder: Path, listing: Listing) -> None:
+    """Write run.json."""
+    write_text(folder / LISTING, listing.model_dump_json(indent=1) + "\n")
+
+
+def is_whole(folder: Path, cell: Cell) -> bool:
+    """Whether a folder holds a finished cell whose files can be opened."""
+    files = [folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]]
+    try:
+        stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
+    except OSError:
+        return False
+    return _are_sound(folder.resolve(), cell.key, cell.n_texts, stamps)
+
+
+@lru_cache(maxsize=8192)
+def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a cell's files can be opened: a table or trace that was cut short cannot. They are looked at again when changed."""
+    import h5py
+    import pyarrow.parquet as pq
+
+    try:
+        if read_manifest(folder).cell != key or pq.read_metadata(folder / SAMPLES).num_rows != texts:
+            return False
+        if len(stamps) > 2:
+            h5py.File(folder / TRACE, "r").close()
+    except (RunError, OSError, ValueError):
+        return False
+    return True
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run that can be read."""
+    try:
+        load_run(folder)
+    except RunError:
+        return False
+    return True
+
+
+def load_run(folder: str | Path) -> Run:
+    """A run's folder, finished or not; also that of one cell by itself.
+
+    Raises:
+        RunError: Not one, of another format, or damaged.
+    """
+    folder = Path(folder)
+    if (folder / MANIFEST).is_file() and not (folder / LISTING).is_file():
+        return _lone(folder)
+    listing, plan = read_listing(folder), {}
+    for key in dict.fromkeys(key for keys in listing.grids.values() for key in keys):
+        file = folder / "plan" / f"{key}.json"
+        try:
+            plan[key] = CELL.validate_json(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            again = f"`lapa2 sweep` with the cell's grid ({', '.join(listing.with_cell(key))}) writes it anew"
+            if isinstance(error, FileNotFoundError):
+                raise RunError(f"{file} is missing; {again}") from error
+            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise RunError(
+                f"{file} is damaged or of another version: {reason}; if damaged, remove it and {again}"
+            ) from error
+    for key, cell in plan.items():
+        if cell.key != key:
+            raise RunError(
+                f"{folder}: the configuration of cell {key} gives the key {cell.key} here: it was written by another version "
+                f"({listing.lapa2_interp}; this is {__version__}), or changed; sweep into a new folder"
+            )
+    return Run(folder, listing, plan)
+
+
+def finished_of(folder: Path, cells: Mapping[str, Cell]) -> dict[str, Cell]:
+    """Those of these cells, by key, that a run has; none where there is no run.
+
+    Raises:
+        RunError: What is there is no run, or one of another format.
+    """
+    if not (folder / LISTING).is_file():
+        return {}
+    read_listing(folder)
+    return {key: cell for key, cell in cells.items() if is_whole(folder / "cells" / key, cell)}
+
+
+def read_listing(folder: Path) -> Listing:
+    """A run's run.json.
+
+    Raises:
+        RunError: There is none, it is of another format, or damaged.
+    """
+    file = folder / LISTING
+    if not file.is_file():
+        made_by = "`lapa2 generate` and `lapa2 sweep GRID --out RUN` make one"
+        if not folder.exists():
+            raise RunError(f"there is no folder {folder}; {made_by}")
+        raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
+    try:
+        raw = json.loads(file.read_text("utf-8"))
+        if not isinstance(raw, dict) or raw.get("kind") != "sweep":
+            raise RunError(f"{folder} is not a run: its {LISTING} is something else's")
+        if raw.get("format") != FORMAT:
+            raise RunError(
+                f"{folder} is a run of format {raw.get('format')} (lapa2_interp {raw.get('lapa2_interp')}), and this is "
+                f"lapa2_interp {__version__}, format {FORMAT}; read it with that version, or sweep into a new folder"
+            )
+        return Listing.model_validate(raw)
+    except (OSError, ValueError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise RunError(f"{folder} is damaged or of another version: {reason}") from error
+
+
+# --- one cell by itself, and what `lapa2 generate` wrote before its runs had cells
+
+
+def _lone(folder: Path) -> Run:
+    """A folder with a manifest and no run.json. One manifest may be of several arms and attributes: each becomes a cell."""
+    whole = read_cell(folder)
+    manifest, plan, held = whole.manifest, {}, {}
+    table = whole.samples.reset_index(drop=True)
+    for (arm, attribute), rows in table.groupby(["arm", "attribute"], sort=False):
+        cell = _cell_of(manifest, str(arm), str(attribute))
+        key = manifest.cell or cell.key
+        trace = None
+        if whole.trace is not None:
+            trace = whole.trace.isel(sample=rows.index.to_numpy()).assign_coords(sample=range(len(rows)))
+        own = manifest.model_copy(
+            update={
+                "attributes": (attribute,),
+                "arms": {arm: cell.augmentation},
+                "branches": {attribute: manifest.branches[str(attribute)]},
+                "new_tokens": int(rows["n_tokens"].sum()),
+            }
+        )
+        plan[key], held[key] = cell, FinishedCell(own, rows.reset_index(drop=True), trace)
+    return Run(folder, Listing(lapa2_interp=manifest.lapa2_interp, grids={folder.name: tuple(plan)}), plan, held)
+
+
+def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
+    """The settings that a manifest tells of one of its arms and attributes; the wording of other attributes is the task's."""
+    names = {name: Attribute(prefix=name) for name in manifest.attributes}
+    if manifest.task in BUILT_IN_TASKS:
+        names = load_task(manifest.task).attributes | {}
+    task = Task(
+        name=manifest.task,
+        length_counts_prompt=manifest.length_counts_prompt,
+        lengths=(),
+        attributes=names,
+        prompts=Prompts(texts=manifest.prompts),
+    )
+    return Cell.model_construct(
+        model=manifest.model.name,
+        dtype=manifest.model.dtype,  # type: ignore[arg-type]
+        model_class=manifest.model.model_class,
+        method=manifest.method,
+        parameters=manifest.parameters,
+        task=task,
+        attribute=attribute,
+        augmentation=manifest.arms[arm],
+        length=manifest.length,
+        samples=manifest.samples,
+        seed=manifest.seed,
+        top_k=manifest.top_k,
+        eos=manifest.eos,
+        trace=manifest.trace,
+        max_rows=manifest.max_rows,
+        doubled_bos=manifest.doubled_bos,
+        patterns=manifest.patterns,
+        files={},
+    )

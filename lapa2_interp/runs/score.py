@@ -1,0 +1,190 @@
+"""Scores of the texts of a run or a file: means with intervals, and what each arm changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lapa2_interp.errors import ScoringError, counted, one_of
+from lapa2_interp.files import cache_folder, new_folder
+from lapa2_interp.machine import tell_if_slow
+from lapa2_interp.models import load_tokenizer
+from lapa2_interp.runs.read import load_run
+from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
+from lapa2_interp.scoring import Cache
+from lapa2_interp.scoring.named import NAMES, Options, make_scorer
+from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores as tables.
+
+    Attributes:
+        scores: One row per text and metric; empty where only distinct-n was asked for.
+        table: Means with intervals, one row per cell and metric.
+        differences: Each arm against the baseline.
+    """
+
+    scores: pd.DataFrame
+    table: pd.DataFrame
+    differences: pd.DataFrame
+
+
+def score(
+    source: Path,
+    scorers: Sequence[str] = ("accuracy", "perplexity", "distinct"),
+    *,
+    out: Path | None = None,
+    force: bool = False,
+    column: str = "text",
+    attribute: str | None = None,
+    task: str | None = None,
+    lengths: Sequence[int] = (),
+    parts: int = 1,
+    labels: Mapping[str, str] | None = None,
+    judge_url: str | None = None,
+    judge_prices: tuple[float | None, float | None] = (None, None),
+    only: Mapping[str, str] | None = None,
+    cache: Path | None = None,
+    dtype: str = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Scored:
+    """Score the texts of a run, or of a file.
+
+    Args:
+        source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
+        scorers: Of `scoring.named.NAMES`, each plain or as NAME=MODEL.
+        out: Also write scores.parquet, table.csv and differences.csv into this new folder.
+        labels: Names for a classifier's labels.
+        only: Texts whose columns have these values alone.
+        notify: Told what is scored, and what scorers have to say.
+        force, column, attribute, task, lengths, parts, judge_url, judge_prices, cache, dtype, device,
+            trust_remote_code: As the options of `lapa2 score`.
+
+    Raises:
+        ScoringError: Unknown scorer, nothing to score, or a scorer cannot go on.
+        RunError: The source is no run, or `out` cannot be written.
+    """
+    if parts < 1:
+        raise ScoringError(f"--parts must be at least 1, found {parts}")
+    for each in scorers:
+        if each.partition("=")[0] not in NAMES:
+            raise ScoringError(one_of("scorer", each.partition("=")[0], NAMES))
+    tell_if_slow(dtype, device)
+    if gaps := _gaps(source):
+        notify(gaps)
+    sets = []
+    for samples, manifest in read_texts(source, column):
+        samples = only_rows(samples if attribute is None else samples.assign(attribute=attribute), only or {})
+        if lengths:
+            samples = at_lengths(samples, manifest, lengths)
+        if parts > 1:
+            samples = in_parts(samples, parts, load_tokenizer(manifest.model.name) if manifest else None)
+        options = Options(
+            task=task or (manifest.task if manifest else None),
+            labels=labels or {},
+            judge_url=judge_url,
+            judge_prices=judge_prices,
+            dtype=dtype,
+            device=device,
+            generator=manifest.model.weights if manifest else None,
+            trust_remote_code=trust_remote_code,
+        )
+        if len(samples):
+            sets.append((samples, options))
+    if not sets:
+        wanted = " and ".join(f"{name}={value}" for name, value in (only or {}).items())
+        raise ScoringError(f"no text of {source} has {wanted}")
+    if out is None:
+        return _score(sets, scorers, cache, notify)
+    with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
+        found = _score(sets, scorers, cache, notify)
+        if len(found.scores):
+            kept = found.scores.drop(columns=["tokens"], errors="ignore")
+            kept.to_parquet(folder / "scores.parquet", index=False)
+        found.table.to_csv(folder / "table.csv", index=False)
+        found.differences.to_csv(folder / "differences.csv", index=False)
+    return found
+
+
+def _score(
+    sets: Sequence[tuple[pd.DataFrame, Options]],
+    scorers: Sequence[str],
+    cache: Path | None,
+    notify: Callable[[str], None],
+) -> Scored:
+    scores, cells = [], []
+    with Cache(cache or cache_folder() / "scores") as store:
+        for each in scorers:
+            name, _, model = each.partition("=")
+            notify(f"{each}: {sum(len(samples) for samples, _ in sets)} texts")
+            if name == "distinct":
+                together = pd.concat([samples for samples, _ in sets], ignore_index=True)
+                cells.append(distinct_cells(together, load_tokenizer(model) if model else None))
+                continue
+            found = []
+            for samples, options in sets:
+                with closing(make_scorer(name, model, options)) as scorer:
+                    if notice := getattr(scorer, "notice", ""):
+                        notify(notice)
+                    found.append(score_table(samples, scorer, store))
+                    if usage := getattr(scorer, "usage", ""):
+                        notify(f"{name}: {usage}")
+            scores.append(pd.concat(found, ignore_index=True))
+            cells.append(cell_table(scores[-1]))
+    kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
+    differences = difference_table(kept) if scores else pd.DataFrame()
+    return Scored(kept, pd.concat(cells, ignore_index=True), differences)
+
+
+def _gaps(source: Path) -> str:
+    """What of a run has no texts yet."""
+    if not source.is_dir():
+        return ""
+    run = load_run(source)
+    left = len(run.plan) - len(run.finished)
+    if not left:
+        return ""
+    return f"{left} of {counted(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`): nothing of them is scored"
+
+
+def read_answers(key: Path, files: Sequence[Path], out: Path | None = None) -> dict[str, pd.DataFrame]:
+    """What human raters said of the texts of `lapa2 scorers sheets`: tables answers, table and agreement.
+
+    Args:
+        key: The key.csv of the sheets.
+        files: The raters' CSV files.
+        out: Also write the tables into this new folder.
+
+    Raises:
+        ScoringError: A file is malformed, or belongs to other sheets.
+        RunError: `out` cannot be written.
+    """
+    from lapa2_interp.scoring import human
+
+    if not files:
+        raise ScoringError("give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv")
+    found = human.read_answers(key, files)
+    tables = {"answers": found, "table": human.human_table(found), "agreement": human.agreement(found)}
+    if out is not None:
+        with new_folder(out, finished=lambda folder: (folder / "answers.csv").is_file()) as folder:
+            for name, table in tables.items():
+                table.to_csv(folder / f"{name}.csv", index=False)
+    return tables
+
+
+def sheet_texts(source: Path, column: str = "text", only: Mapping[str, Any] | None = None) -> pd.DataFrame:
+    """The texts of a run or a file as `scoring.human.make_sheets` takes them."""
+    texts = pd.concat([samples for samples, _ in read_texts(source, column)], ignore_index=True)
+    samples = only_rows(texts, only or {})
+    if {"task", "method"} <= set(samples):  # what is compared is a method's arm
+        samples = samples.assign(arm=samples["task"] + " " + samples["method"] + " " + samples["arm"])
+    return samples.drop(columns="tokens", errors="ignore")

@@ -1,0 +1,350 @@
+"""Filling a run: `sweep` makes every cell of its grids, and goes on where it stopped.
+
+Everything appears whole or not at all (`files`). So a run may be stopped at any point, and goes on
+where it was with the same command; what was made before and after is the same as without the stop.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pandas as pd
+from pydantic import TypeAdapter
+from tqdm import tqdm
+
+from lapa2_interp.cell import CELL, Cell
+from lapa2_interp.decoding.loop import join_traces
+from lapa2_interp.errors import GridError, RunError
+from lapa2_interp.files import ASIDE, remove_folder, tidy, whole_folder, write_text
+from lapa2_interp.machine import faster_dtype
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.runs.estimates import cost
+from lapa2_interp.runs.grid import Grid, load_grid
+from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
+from lapa2_interp.runs.manifest import Manifest
+from lapa2_interp.runs.read import (
+    SAMPLES,
+    TRACE,
+    Failure,
+    FinishedCell,
+    Listing,
+    Run,
+    is_whole,
+    load_run,
+    read_listing,
+    read_trace,
+    write_cell,
+    write_listing,
+    write_plan,
+    write_trace,
+)
+
+OURS = ("plan", "cells", "parts", "failed")
+OPENED = "opened.json"
+"""How the groups of an unfinished cell are made."""
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say what an operating system has against writing a run.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise RunError(
+            f"the disk of {folder} is full; every finished cell and group of rows is kept: make room and repeat the command"
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes off the run; the operating system lets go when this one ends, however it ends."""
+    with _writing(folder):
+        file = (folder / ".lock").open("a+", encoding="utf-8")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunError(
+                f"{folder} is being filled by {file.read().strip() or 'another process'}; wait for it, or give another --out"
+            ) from error
+        with _writing(folder):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield
+
+
+def load_grids(
+    folder: Path,
+    names: Sequence[str],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> list[Grid]:
+    """Grids as they go on in a run folder: where they leave the dtype to the machine, it is that of the cells the run has.
+
+    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made twice.
+
+    Args:
+        folder: The run, or where it will be.
+        names, changes: As `grids.load_grid`.
+        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run, else that of the run's cells
+            of the model, else what this machine computes faster.
+        device: Where cells will be computed.
+
+    Raises:
+        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than the one asked for.
+        RunError: The folder is not a run, or one of another version.
+    """
+    listed = _listed_dtypes(folder)
+
+    def auto(grid: str, model: str, named: frozenset[str]) -> str:
+        there = listed.get((grid, model), set())
+        there = there - named or there  # cells whose block names their dtype do not say what auto was
+        found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
+        if dtype is not None and there and dtype not in there:
+            raise GridError(
+                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a new folder"
+            )
+        if dtype is None and len(there) > 1:
+            raise GridError(f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}")
+        others = set().union(*(each for (_, other), each in listed.items() if other == model))
+        known = there or (others if len(others) == 1 else set())
+        return dtype or next(iter(known), None) or faster_dtype(device)
+
+    return [load_grid(name, changes, auto=auto) for name in names]
+
+
+def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
+    """Dtypes of a run's cells by grid and model; a damaged plan is passed over, as the sweep writes it anew."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for grid, keys in (read_listing(folder).grids if (folder / "run.json").is_file() else {}).items():
+        for key in keys:
+            with suppress(OSError, ValueError):
+                cell = CELL.validate_json((folder / "plan" / f"{key}.json").read_text("utf-8"))
+                found.setdefault((grid, cell.model), set()).add(cell.dtype)
+    return found
+
+
+def add_grids(folder: Path, grids: Sequence[Grid]) -> Run:
+    """Note grids and their cells in a run, which is made when it is not there.
+
+    Raises:
+        RunError: Something else is there, it is of another version, or cannot be written.
+    """
+    there = (folder / "run.json").exists()
+    listing = read_listing(folder) if there else Listing()
+    for grid in grids:
+        for cell in grid.cells:
+            write_plan(folder, cell)
+        listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
+    write_listing(folder, listing)
+    return load_run(folder)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep did: cells that were there before, made now, and that failed."""
+
+    before: int
+    made: int
+    failed: tuple[str, ...]
+    seconds: float
+
+
+def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print) -> Swept:
+    """Finish every cell of the grids in a run folder.
+
+    Args:
+        notify: Told about cells that fail.
+
+    Raises:
+        RunError: The folder is somebody else's, or cannot be written (a full disk); what is finished stays.
+    """
+    with _writing(folder):
+        if folder.is_dir() and not (folder / "run.json").exists() and any(not _ours(each) for each in folder.iterdir()):
+            raise RunError(f"{folder} exists and is not the folder of a sweep; choose another --out")
+        folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        with _writing(folder):
+            run = add_grids(folder, grids)
+            _tidy(run)
+        wanted = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
+        return _Sweep(run, wanted, engine, notify).all()
+
+
+def _ours(path: Path) -> bool:
+    """What a process that was killed before it wrote run.json leaves."""
+    return path.name in (".lock", "plan") or path.name.startswith(ASIDE)
+
+
+def _tidy(run: Run) -> None:
+    """Take away what a process that was killed left half done."""
+    for left in run.home.glob(f"{ASIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for name in OURS:
+        tidy(run.home / name)
+    for key, cell in run.plan.items():
+        if is_whole(run.place(key), cell):
+            shutil.rmtree(run.home / "parts" / key, ignore_errors=True)
+            (run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
+
+
+class _Sweep:
+    """The coordinator: keeps the engine busy, and alone writes."""
+
+    def __init__(self, run: Run, wanted: Sequence[str], engine: Engine, notify: Callable[[str], None]) -> None:
+        self.run, self.engine, self.notify = run, engine, notify
+        finished = run.finished
+        self.todo = [run.plan[key] for key in wanted if key not in finished]
+        self.before = len(wanted) - len(self.todo)
+        self.costs = {cell.key: cost(cell) for cell in self.todo}
+        self.ahead = dict(self.costs)
+        self.opened: dict[str, Opened] = {}
+        self.left: dict[str, set[int]] = {}
+        self.failed: list[str] = []
+        self.weights: dict[str, str] = {}
+        self.made = 0
+        # Cells of one model follow each other, so that a worker seldom loads another.
+        self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
+
+    def all(self) -> Swept:
+        began = perf_counter()
+        if not self.todo:
+            return Swept(self.before, 0, (), 0.0)
+        waiting, ready, under_way = deque(self.todo), deque[Job](), 0
+        with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
+            while waiting or ready or under_way:
+                while under_way < engine.slots and (ready or waiting):
+                    engine.submit(ready.popleft() if ready else Job(waiting.popleft()))
+                    under_way += 1
+                for job, outcome in engine.wait():
+                    under_way -= 1
+                    with _writing(self.run.home):
+                        ready.extend(self._take(job, outcome, bar))
+                    if job.cell.key in self.failed:
+                        ready = deque(each for each in ready if each.cell.key != job.cell.key)
+                    state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
+                    bar.set_postfix_str(state, refresh=False)
+        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began)
+
+    def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
+        """Keep an outcome; the jobs it gives rise to."""
+        key = job.cell.key
+        match outcome:
+            case _ if key in self.failed:
+                return []
+            case Failed():
+                self.failed.append(key)
+                record = Failure(when=datetime.now(UTC), traceback=outcome.traceback)
+                write_text(self.run.home / "failed" / f"{key}.json", record.model_dump_json(indent=1) + "\n")
+                bar.total -= self.ahead.pop(key)
+                bar.clear()
+                self.notify(f"failed: {job.cell.where} ({key}): {record.reason}")
+                return []
+            case Opened():
+                self._check_same_weights(job.cell, outcome)
+                there = self._parts(key, outcome)
+                self.opened[key], self.left[key] = outcome, set(range(len(outcome.groups))) - there
+                for group in there:
+                    bar.total -= self._share(key, group)
+                if self.left[key]:
+                    return [Job(job.cell, group) for group in sorted(self.left[key])]
+                self._finish(job.cell)
+            case Part():
+                assert job.group is not None
+                self._keep(key, job.group, outcome)
+                share = self._share(key, job.group)
+                bar.update(share)
+                self.left[key].discard(job.group)
+                if not self.left[key]:
+                    self._finish(job.cell)
+        return []
+
+    def _share(self, key: str, group: int) -> int:
+        """Row-tokens of a group, of which the bar shows no more than its cell has ahead."""
+        total, sizes = self.costs[key], self.opened[key].groups
+        share = total * sum(sizes[: group + 1]) // sum(sizes) - total * sum(sizes[:group]) // sum(sizes)
+        self.ahead[key] -= share
+        return share
+
+    def _parts(self, key: str, opened: Opened) -> set[int]:
+        """Groups of a cell that are there from an earlier call, if they were made as they would be now."""
+        folder = self.run.home / "parts" / key
+        now = {"groups": opened.groups, "facts": opened.facts}
+        note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
+        if folder.is_dir():
+            if (folder / OPENED).is_file() and (folder / OPENED).read_text("utf-8") == note:
+                return {int(each.name) for each in folder.glob("[0-9]*")}
+            remove_folder(folder)
+        write_text(folder / OPENED, note)
+        return set()
+
+    def _keep(self, key: str, group: int, part: Part) -> None:
+        with whole_folder(self.run.home / "parts" / key / str(group)) as fresh:
+            part.samples.to_parquet(fresh / SAMPLES, index=False)
+            if part.trace is not None:
+                write_trace(fresh / TRACE, part.trace)
+            facts = {"seconds": part.seconds, "problems": part.problems}
+            (fresh / "part.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def _finish(self, cell: Cell) -> None:
+        """Join a cell's groups; always from the disk, so that a resumed cell is the same as another."""
+        key, opened = cell.key, self.opened.pop(cell.key)
+        del self.left[key]
+        parts = self.run.home / "parts" / key
+        folders = [parts / str(i) for i in range(len(opened.groups))]
+        table = pd.concat([pd.read_parquet(folder / SAMPLES) for folder in folders], ignore_index=True).assign(
+            arm=cell.arm
+        )
+        traces = []
+        for folder in folders if cell.trace != "none" else []:
+            # The joined trace may need another type than the part was stored with: NaN is no integer.
+            traces.append(read_trace(folder / TRACE).drop_encoding())
+        facts = [json.loads((folder / "part.json").read_text("utf-8")) for folder in folders]
+        manifest = Manifest.of(
+            cell,
+            opened.facts,
+            seconds=opened.seconds + sum(each["seconds"] for each in facts),
+            new_tokens=int(table["n_tokens"].sum()),
+            problems=[problem for each in facts for problem in each["problems"]],
+        )
+        # Where a file of it was taken away, the folder is replaced.
+        with whole_folder(self.run.place(key)) as fresh:
+            write_cell(fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None))
+        shutil.rmtree(parts)
+        (self.run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
+        self.made += 1
+
+    def _check_same_weights(self, cell: Cell, opened: Opened) -> None:
+        """A model whose weights changed since other cells of the run were made does not belong to it."""
+        now = opened.facts["model"].weights
+        if cell.model not in self.weights:
+            others = (key for key, other in self.run.finished.items() if other.model == cell.model)
+            self.weights[cell.model] = next((self.run.manifest(key).model.weights for key in others), now)
+        if self.weights[cell.model] != now:
+            raise RunError(
+                f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it is now {now}; sweep into a "
+                "new folder"
+            )

@@ -1,0 +1,108 @@
+"""A worker: holds one model and does jobs, one at a time, on whatever machine it is."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from pathlib import Path
+from time import perf_counter
+
+from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
+from lapa2_interp.decoding.plan import Plan, plan
+from lapa2_interp.errors import RunError
+from lapa2_interp.kit import ModelKit
+from lapa2_interp.model_card import Model
+from lapa2_interp.models import load_model
+from lapa2_interp.progress import no_progress
+from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
+from lapa2_interp.runs.manifest import facts_of
+from lapa2_interp.soft_prefix import SoftName
+
+PLANS = 8
+"""Plans a worker keeps: groups of several cells may come in turns."""
+
+
+class Worker:
+    """Holds a model and does jobs, one at a time.
+
+    Args:
+        device: cpu, cuda, ...; CUDA when there is one, by default.
+        threads: Of a worker on the CPU. Another number may change the last bits of a logit.
+    """
+
+    def __init__(self, device: str | None = None, threads: int = 1) -> None:
+        import torch
+
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device == "cpu":
+            torch.set_num_threads(threads)
+        self.threads = threads
+        self._model: tuple[tuple[str, ...], Model, ModelKit] | None = None
+        self._plans: dict[str, Plan] = {}
+
+    def do(self, job: Job) -> Outcome:
+        """A job's outcome; every error is one."""
+        try:
+            return self._open(job.cell) if job.group is None else self._generate(job.cell, job.group)
+        except Exception as error:
+            out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+            note = "; fewer rows share a batch with --set max_rows=N" if out_of_memory else ""
+            return Failed(traceback.format_exc().rstrip() + note)
+
+    def model(self, cell: Cell) -> Model:
+        """The cell's model; the one before it is let go first."""
+        return self._model_and_kit(cell)[0]
+
+    def _model_and_kit(self, cell: Cell) -> tuple[Model, ModelKit]:
+        wanted = (cell.model, cell.dtype, cell.model_class)
+        if self._model is None or self._model[0] != wanted:
+            self._model = None
+            self._plans.clear()
+            loaded = load_model(cell.model, cell.dtype, self.device, cell.model_class)
+            self._model = (wanted, loaded, ModelKit(loaded))
+        return self._model[1:]
+
+    def plan(self, cell: Cell) -> Plan:
+        """The cell's plan; plans of one model share what their methods have prepared."""
+        model, kit = self._model_and_kit(cell)
+        if cell.key not in self._plans:
+            made = plan(model, cell, kit)
+            while len(self._plans) >= PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[cell.key] = made
+        return self._plans[cell.key]
+
+    def _open(self, cell: Cell) -> Opened:
+        began = perf_counter()
+        todo = self.plan(cell)
+        check_files(cell, todo)
+        facts = facts_of(self.model(cell), todo, self.threads if self.device == "cpu" else None)
+        return Opened(tuple(map(len, todo.groups)), facts, perf_counter() - began)
+
+    def _generate(self, cell: Cell, group: int) -> Part:
+        model, todo = self.model(cell), self.plan(cell)
+        began, problems = perf_counter(), []
+        try:
+            made = run_plan(model, todo, [todo.groups[group]], progress=no_progress())
+        except EmptyGenerationError as error:
+            made = error.generation
+            problems.append(str(error))
+        return Part(made.samples, made.trace, tuple(problems), perf_counter() - began)
+
+
+def check_files(cell: Cell, todo: Plan) -> None:
+    """A file that is another one here than where the grid was resolved would make other texts under the cell's key.
+
+    Raises:
+        RunError: A soft prefix or a word list has another sha256 than the cell says.
+    """
+    here = {branch: name.sha256 for branch, name in todo.prefix_names.items() if isinstance(name, SoftName)}
+    for parameter in cell.files.keys() & cell.parameters.keys():
+        here[parameter] = hashlib.sha256(Path(str(cell.parameters[parameter])).read_bytes()).hexdigest()
+    for name, found in here.items():
+        if found != cell.files[name]:
+            raise RunError(
+                f"the file behind {name!r} has sha256 {found[:16]} here, and had {cell.files[name][:16]} when the grid was "
+                "resolved; the same command resolves it anew, and gives what it makes keys of its own"
+            )

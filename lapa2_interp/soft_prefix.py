@@ -1,0 +1,330 @@
+"""Soft prefixes: trained keys and values that stand in front of a text, in every layer.
+
+One format: `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head], exactly as the model's cache
+holds them (after rotation and after biases), beside `NAME.json`, a card. A folder of such pairs, one per attribute, is a set.
+
+Two conventions of position exist, and a prefix works only in the one it was trained in (the card's `shifted`):
+
+    unshifted    the text's positions start at 0, as without a prefix (Air-Decoding, the released LaPA2 code)
+    shifted      they start after the slots (Prefix-Tuning, PEFT, Con-Prefix: whatever passes a prefix as past keys and values)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lapa2_interp.errors import PrefixError, first_problem
+from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.stats import Interval
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+SHIPPED = Path(__file__).parent / "prefixes" / "shipped"
+"""Sets that come with the package: `<model>/<task>-<set>/<attribute>`."""
+
+
+class Shape(BaseModel):
+    """Size of a soft prefix; all but the slots are the model's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_layers: int
+    n_kv_heads: int
+    n_slots: int
+    d_head: int
+
+    def __str__(self) -> str:
+        return f"{self.n_layers} layers x {self.n_kv_heads} KV heads x {self.n_slots} slots x {self.d_head}"
+
+
+class HeldOut(BaseModel):
+    """Numbers on text that was not trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str
+    """Which texts, and the sha256 of them."""
+    max_tokens: int
+    """Tokens of a text that are scored, from its beginning."""
+    nll: dict[str, Interval]
+    """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes ("hard positive") and under
+    no prefix ("none"); the interval resamples texts."""
+    accuracy: Interval
+    """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
+    accuracy_of_set: Interval
+    """The same over the texts of all attributes."""
+    hard_accuracy_of_set: Interval
+    """The same for the task's hard prefixes."""
+
+
+class Generated(BaseModel):
+    """Attribute accuracy of texts written behind a prefix (method `prefix`), without and with LaPA2."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scorer: str
+    """Name and version of the classifier."""
+    length: int
+    """Tokens of a text, the prompt's included where the task counts them."""
+    alpha: float
+    """Of LaPA2, profile paper."""
+    baseline: Interval
+    lapa2: Interval
+    """Intervals are over prompts."""
+
+
+class Training(BaseModel):
+    """How a prefix came to be."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: dict[str, Any]
+    started_from: str | None = None
+    """sha256 of the soft prefix it began with, where the recipe's start is another set."""
+    data: tuple[str, ...]
+    """Corpora, with counts and what was left out."""
+    data_sha256: tuple[str, ...]
+    texts: int
+    """Pieces of text of this attribute."""
+    tokens: int
+    """Tokens trained on, repeats included."""
+    steps: int
+    best_step: int
+    """The step whose prefix was kept: lowest held-out loss."""
+    losses: dict[int, float]
+    """Held-out loss by step."""
+    seconds: float
+    lapa2_interp: str
+
+
+class SoftName(BaseModel):
+    """A soft prefix as runs refer to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    set: str
+    attribute: str
+    n_slots: int
+    shifted: bool
+    sha256: str
+    """Of its safetensors file."""
+
+    def __str__(self) -> str:
+        position = "shifted" if self.shifted else "unshifted"
+        return f"soft {self.task}-{self.set}/{self.attribute}, {self.n_slots} slots, {position}"
+
+
+class PrefixCard(BaseModel):
+    """What a soft prefix is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    attribute: str
+    task: str
+    set: str
+    """mle, contrastive, or a name of your own."""
+    model: str
+    weights: str
+    """The model's weights, as on its own card (`model_card(model).weights`)."""
+    shape: Shape
+    shifted: bool
+    """Whether the text's positions start after the slots."""
+    sha256: str = ""
+    """Of the safetensors file; filled in on saving."""
+    origin: str
+    """trained, or where it was imported from."""
+    training: Training | None = None
+    held_out: HeldOut | None = None
+    generated: Generated | None = None
+
+    @property
+    def name(self) -> SoftName:
+        return SoftName(
+            task=self.task,
+            set=self.set,
+            attribute=self.attribute,
+            n_slots=self.shape.n_slots,
+            shifted=self.shifted,
+            sha256=self.sha256,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SoftPrefix:
+    """Trained keys and values with their card.
+
+    Attributes:
+        keys, values: As in the model's cache; any float dtype.
+    """
+
+    keys: Float[Tensor, "layer kv_head slot d_head"]
+    values: Float[Tensor, "layer kv_head slot d_head"]
+    card: PrefixCard
+
+    def __post_init__(self) -> None:
+        for name, found in (("keys", self.keys), ("values", self.values)):
+            shape = self.card.shape
+            wanted = (shape.n_layers, shape.n_kv_heads, shape.n_slots, shape.d_head)
+            if tuple(found.shape) != wanted:
+                raise PrefixError(
+                    f"the card says {wanted} but {name} are {tuple(found.shape)}; one of them is another prefix's"
+                )
+            if not bool(found.isfinite().all()):
+                raise PrefixError(f"{name} of {self.card.attribute!r} hold values that are not finite numbers")
+
+    def __len__(self) -> int:
+        """Slots."""
+        return self.card.shape.n_slots
+
+    def __repr__(self) -> str:
+        return f"SoftPrefix({self.card.name} of {self.card.model})"
+
+    def check(self, model: Model) -> None:
+        """Refuse a model this prefix was not made for.
+
+        Raises:
+            PrefixError: Another shape, or other weights.
+        """
+        found, card = kv_shape(model, len(self)), model_card(model)
+        if found != self.card.shape:
+            raise PrefixError(
+                f"the soft prefix {self.card.attribute!r} was made for {self.card.model} ({self.card.shape}); {card.name} needs "
+                f"{found}; train or import one for it (`lapa2 prefix train --model {card.name}`)"
+            )
+        if card.weights != self.card.weights:
+            raise PrefixError(
+                f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with weights {self.card.weights}; this "
+                f"is {card.name} with weights {card.weights}; if they are the same, attach it to this one: `lapa2 prefix import`"
+            )
+
+
+def kv_shape(model: Model, n_slots: int) -> Shape:
+    """The shape a soft prefix of a model has."""
+    heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
+    return Shape(n_layers=model.cfg.n_layers, n_kv_heads=heads, n_slots=n_slots, d_head=model.cfg.d_head)
+
+
+def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> SoftPrefix:
+    """Write `<attribute>.safetensors` and `<attribute>.json`; the prefix as it will be read back.
+
+    Raises:
+        PrefixError: The values do not fit the dtype.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    kept = {name: found.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, found in
+            (("keys", prefix.keys), ("values", prefix.values))}  # fmt: skip
+    if not all(bool(found.isfinite().all()) for found in kept.values()):
+        raise PrefixError(f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32")
+    weights, card_file = _files(folder, prefix.card.attribute)
+    with whole_file(weights) as fresh:
+        save_file(kept, fresh)
+        fresh.chmod(0o644)
+    card = prefix.card.model_copy(update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()})
+    write_text(card_file, card.model_dump_json(indent=1) + "\n")
+    return SoftPrefix(kept["keys"], kept["values"], card)
+
+
+def load_prefix(folder: Path, attribute: str) -> SoftPrefix:
+    """One prefix of a set.
+
+    Raises:
+        PrefixError: Weights or card are missing, damaged, or do not belong together.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    weights, card_file = _files(folder, attribute)
+    card = read_card(card_file)
+    if not weights.is_file():
+        raise PrefixError(f"the card {card_file} has no weights: {weights.name} is not beside it")
+    stored = weights.read_bytes()
+    if hashlib.sha256(stored).hexdigest() != card.sha256:
+        raise PrefixError(
+            f"{weights} is not the file its card describes (sha256 differs); save or import the prefix again"
+        )
+    try:
+        tensors = load(stored)
+        return SoftPrefix(tensors["keys"], tensors["values"], card)
+    except (SafetensorError, KeyError) as error:
+        raise PrefixError(
+            f"{weights} does not hold keys and values ({error}); save or import the prefix again"
+        ) from error
+
+
+def read_card(file: Path) -> PrefixCard:
+    """A prefix's card alone.
+
+    Raises:
+        PrefixError: It is not there or not a card.
+    """
+    if not file.is_file():
+        near = sorted(each.stem for each in file.parent.glob("*.json")) if file.parent.is_dir() else []
+        have = f"; there are: {', '.join(near)}" if near else ""
+        raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
+    try:
+        return PrefixCard.model_validate_json(file.read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise PrefixError(f"{file} is not the card of a soft prefix: {reason}") from error
+
+
+def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPrefix:
+    """The prefix of an attribute from a set that ships with the package, or from a folder.
+
+    Args:
+        model: It must have been made for this one.
+        task: The task's name.
+        which: A shipped set of that task (mle, contrastive), or the path of a folder.
+
+    Raises:
+        PrefixError: No such set or attribute, damaged, or of another model.
+    """
+    found = load_prefix(set_folder(model_card(model).name, task, which), attribute)
+    found.check(model)
+    return found
+
+
+def set_folder(model: str, task: str, which: str) -> Path:
+    """Where a set of soft prefixes lies: a folder of its own, or what ships for a model (by name) and a task.
+
+    Raises:
+        PrefixError: No such set.
+    """
+    if Path(which).is_dir():
+        return Path(which)
+    folder = SHIPPED / model / f"{task}-{which}"
+    if not folder.is_dir():
+        have = [each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))]
+        raise PrefixError(
+            f"no soft prefixes {which!r} of task {task} for {model}; "
+            + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
+            + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task {task}` makes them"
+        )
+    return folder
+
+
+def cards(folder: Path) -> list[PrefixCard]:
+    """The cards under a folder, in the order of their places."""
+    return [read_card(file) for file in sorted(folder.rglob("*.json"))]
+
+
+def _files(folder: Path, attribute: str) -> tuple[Path, Path]:
+    return folder / f"{attribute}.safetensors", folder / f"{attribute}.json"
+
+
+__all__ = [
+    "HeldOut", "PrefixCard", "Shape", "SoftName", "SoftPrefix", "Training", "cards", "find_prefix", "kv_shape", "load_prefix",
+    "read_card", "save_prefix", "set_folder",
+]  # fmt: skip

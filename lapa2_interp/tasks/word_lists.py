@@ -1,0 +1,174 @@
+"""Word lists: the words by which corpora tell attributes apart, and the statistic that says how sure that is.
+
+For every word and class, the log-odds of the word in the class's texts against those in the other classes' texts, both smoothed
+by the counts of all texts together (a Dirichlet prior of `PRIOR` words in all), divided by its standard error:
+
+    d(w) = log (y + a) / (n + A - y - a) - log (y' + a) / (n' + A - y' - a)       z(w) = d / sqrt(1 / (y + a) + 1 / (y' + a))
+
+with y, y' the word's counts, n, n' all words, a its prior count and A their sum (Monroe, Colaresi and Quinn 2008). The words of
+largest z, function words left out, are the class's list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lapa2_interp.errors import DataError, first_problem
+from lapa2_interp.files import write_text
+from lapa2_interp.tasks.corpora import read_corpus
+
+PRIOR = 10_000.0
+SURE = 1.96
+"""The least z of a word that is kept: of words that tell nothing, one in forty has it."""
+STATISTIC = "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words left out"
+WORD = re.compile(r"[^\W\d_]{3,}")
+STOPWORDS = frozenset(
+    """
+    a an the this that these those
+    i me my myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers herself
+    it its itself they them their theirs themselves one ones
+    who whom whose which what where when why how whether
+    am is are was were be been being have has had having do does did doing done
+    can could may might must shall should will would ought cannot
+    aren couldn didn doesn don hadn hasn haven isn mightn mustn needn shan shouldn wasn weren won wouldn ain
+    d ll m o re s t ve y
+    and or but nor so yet if because as until while though although unless since than
+    of at by for with about against between among into onto through during before after above below to toward towards from up
+    upon down in out on off over under within without via per
+    again further then once here there now just only very too also not no yes any all both each every few more most many much
+    other others another some such same own even still ever never always
+    """.split()  # noqa: SIM905 - a word a string would be unreadable
+)
+"""Function words of English, lower case."""
+
+
+class WordList(BaseModel):
+    """A task's words by attribute, best first, and where they come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    corpora: tuple[str, ...] = ()
+    """Names of the corpora, with their texts per attribute."""
+    statistic: str = ""
+    smallest_z: Annotated[dict[str, float], Field(default_factory=dict)]
+    """Of the words kept, by attribute."""
+    words: Annotated[dict[str, tuple[str, ...]], Field(min_length=1)]
+
+
+def derive_words(
+    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = SURE
+) -> dict[str, list[tuple[str, float]]]:
+    """The n words of largest z of every class, with their z, best first.
+
+    Args:
+        texts: By class.
+        least: Occurrences a word must have in all texts.
+        sure: The least z of a word that is kept.
+
+    Raises:
+        DataError: Fewer than two classes, or one without words.
+    """
+    counts = {c: Counter(word for text in own for word in WORD.findall(text.lower())) for c, own in texts.items()}
+    empty = [c for c, own in counts.items() if not own]
+    if len(counts) < 2 or empty:
+        raise DataError(f"words tell classes apart: give texts of two at least; found {', '.join(counts) or 'none'}"
+                        + (f", no words for {', '.join(empty)}" if empty else ""))  # fmt: skip
+    everything = sum(counts.values(), Counter())
+    total = sum(everything.values())
+    found = {}
+    for c, own in counts.items():
+        n_own = sum(own.values())
+        z = {
+            word: z_score(own[word], everything[word] - own[word], n_own, total - n_own, PRIOR * count / total)
+            for word, count in everything.items()
+            if count >= least and word not in STOPWORDS
+        }
+        best = sorted(z, key=lambda word: (-z[word], word))[:n]
+        found[c] = [(word, z[word]) for word in best if z[word] >= sure]
+    return found
+
+
+def z_score(own: int, other: int, n_own: int, n_other: int, prior: float) -> float:
+    """A word's z: its counts, the numbers of words, and its prior count of `PRIOR` in all."""
+    from math import log, sqrt
+
+    a, b = own + prior, other + prior
+    difference = log(a / (n_own + PRIOR - a)) - log(b / (n_other + PRIOR - b))
+    return difference / sqrt(1 / a + 1 / b)
+
+
+def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
+    """The words of a file, or those the package has for a task.
+
+    Raises:
+        DataError: There are none, or the file is malformed.
+    """
+    source = Path(file) if file else resources.files(__package__) / "words" / f"{task}.json"
+    try:
+        return WordList.model_validate(json.loads(source.read_text(encoding="utf-8"))).words
+    except OSError:
+        where = f"cannot read {file}" if file else f"the package has no words for task {task!r}"
+        raise DataError(f"{where}; `lapa2 words --task {task} --data CORPUS --out FILE` makes a list") from None
+    except ValidationError as error:
+        raise DataError(f"{source} is not a word list: {first_problem(error)}") from None
+    except ValueError as error:
+        raise DataError(f"{source} is not a word list: {error}") from None
+
+
+def make_word_list(
+    labels: Sequence[str],
+    data: Sequence[str],
+    out: Path,
+    n: int = 400,
+    least: int = 20,
+    sure: float = SURE,
+    force: bool = False,
+) -> dict[str, list[tuple[str, float]]]:
+    """Derive word lists from labelled texts and write them to a file: `derive_words` of corpora, as the command has it.
+
+    Args:
+        labels: The attributes; each is a label of the texts.
+        data: Corpora, as `corpora.read_corpus` takes them.
+        out: The list, a JSON file.
+        n, least, sure: As of `derive_words`.
+        force: Replace the file.
+
+    Returns:
+        Words with their z, by label.
+
+    Raises:
+        DataError: A corpus cannot be read, an attribute gets no word, or the file is there or cannot be written.
+    """
+    if out.is_dir() or (out.exists() and not force):
+        kind = "a folder" if out.is_dir() else "there already"
+        raise DataError(f"{out} is {kind}; give another --out" + ("" if out.is_dir() else ", or --force to replace it"))
+    if n < 1 or least < 1:
+        raise DataError(f"--n and --least must be at least 1, found {n} and {least}")
+    corpora = [read_corpus(source, labels) for source in data]
+    texts = {label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels}
+    found = derive_words(texts, n, least, sure)
+    empty = [label for label, best in found.items() if not best]
+    if empty:
+        raise DataError(
+            f"no word tells {empty[0]!r} from the others (z {sure:g} or more, {least} times); give more --data, or a lower "
+            "--least or --sure"
+        )
+    kept = WordList(
+        corpora=tuple(corpus.summary for corpus in corpora),
+        statistic=STATISTIC,
+        smallest_z={label: round(best[-1][1], 3) for label, best in found.items()},
+        words={label: tuple(word for word, _ in best) for label, best in found.items()},
+    )
+    try:
+        write_text(out, kept.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror}; give another --out") from None
+    return found

@@ -1,0 +1,177 @@
+"""The recorder: an observer that reduces attention to sums inside the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapa2_interp.errors import TraceError
+from lapa2_interp.layout import Layout
+from lapa2_interp.trace import NEAREST, SUMS, TraceKind
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+class Recorder:
+    """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
+
+    Every query from the last prompt token on is a step, recorded when it is first seen: one of the prompt pass, then one of each
+    decoding pass (also of one that reads the whole text anew), or as many as a pass reads of a given text. `begin` names the
+    rows of the passes to come: prompts first, their samples after the expansion; `index` maps those rows to the samples of the
+    finished trace.
+
+    Args:
+        n_layers, n_heads: The model's.
+        kind: "pooled" stores means over layers and heads, "full" every head.
+        patterns: (layer, head) pairs whose whole attention rows are kept.
+
+    Raises:
+        TraceError: A pair the model does not have.
+    """
+
+    def __init__(
+        self, n_layers: int, n_heads: int, kind: TraceKind = "full", patterns: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        for layer, head in patterns:
+            if not (0 <= layer < n_layers and 0 <= head < n_heads):
+                raise TraceError(
+                    f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                )
+        self.n_layers = n_layers
+        self.kind = kind
+        self.patterns = tuple(patterns)
+        self.steps: list[Tensor] = []
+        self.tokens: list[Tensor] = []
+        self.rows: list[Tensor] = []
+
+    def begin(self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None) -> None:
+        """The rows of the coming passes; `index` says which sample rows an observed row stands for."""
+        self.layouts = layouts
+        self.index = index
+        self.l_pre = max(each.l_pre for each in layouts)
+        self.parts = {
+            name: torch.tensor([getattr(each, name) for each in layouts]) for name in ("bos", "prefix", "prompt")
+        }
+        self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
+
+    def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
+        """What all layers of a pass share: its steps' slots, and which keys count in which sum."""
+        key, spans = torch.arange(n_keys), self.parts
+        self.slots = torch.arange(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
+        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
+        inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
+        start, stop = spans["prefix"].T[:, :, None]
+        single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
+        named = [inside[name] for name in SUMS if name in inside]
+        self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)
+        # The live keys outside the prefix in order, and of each query the last 8 of them up to its own.
+        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]
+        order = torch.argsort(~near, dim=1, stable=True)
+        age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))
+        self.nearest = order[:, None].expand(-1, len(self.slots), -1).gather(2, age.clamp(min=0))[:, None].to(device)
+        self.is_near = (age >= 0)[:, None].to(device)
+        self.layers: list[Tensor] = []
+        self.kept: dict[tuple[int, int], Tensor] = {}
+
+    def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
+        """Reduce one layer's attention, of the queries that are steps."""
+        n_keys = first + pattern.shape[2]
+        if layer == 0:
+            self._begin_pass(n_keys, first, pattern.device)
+        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(self.weights.device, torch.float32)
+        parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
+        last = torch.where(self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0)
+        nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]
+        n_parts = len(SUMS) - len(NEAREST)
+        self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
+        self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
+        if layer == self.n_layers - 1:
+            self._close_pass()
+
+    def _close_pass(self) -> None:
+        sums = torch.stack(self.layers, dim=1)  # row layer head query sum
+        mean = sums.mean((1, 2))
+        of_head = sums[..., : len(SUMS)].permute(0, 3, 1, 2, 4) if self.kind == "full" else mean[..., : len(SUMS)]
+        self.steps += self._of_samples(of_head)
+        self.tokens += self._of_samples(mean[..., len(SUMS) :])
+        if self.patterns:
+            rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
+            self.rows += [row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)]
+        self.layers, self.kept = [], {}
+
+    def _of_samples(self, found: Float[Tensor, "row query *rest"]) -> list[Float[Tensor, "sample *rest"]]:
+        return list((found if self.index is None else found[self.index]).cpu().unbind(1))
+
+    def dataset(self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]) -> xr.Dataset:
+        """The finished trace of rows stacked as (branch, sample), NaN after a sample's last step.
+
+        Args:
+            layouts: One per row.
+            branches: Their names.
+            n_steps: Steps each sample has.
+        """
+        import xarray as xr
+
+        n_branches, n_samples, n_seen = len(branches), len(n_steps), len(self.steps)
+        alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
+
+        def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
+            found = torch.stack(list(per_step), dim=1).numpy()
+            found = found.reshape(n_branches, n_samples, *found.shape[1:])
+            return np.where(alive.reshape(1, n_samples, n_seen, *[1] * (found.ndim - 3)), found, np.float32(np.nan))
+
+        axes = ("branch", "sample", "step")
+        heads = ("layer", "head") if self.kind == "full" else ()
+        sums = unstack(self.steps)
+        data: dict[str, tuple] = {
+            name: ((*axes, *heads), sums[..., i], {"long_name": f"attention on {name.replace('_', ' ')}"})
+            for i, name in enumerate(SUMS)
+        }
+        tokens = unstack(self.tokens)
+        l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
+        outside = np.arange(self.l_pre) >= l_pre[:, :, None]
+        data["prefix_tokens"] = ((*axes, "prefix_token"), np.where(outside[:, :, None], np.float32(np.nan), tokens))
+        if self.rows:
+            data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
+        live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
+        coords = {
+            "branch": list(branches),
+            "sample": np.arange(n_samples),
+            "step": np.arange(n_seen),
+            "prefix_token": np.arange(self.l_pre),
+            "l_pre": (axes[:2], l_pre),
+            "l_pro": (axes[:2], np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples)),
+            "n_bos": (axes[:2], np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples)),
+            "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
+        }
+        if self.rows:
+            coords["key"] = np.arange(data["pattern"][1].shape[-1])
+            for i, name in enumerate(("pair_layer", "pair_head")):
+                coords[name] = ("pair", [pair[i] for pair in self.patterns])
+        return xr.Dataset(data, coords)
+
+    def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
+        """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the live keys."""
+        widest = self.rows[-1].shape[-1]
+        found = []
+        for rows in self.rows:
+            live = torch.full((*rows.shape[:2], widest), float("nan"))
+            for row, each in enumerate(layouts):
+                live[row, :, : each.soft] = rows[row, :, : each.soft]
+                live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[row, :, each.soft + each.pad :]
+            found.append(live)
+        return found
+
+
+def trace_bytes(kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int) -> int:
+    """Size of a trace in memory before it is made: float32 sums, and `n_patterns` whole rows of `keys` keys."""
+    if kind == "none":
+        return 0
+    cells = n_layers * n_heads * len(SUMS) if kind == "full" else len(SUMS)
+    return 4 * rows * steps * (cells + n_patterns * keys)

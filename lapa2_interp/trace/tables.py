@@ -1,0 +1,163 @@
+"""Tables read from a finished trace: means with intervals, decay fits, heads, local dependency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from lapa2_interp.errors import TraceError, one_of
+from lapa2_interp.stats import bounds, mean_interval
+from lapa2_interp.theory import DecayFit, fit_decay
+from lapa2_interp.trace import NEAREST, SUMS
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+# --- reading a trace
+
+
+def pooled(trace: xr.Dataset, name: str) -> Float[np.ndarray, "branch sample step"]:
+    """One of the sums, averaged over layers and heads where the trace has them; NaN after a sample's last step."""
+    found = trace[name]
+    return found.mean([axis for axis in ("layer", "head") if axis in found.dims], skipna=False).to_numpy()
+
+
+def local_ratio(
+    trace: xr.Dataset, k: int, *, without_bos: bool = False
+) -> Float[np.ndarray, "branch sample step *head"]:
+    """Local dependency: the share of the last k keys in the attention outside the prefix (paper, "Local Dependency").
+
+    Args:
+        k: 2, 4, 6 or 8.
+        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 - prefix - bos), the attention
+            sink left out; the released code comes close to this, its slice from slot 0 taking BOS for prefix.
+
+    Raises:
+        TraceError: Another k.
+    """
+    near, rest = local_parts(trace, k, without_bos=without_bos)
+    return (near / rest).to_numpy()
+
+
+def local_parts(trace: xr.Dataset, k: int, *, without_bos: bool = False) -> tuple[xr.DataArray, xr.DataArray]:
+    """Numerator and denominator of `local_ratio`, for averages over heads before the division."""
+    if k not in NEAREST:
+        raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
+    near = trace[f"nearest_{k}"]
+    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is rounding.
+    rest = trace["prompt"] + trace["generated"]
+    if not without_bos:
+        return near, rest + trace["bos"]
+    # In a short context all keys outside the prefix are near, BOS among them.
+    return near.where(trace["l_kv"] - trace["l_pre"] > k, rest), rest
+
+
+def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
+    """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
+    return "prefix" if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any() else "prompt"
+
+
+def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
+    """The branch that readers look at: the one named, or the first with a prefix.
+
+    Raises:
+        TraceError: The trace does not have it.
+    """
+    return str(trace["branch"].to_numpy()[_branch_number(trace, branch)])
+
+
+def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and step.
+
+    Args:
+        trace: Of a run; its samples are the rows of `samples`.
+        samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
+        branch: Which branch; by default the first with a prefix.
+
+    Returns:
+        Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single prompt), n, prompts. Steps that
+        any sample of the arm lacks are left out, so that a curve never changes its texts on the way.
+    """
+    at = _branch_number(trace, branch)
+    rows = []
+    for arm, members in _arms(samples):
+        for name in ("prefix", "bos", "released_slice", "prompt"):
+            curve = pooled(trace, name)[at, members.index]
+            curve = curve[:, ~np.isnan(curve).any(axis=0)]
+            low, high = bounds(curve, members["prompt"])
+            columns = {
+                "step": trace["step"].to_numpy()[: curve.shape[1]],
+                "mean": curve.mean(axis=0),
+                "low": low,
+                "high": high,
+            }
+            counts = {"n": len(curve), "prompts": members["prompt"].nunique()}
+            rows.append(pd.DataFrame({"arm": arm, "name": name, **columns, **counts}))
+    return pd.concat(rows, ignore_index=True)
+
+
+def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
+    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit or has under 3 steps."""
+    rows = []
+    for arm in dict.fromkeys(steps["arm"]):
+        curve = steps[(steps["name"] == name) & (steps["arm"] == arm)]
+        fit = DecayFit(np.nan, np.nan, np.nan)
+        if len(curve) >= 3:
+            fit = fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy())
+        rows.append({"arm": arm, "C": fit.c, "D": fit.d, "R2": fit.r2})
+    return pd.DataFrame(rows, columns=["arm", "C", "D", "R2"])
+
+
+def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Mean over steps and samples of every head's sums: columns arm, layer, head, then the sums."""
+    at = _branch_number(trace, branch)
+    if "head" not in trace["prefix"].dims:
+        raise TraceError("this trace is pooled over heads; record it with --trace full")
+    frames = []
+    for arm, members in _arms(samples):
+        part = trace.isel(branch=at, sample=members.index.to_numpy())
+        means = part[list(SUMS)].mean(("sample", "step")).to_dataframe().reset_index()[["layer", "head", *SUMS]]
+        frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
+    return pd.concat(frames, ignore_index=True)
+
+
+def prefix_token_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Attention on BOS and on each prefix token, mean over steps, layers and heads.
+
+    Returns:
+        Columns arm, key ("BOS", "p1", ...), mean, low, high (95 %, prompts resampled), n.
+    """
+    at = _branch_number(trace, branch)
+    rows = []
+    for arm, members in _arms(samples):
+        tokens = np.nanmean(trace["prefix_tokens"].to_numpy()[at, members.index], axis=1)
+        bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
+        masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
+        for key, values in masses.items():
+            has = ~np.isnan(values)
+            found = mean_interval(values[has], members["prompt"].to_numpy()[has])
+            rows.append(
+                {"arm": arm, "key": key, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+            )
+    return pd.DataFrame(rows)
+
+
+def _arms(samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    samples = samples.reset_index(drop=True)
+    if "arm" not in samples:
+        return [("run", samples)]
+    return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
+
+
+def _branch_number(trace: xr.Dataset, branch: str | None) -> int:
+    names = [str(name) for name in trace["branch"].to_numpy()]
+    if branch is None:
+        with_prefix = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))
+        return int(with_prefix[0]) if len(with_prefix) else 0
+    if branch not in names:
+        raise TraceError(one_of("branch", branch, names))
+    return names.index(branch)
