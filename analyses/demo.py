@@ -29,8 +29,8 @@ from lapa2_interp.paper.scripts import ScriptOptions, count
 if TYPE_CHECKING:
     import xarray as xr
 
-    from lapa2_interp.model_card import Model
     from lapa2_interp.cell import Cell
+    from lapa2_interp.loaded import Model
     from lapa2_interp.runs.grid import Grid
     from lapa2_interp.runs.worker import Worker
 
@@ -81,8 +81,9 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
 """
     )
     _stage(1, f"the model, {model}")
+    from lapa2_interp.files import write_text
     from lapa2_interp.models import load_tokenizer
-    from lapa2_interp.runs.sweep import durable_file, load_grids
+    from lapa2_interp.runs.sweep import load_grids
     from lapa2_interp.runs.worker import Worker
 
     load_tokenizer(model)  # refuses an unknown model before anything else, and converts SmolLM2
@@ -100,7 +101,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
 
     measured = panels.measure(out, grid)
     _stage(5, "the page")
-    durable_file(page, panels.page(out, grid, measured, read, perf_counter() - began))
+    write_text(page, panels.page(out, grid, measured, read, perf_counter() - began))
     _say(
         f"""
 {page.resolve()}
@@ -165,7 +166,8 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
     from lapa2_interp import __version__
     from lapa2_interp.files import keep_file
     from lapa2_interp.progress import progress_bar
-    from lapa2_interp.runs.manifest import read_manifest, write_trace
+    from lapa2_interp.runs.manifest import read_manifest
+    from lapa2_interp.runs.read import write_trace
 
     weights = read_manifest(out / "cells" / cell.key).model.weights
     stored = json.loads(TEXTS.read_text("utf-8"))["texts"]
@@ -193,10 +195,10 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     from lapa2_interp.augmentation import Augmentation
     from lapa2_interp.decoding.teacher_forcing import teacher_forced
     from lapa2_interp.layout import Layout
-    from lapa2_interp.model_card import model_card
+    from lapa2_interp.loaded import model_card
+    from lapa2_interp.methods import load_task
     from lapa2_interp.models.smollm2 import SMOLLM2
     from lapa2_interp.paper.propositions import by_alpha
-    from lapa2_interp.methods import load_task
 
     prefix = load_task("sentiment").attributes[text["attribute"]].prefix
     branch = Layout.of(model.tokenizer, prefix, text["prompt"])

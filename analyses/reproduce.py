@@ -23,9 +23,9 @@ from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.paper.bench import PERPLEXITY_TEXTS
 from lapa2_interp.paper.claims import shown_claims
 from lapa2_interp.paper.estimates import scoring_seconds
+from lapa2_interp.paper.output import as_markdown
 from lapa2_interp.paper.results import results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count
-from lapa2_interp.paper.tables import as_markdown
 from lapa2_interp.runs.estimates import shown_time
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.sweep import load_run

@@ -41,11 +41,15 @@ from typing import get_args
 import numpy as np
 import pandas as pd
 
-from lapa2_interp import Augmentation, load_model, load_task, methods, plots
-from lapa2_interp.machine import Dtype, tell_if_slow
+from lapa2_interp import Augmentation, Cell, load_run, load_task
+from lapa2_interp.decoding.loop import join_traces
+from lapa2_interp.errors import RunError
+from lapa2_interp.machine import Dtype, cores, tell_if_slow
 from lapa2_interp.paper.scripts import ScriptOptions, count
-from lapa2_interp.runs.generate import run_arms
-from lapa2_interp.runs.manifest import new_folder, read_manifest, read_run, write_run
+from lapa2_interp.plots import COLOURS, new_figure, plain_axes
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.embedded import EmbeddedScorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, score_table
@@ -90,38 +94,56 @@ ARMS = {
 
 # %%
 task = load_task("sentiment")
-model = None
-runs = {}
-folders = {arm: options.out / arm.replace(" ", "_").replace(":", "colon") for arm in ARMS}
-there = [read_manifest(folder).model.dtype for folder in folders.values() if folder.exists()]
-dtype = there[0] if there and options.dtype == "auto" else options.dtype  # goes on as it was begun
-for number, (arm, augmentation) in enumerate(ARMS.items(), 1):
-    folder = folders[arm]
-    if not folder.exists():
-        model = model or load_model(options.model, dtype=dtype)
-        print(f"arm {number} of {len(ARMS)}: {arm}", flush=True)
-        with new_folder(folder) as fresh:
-            made = run_arms(
-                model, methods.get("prefix"), task, tuple(task.attributes), task.prompts.texts[: options.prompts],
-                {arm: augmentation}, length=options.length, samples=options.samples, seed=1, trace="pooled",
-            )  # fmt: skip
-            write_run(fresh, made)
-    runs[arm] = read_run(folder)
-del model
+folder = options.out / "runs"
+dtype = options.dtype
+if dtype == "auto" and (folder / "run.json").is_file():  # goes on as it was begun
+    dtype = next(iter(load_run(folder).plan.values())).dtype
+cells = {
+    arm: [
+        Cell.of(
+            options.model,
+            method="prefix",
+            task=task,
+            attribute=attribute,
+            prompts=task.prompts.texts[: options.prompts],
+            augmentation=augmentation,
+            alpha=0.0 if augmentation is None else None,
+            length=options.length,
+            samples=options.samples,
+            trace="pooled",
+            dtype=dtype,
+        )
+        for attribute in task.attributes
+    ]
+    for arm, augmentation in ARMS.items()
+}
+grids = [Grid(arm, "", tuple(own)) for arm, own in cells.items()]
+done = sweep(folder, grids, InProcess(threads=cores()))
+if done.failed:
+    raise RunError(f"{len(done.failed)} cells failed; `lapa2 runs {folder} --traceback` says why")
+run = load_run(folder)
+
+
+def of_arm(arm):
+    """The texts of an arm, and their trace."""
+    made = [run.cell(cell.key) for cell in cells[arm]]
+    samples = pd.concat([each.samples for each in made], ignore_index=True).assign(arm=arm)
+    return samples, join_traces([each.trace for each in made], samples)
+
+
+arms = {arm: of_arm(arm) for arm in ARMS}
 
 # %% [markdown]
 # ## Mass, control, fluency
 
 # %%
 rows = []
-for arm, run in runs.items():
-    tokens = np.nanmean(run.trace["prefix_tokens"].to_numpy()[0], axis=1)  # sample, prefix token
-    masses = {
-        name: np.nanmean(run.trace[name].to_numpy()[0], axis=1) for name in ("prefix", "bos", "prompt", "generated")
-    }
+for arm, (texts, trace) in arms.items():
+    tokens = np.nanmean(trace["prefix_tokens"].to_numpy()[0], axis=1)  # sample, prefix token
+    masses = {name: np.nanmean(trace[name].to_numpy()[0], axis=1) for name in ("prefix", "bos", "prompt", "generated")}
     masses |= {f"prefix token {i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
     for name, values in masses.items():
-        found = mean_interval(values, run.samples["prompt"])
+        found = mean_interval(values, texts["prompt"])
         rows.append(
             {
                 "arm": arm,
@@ -134,11 +156,11 @@ for arm, run in runs.items():
         )
 masses = pd.DataFrame(rows)
 
-samples = pd.concat([run.samples for run in runs.values()], ignore_index=True)
+samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
 with Cache(options.out / "scores") as cache:
     scores = [score_table(samples, EmbeddedScorer("sentiment"), cache)]
     few = samples[samples["sample"] < options.perplexity]
-    weights = next(iter(runs.values())).manifest.model.weights
+    weights = run.manifest(next(iter(run.plan))).model.weights
     scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
 scores = pd.concat(scores, ignore_index=True)
 cells, differences = cell_table(scores), difference_table(scores)
@@ -186,7 +208,7 @@ def by_prompt(metric: str) -> pd.DataFrame:
     """Means of a metric by prompt and arm."""
     if metric == "mass":
         frames = [
-            run.samples.assign(value=np.nanmean(run.trace["prefix"].to_numpy()[0], axis=1)) for run in runs.values()
+            texts.assign(value=np.nanmean(trace["prefix"].to_numpy()[0], axis=1)) for texts, trace in arms.values()
         ]
         found = pd.concat(frames)
     else:
@@ -220,6 +242,45 @@ matched.to_csv(options.out / "matched.csv", index=False)
 print("\nat equal prefix mass: distance from the curve of the prefix arms (95 %, prompts resampled)")
 print(matched.to_string(index=False, float_format="%.3f"))
 
+
 # %%
-figure = plots.mass_against_control(table)
+def mass_against_control(table):
+    """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of one span are joined, and numbers
+    are alphas.
+
+    Args:
+        table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy", "perplexity"), mean, low, high.
+    """
+    wide = {name: part.set_index("arm") for name, part in table.groupby("metric")}
+    figure = new_figure(8.4, 4.0)
+    panels = figure.subplots(1, 2)
+    mass = wide["mass: prefix"]
+    spans = {arm: arm.rsplit(" ", 1)[0] for arm in mass.index}
+    names = [span for span in dict.fromkeys(spans.values()) if span != "baseline"]
+    styles = dict(zip(names, [(c, m) for m in "os" for c in COLOURS[1:]], strict=False))
+    for panel, metric in zip(panels, ("accuracy", "perplexity"), strict=True):
+        found = wide[metric]
+        for span in names:
+            arms = ["baseline"] if span == "prefix" else []
+            arms += [arm for arm, own in spans.items() if own == span]
+            colour, marker = styles[span]
+            x, y = mass.loc[arms], found.loc[arms]
+            panel.errorbar(
+                x["mean"], y["mean"],
+                xerr=np.abs(x[["low", "high"]].to_numpy().T - x["mean"].to_numpy()),
+                yerr=np.abs(y[["low", "high"]].to_numpy().T - y["mean"].to_numpy()),
+                color=colour, marker=marker, ms=4, lw=1.0, elinewidth=0.6, label=span,
+            )  # fmt: skip
+            for arm, at, value in zip(arms, x["mean"], y["mean"], strict=True):
+                if arm != "baseline":
+                    near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 6, "color": colour}
+                    panel.annotate(arm.rsplit(" ", 1)[1], (at, value), **near)
+        panel.plot(mass.loc["baseline", "mean"], found.loc["baseline", "mean"], "k*", ms=10, label="baseline")
+        plain_axes(panel, "attention on the prefix (mean over steps and heads)", metric)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=5)
+    return figure
+
+
+figure = mass_against_control(table)
 figure.savefig(options.out / "span_question.png")

@@ -1,7 +1,51 @@
-"""Figure alpha: control and perplexity against alpha."""
+"""Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha, one panel per method."""
 
-from house import render
+from typing import Any
 
-from lapa2_interp import plots
+import numpy as np
+import pandas as pd
+from house import METRIC_LABELS, band, paper_name, render, style_of
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-render("alpha", plots.control_against_alpha)
+from lapa2_interp.paper.tables import overall
+from lapa2_interp.plots import Drawing, new_figure, plain_axes
+
+
+def draw(table: pd.DataFrame) -> Drawing:
+    """Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha, one panel per method.
+
+    Args:
+        table: tables/alpha.csv: columns task, method, alpha, metric, attribute, mean, low, high.
+    """
+    shown = overall(table[table["mean"].notna()])
+    kinds = list(shown[["model", "task", "method"]].drop_duplicates().itertuples(index=False, name=None))
+    figure = new_figure(2.6 * max(1, len(kinds)), 2.5)
+    panels = np.atleast_1d(figure.subplots(1, max(1, len(kinds))))
+    for panel, (model, task, method) in zip(panels, kinds, strict=False):
+        part = shown[(shown["model"] == model) & (shown["task"] == task) & (shown["method"] == method)].sort_values(
+            "alpha"
+        )
+        colour, marker = style_of(method)
+        metric = "tox" if task == "detox" else "acc"
+        control, fluency = part[part["metric"] == metric], part[part["metric"] == "ppl"]
+        band(panel, control, "alpha", colour, marker=marker, ms=4, lw=1.3)
+        panel.set_title(f"{paper_name(method)}, {task}", fontsize=9)
+        plain_axes(panel, "alpha", METRIC_LABELS[metric])
+        panel.yaxis.label.set_color(colour)
+        other = panel.twinx()
+        error = np.abs(fluency[["low", "high"]].to_numpy().T - fluency["mean"].to_numpy())
+        look: dict[str, Any] = {"color": "#777777", "ls": "--", "lw": 1.0, "marker": ".", "ms": 4, "elinewidth": 0.7}
+        other.errorbar(fluency["alpha"], fluency["mean"], yerr=error, **look)
+        other.set_ylabel("perplexity", color="#777777", fontsize=8)
+        other.set_yscale("log")
+        other.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        other.yaxis.set_major_formatter(ScalarFormatter())
+        other.yaxis.set_minor_locator(NullLocator())
+        other.set_ylim(fluency["mean"].min() / 1.6, fluency["mean"].max() * 1.6)
+        other.tick_params(which="both", labelsize=7, colors="#777777")
+        other.spines["top"].set_visible(False)
+    return figure
+
+
+if __name__ == "__main__":
+    render("alpha", draw)

@@ -1,7 +1,38 @@
-"""Figure augmentation: attention on the prefix with and without LaPA2."""
+"""Figures augmentation and augmentation_large: prefix attention against step, solid without and dashed with LaPA2."""
 
-from house import render
+from typing import Any
 
-from lapa2_interp import plots
+import pandas as pd
+from house import band, by_task, legend_below, paper_name, render, style_of
 
-render("augmentation", plots.attention_with_and_without)
+from lapa2_interp.plots import Drawing, plain_axes
+
+
+def draw(table: pd.DataFrame) -> Drawing:
+    """Figures augmentation and augmentation_large: prefix attention against step, solid without and dashed with LaPA2.
+
+    Args:
+        table: Columns task, method, arm, step, mean, low, high.
+    """
+    figure, panels = by_task(table)
+    for task, panel, part in panels:
+        for (method, arm), line in part.groupby(["method", "arm"], sort=False):
+            colour, marker = style_of(str(method))
+            plain = arm == "baseline"
+            look: dict[str, Any] = {
+                "marker": marker,
+                "ms": 4,
+                "markevery": max(1, len(line) // 6),
+                "mfc": colour if plain else "white",
+            }
+            name = paper_name(str(method)) + ("" if plain else f", {arm}")
+            band(panel, line, "step", colour, ls="-" if plain else "--", lw=1.2, label=name, **look)
+        panel.set_ylim(bottom=0)
+        panel.set_title(task, fontsize=9)
+        plain_axes(panel, "generation step t", "attention on the prefix")
+    legend_below(figure, panels, 2)
+    return figure
+
+
+if __name__ == "__main__":
+    render("augmentation", draw)

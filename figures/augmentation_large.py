@@ -1,7 +1,7 @@
-"""Figure augmentation_large: attention on the prefix with and without LaPA2, on detoxification."""
+"""Figure augmentation_large: as figure augmentation, of the large models."""
 
+from augmentation import draw
 from house import render
 
-from lapa2_interp import plots
-
-render("augmentation_large", plots.attention_with_and_without)
+if __name__ == "__main__":
+    render("augmentation_large", draw)

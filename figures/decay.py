@@ -1,7 +1,30 @@
-"""Figure decay: accuracy of the base methods against length."""
+"""Figure decay: accuracy against length, one line per method and one panel per task, 95 % bands."""
 
-from house import render
+import pandas as pd
+from house import METRIC_LABELS, band, by_task, legend_below, paper_name, render, style_of
 
-from lapa2_interp import plots
+from lapa2_interp.paper.tables import overall
+from lapa2_interp.plots import Drawing, plain_axes
 
-render("decay", plots.control_against_length)
+
+def draw(table: pd.DataFrame) -> Drawing:
+    """Figure decay: accuracy against length, one line per method and one panel per task, 95 % bands.
+
+    Args:
+        table: tables/decay.csv: columns task, method, length, metric, attribute, mean, low, high.
+    """
+    shown = overall(table[table["mean"].notna()])
+    figure, panels = by_task(shown)
+    for task, panel, part in panels:
+        for method, line in part.groupby("method", sort=False):
+            colour, marker = style_of(str(method))
+            band(panel, line, "length", colour, marker=marker, ms=4, lw=1.3, label=paper_name(str(method)))
+        panel.set_xticks(sorted(part["length"].unique()))
+        panel.set_title(task, fontsize=9)
+        plain_axes(panel, "tokens", METRIC_LABELS[part["metric"].iloc[0]])
+    legend_below(figure, panels)
+    return figure
+
+
+if __name__ == "__main__":
+    render("decay", draw)

@@ -1,7 +1,45 @@
-"""Figure eval: ratings of humans and of a judge model, where there are any."""
+"""Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no judge" where there are none."""
 
-from house import render
+import numpy as np
+import pandas as pd
+from house import COLUMN, render
 
-from lapa2_interp import plots
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
-render("eval", plots.ratings)
+
+def draw(table: pd.DataFrame) -> Drawing:
+    """Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no judge" where there are none.
+
+    Args:
+        table: tables/eval.csv: columns rater, task, method, arm, criterion, mean, low, high.
+    """
+    raters = list(dict.fromkeys(table["rater"])) if len(table) else []
+    figure = new_figure(COLUMN * max(1, len(raters)), 2.5)
+    panels = np.atleast_1d(figure.subplots(1, max(1, len(raters))))
+    if not raters:
+        panels[0].text(0.5, 0.5, "no judge", ha="center", va="center", fontsize=14, color="#777777")
+        panels[0].set_axis_off()
+        return figure
+    for panel, rater in zip(panels, raters, strict=True):
+        part = table[table["rater"] == rater]
+        bars = list(part[["task", "method", "criterion"]].drop_duplicates().itertuples(index=False, name=None))
+        arms = list(dict.fromkeys(part["arm"]))
+        for i, arm in enumerate(arms):
+            own = part[part["arm"] == arm].set_index(["task", "method", "criterion"]).reindex(bars)
+            error = np.abs(own[["low", "high"]].to_numpy().T - own["mean"].to_numpy())
+            x = np.arange(len(bars)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+            panel.bar(
+                x, own["mean"], 0.36, yerr=error, color=COLOURS[i % len(COLOURS)], label=arm, error_kw={"lw": 0.8}
+            )
+        panel.set_xticks(
+            range(len(bars)), [f"{method}\n{task}\n{criterion}" for task, method, criterion in bars], fontsize=6
+        )
+        panel.set_ylim(1, 5)
+        panel.set_title(rater, fontsize=9)
+        panel.legend(frameon=False, fontsize=7)
+        plain_axes(panel, "", "mean rating")
+    return figure
+
+
+if __name__ == "__main__":
+    render("eval", draw)

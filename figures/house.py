@@ -1,4 +1,4 @@
-"""What the figure scripts share: where tables come from, and the files a figure becomes."""
+"""What the figure scripts share: where tables come from, the files a figure becomes, and its style."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from lapa2_interp.errors import RunError
+from lapa2_interp.methods import registry
 from lapa2_interp.paper.scripts import ScriptOptions
-from lapa2_interp.plots import Drawing
+from lapa2_interp.plots import COLOURS, Drawing, new_figure
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
 
@@ -54,3 +58,65 @@ def _table(file: Path) -> pd.DataFrame:
         return pd.read_csv(file)
     except ValueError as error:  # no CSV, or no UTF-8
         raise RunError(f"cannot read {file} ({str(error)[:80]}); delete it, and it is made again") from error
+
+
+# --- style
+
+METHOD_STYLES = {
+    "prefix": (COLOURS[1], "o"),
+    "con-prefix": (COLOURS[3], "s"),
+    "air-decoding": (COLOURS[2], "^"),
+    "negprompt": (COLOURS[4], "D"),
+    "preadd": (COLOURS[5], "v"),
+    "palette": (COLOURS[6], "P"),
+    "freectrl": (COLOURS[0], "X"),
+    "datg": (COLOURS[0], "X"),
+}
+"""A method keeps its colour and marker in every figure."""
+METRIC_LABELS = {"acc": "attribute accuracy (%)", "tox": "toxicity (%)", "ppl": "perplexity"}
+COLUMN = 3.4
+"""Width of a paper's column, inches."""
+
+
+def paper_name(method: str) -> str:
+    """A method as the paper's tables name it."""
+    return registry()[method].paper_name if method in registry() else method
+
+
+def style_of(method: str) -> tuple[str, str]:
+    """A method's colour and marker."""
+    return METHOD_STYLES.get(method, ("#777777", "."))
+
+
+def band(axes: Axes, table: pd.DataFrame, x: str, colour: str, **line: Any) -> None:
+    """A line of means with its 95 % band."""
+    axes.plot(table[x], table["mean"], color=colour, **line)
+    if table["low"].notna().any():
+        axes.fill_between(table[x].astype(float), table["low"], table["high"], color=colour, alpha=0.15, lw=0)
+
+
+Panels = list[tuple[str, Axes, pd.DataFrame]]
+"""Task, axes and rows of each panel."""
+
+
+def by_task(table: pd.DataFrame, width: float = COLUMN, height: float = 2.4) -> tuple[Drawing, Panels]:
+    """One panel per task (and model, where there are several), side by side."""
+    several = table["model"].nunique() > 1
+    groups = [
+        (f"{task}, {str(model).rpartition('/')[2]}" if several else str(task), part)
+        for (model, task), part in table.groupby(["model", "task"], sort=False)
+    ]
+    figure = new_figure(width * max(1, len(groups)), height)
+    panels = np.atleast_1d(figure.subplots(1, max(1, len(groups))))
+    return figure, [(title, panel, part) for panel, (title, part) in zip(panels, groups, strict=False)]
+
+
+def legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
+    """One legend under all panels."""
+    named: dict[str, Any] = {}
+    for _, panel, _ in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(
+        list(named.values()), list(named), loc="outside lower center", frameon=False, fontsize=7, ncols=columns
+    )

@@ -1,7 +1,7 @@
 """lapa2_interp: the LaPA2 length-aware attention bias on TransformerLens models, applied, recorded and tested.
 
-The names below are the whole everyday surface; each is imported from its module on first use, so `import lapa2_interp`
-loads neither torch nor transformers. (`layout` stays in its module of the same name.)
+The names below are the whole everyday surface. Each is imported from its module on first use, so
+that `import lapa2_interp` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -12,40 +12,78 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Augmentation": "augmentation",
+    "Cell": "cell",
     "Lapa2Error": "errors",
+    "Layout": "layout",
+    "Run": "runs.read",
     "augmented": "attention.hooked",
-    "generate": "decoding.loop",
+    "find_prefix": "soft_prefix",
+    "generate": "runs.generate",
+    "head_table": "trace.tables",
     "load_model": "models",
-    "load_run": "runs.sweep",
+    "load_run": "runs.read",
     "load_task": "methods",
     "load_tokenizer": "models",
-    "model_card": "models",
+    "local_ratio": "trace.tables",
+    "method": "methods",
+    "model_card": "loaded",
+    "pooled": "trace.tables",
+    "prefix_token_table": "trace.tables",
     "probe": "attention.liveness",
+    "soft_inputs": "attention.cache",
+    "step_table": "trace.tables",
+    "teacher_forced": "decoding.teacher_forcing",
 }
+_OTHER_NAMES = {"method": "get"}
 __all__ = [
     "Augmentation",
+    "Cell",
     "Lapa2Error",
+    "Layout",
+    "Run",
     "__version__",
     "augmented",
+    "find_prefix",
     "generate",
+    "head_table",
     "load_model",
     "load_run",
     "load_task",
     "load_tokenizer",
+    "local_ratio",
+    "method",
     "model_card",
+    "pooled",
+    "prefix_token_table",
     "probe",
+    "soft_inputs",
+    "step_table",
+    "teacher_forced",
 ]
 
 if TYPE_CHECKING:
+    from lapa2_interp.attention.cache import soft_inputs
     from lapa2_interp.attention.hooked import augmented
     from lapa2_interp.attention.liveness import probe
     from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.decoding.loop import generate
+    from lapa2_interp.cell import Cell
+    from lapa2_interp.decoding.teacher_forcing import teacher_forced
     from lapa2_interp.errors import Lapa2Error
+    from lapa2_interp.layout import Layout
+    from lapa2_interp.loaded import model_card
+    from lapa2_interp.methods import get as method
     from lapa2_interp.methods import load_task
-    from lapa2_interp.model_card import model_card
     from lapa2_interp.models import load_model, load_tokenizer
-    from lapa2_interp.runs.sweep import load_run
+    from lapa2_interp.runs.generate import generate
+    from lapa2_interp.runs.read import Run, load_run
+    from lapa2_interp.soft_prefix import find_prefix
+    from lapa2_interp.trace.tables import (
+        head_table,
+        local_ratio,
+        pooled,
+        prefix_token_table,
+        step_table,
+    )
 
 
 def __getattr__(name: str) -> Any:
@@ -53,7 +91,8 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module = import_module(f"{__name__}.{_HOMES[name]}")
+    return getattr(module, _OTHER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

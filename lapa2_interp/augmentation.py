@@ -19,6 +19,7 @@ released   released  kv           decode      the released code: keys 0..n-1, wh
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -28,7 +29,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
@@ -113,7 +113,7 @@ class Augmentation(BaseModel):
         return PROFILES.get(fields.get("profile", "paper"), {}) | fields
 
     @model_serializer(mode="wrap")
-    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _as_written(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         return {(WRITTEN if name == "length_rule" else name): value for name, value in write(self).items()}
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
-    SerializerFunctionWrapHandler,
     TypeAdapter,
     model_serializer,
     model_validator,
@@ -37,10 +36,10 @@ from lapa2_interp.errors import (
     TraceError,
     one_of,
 )
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, for_task, load_task, name_of
 from lapa2_interp.methods import get as get_method
-from lapa2_interp.model_card import Model, model_card
 from lapa2_interp.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks import Attribute, MethodSettings, Prompts, Task
 from lapa2_interp.trace import TraceKind
@@ -167,6 +166,8 @@ class Cell(BaseModel):
         branches = method.branches(chosen_task, attribute)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
+        if "" in texts:
+            raise LayoutError("the prompt '' tokenises to nothing of its own; give at least one token of text")
         return cls(
             **facts,
             method=name_of(method),
@@ -219,7 +220,7 @@ class Cell(BaseModel):
         return self
 
     @model_serializer(mode="wrap")
-    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _as_written(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         usual = {name for name, default in LATER.items() if getattr(self, name) == default}
         return {name: value for name, value in write(self).items() if name not in usual}
 

@@ -24,9 +24,9 @@ from lapa2_interp.decoding.plan import plan
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.files import cache_folder, keep_file
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
-from lapa2_interp.model_card import Model, model_card
 from lapa2_interp.models import fingerprint
 from lapa2_interp.progress import no_progress
 from lapa2_interp.scoring import Item, run_scorer

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
 from lapa2_interp.files import whole_file, write_text
-from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.stats import Interval
 
 if TYPE_CHECKING:

@@ -62,6 +62,47 @@ def soft_set(folder, model, task, **settings):
     return str(folder)
 
 
+def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **settings):
+    """The cell of a loaded model; without an augmentation it is the base method."""
+    from lapa2_interp.cell import Cell
+
+    alpha = 0.0 if augmentation is None else None
+    given = {"method": method, "task": task, "attribute": attribute, "prompts": prompts, "augmentation": augmentation}
+    return Cell.of(model, alpha=alpha, **given, **settings)
+
+
+def generate(model, *cell, kit=None, **settings):
+    """Texts and trace of a cell, from the decode loop itself."""
+    from lapa2_interp.decoding.loop import generate
+    from lapa2_interp.kit import ModelKit
+
+    return generate(model, cell_of(model, *cell, **settings), kit or ModelKit(model))
+
+
+def plan(model, method, task, attribute, prompts, augmentation, length, samples, *, kit=None, **settings):
+    """The plan of a cell."""
+    from lapa2_interp.decoding.plan import plan
+    from lapa2_interp.kit import ModelKit
+
+    settings |= {"length": length, "samples": samples}
+    cell = cell_of(model, method, task, attribute, prompts, augmentation, **settings)
+    return plan(model, cell, kit or ModelKit(model))
+
+
+def run_of(model, method, task, attributes, prompts, augmentations=(None,), **settings):
+    """A run in memory: a cell for every augmentation and attribute."""
+    from lapa2_interp.runs.generate import make_cells
+
+    if isinstance(augmentations, dict):
+        augmentations = tuple(augmentations.values())
+    cells = [
+        cell_of(model, method, task, attribute, prompts, augmentation, **settings)
+        for augmentation in augmentations
+        for attribute in attributes
+    ]
+    return make_cells(model, cells)
+
+
 def real_once(cases, length):
     """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow but for one per method."""
     seen, found = set(), []

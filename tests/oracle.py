@@ -100,7 +100,7 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None, prefix=N
                 law=augmentation.law,
                 l0=augmentation.l0,
                 span=augmentation.span,
-                length=augmentation.length,
+                length=augmentation.length_rule,
                 phase=augmentation.phase,
                 released=augmentation.profile == "released",
                 soft=prefix is not None,

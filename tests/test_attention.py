@@ -421,20 +421,23 @@ def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts,
 def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
     """In a process of its own: under the tests' run-time types the package's own checks would never be reached."""
     program = """
-from lapa2_interp import Augmentation, Lapa2Error, augmented, generate, load_model, load_task, methods
-from lapa2_interp.layout import Layout
+from lapa2_interp import Augmentation, Cell, Lapa2Error, Layout, augmented, generate, load_model
 
-model, task, prefix = load_model("tiny-gpt2"), load_task("sentiment"), methods.get("prefix")
+model = load_model("tiny-gpt2")
 found = Layout.of(model.tokenizer, "ab:", "cd")
 calls = [
     lambda: augmented(model, 0.5, [found]).__enter__(),
     lambda: augmented(model, [0.5], found).__enter__(),
     lambda: augmented(model, found, Augmentation(alpha=1)).__enter__(),
-    lambda: generate(model, prefix, task, "positive", "The lake"),
-    lambda: generate(model, "prefix", task, "positive"),
-    lambda: generate(model, prefix, task, "positive", augmentation=0.5),
-    lambda: generate(model, prefix, task, "positive", trace="ful"),
-    lambda: generate(model, prefix, task, "positive", eos="Stop"),
+    lambda: generate(model, attribute="positive", prompts="The lake"),
+    lambda: generate(model, method=3, attribute="positive"),
+    lambda: generate(model, method="prefixx", attribute="positive"),
+    lambda: generate(model, attribute="positive", augmentation=0.5),
+    lambda: generate(model, attribute="positive", alpha=1.0, augmentation=Augmentation(alpha=1)),
+    lambda: generate(model, attribute="positive", trace="ful"),
+    lambda: generate(model, attribute="positive", eos="Stop"),
+    lambda: generate(model, Cell.of(model, attribute="positive"), seed=3),
+    lambda: generate(model, Cell.of("tiny-llama", attribute="positive", dtype="float32")),
 ]
 for call in calls:
     try:
@@ -450,10 +453,14 @@ for call in calls:
     expected = [
         *["was given"] * 3,
         "prompts must be a list of at least one text, found 'The lake'",
-        "method must come from methods.get or methods.for_task, found 'prefix'",
+        "method must be a name, or come from methods.get or for_task, found 3",
+        "unknown method 'prefixx'; allowed: none, prefix",
         "augmentation must be an Augmentation or None, found 0.5",
+        "give alpha 1, or an augmentation that has its own, not both",
         "unknown trace 'ful'; allowed: none, pooled, full; did you mean 'full'?",
         "unknown eos policy 'Stop'; allowed: keep, stop, block",
+        "give a cell, or settings, not both; found seed beside a cell",
+        "the cell's model is 'tiny-llama', and the model's 'tiny-gpt2'",
     ]
     lines = done.stdout.splitlines()
     assert len(lines) == len(expected), done.stdout

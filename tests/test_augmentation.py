@@ -26,8 +26,8 @@ def test_laws_at_and_around_n(law, l0, expected):
 
 def test_profiles_fill_only_what_is_not_given():
     paper, released = Augmentation(alpha=1), Augmentation(alpha=1, profile="released")
-    assert (paper.span, paper.length, paper.phase) == ("prefix", "paper", "last_query")
-    assert (released.span, released.length, released.phase) == ("released", "kv", "decode")
+    assert (paper.span, paper.length_rule, paper.phase) == ("prefix", "paper", "last_query")
+    assert (released.span, released.length_rule, released.phase) == ("released", "kv", "decode")
     mixed = Augmentation(alpha=1, profile="released", span="prefix")
     assert (mixed.span, mixed.length, mixed.phase) == ("prefix", "kv", "decode")
 

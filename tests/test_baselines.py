@@ -1,5 +1,6 @@
 """FreeCtrl and DATG: their formulas by hand and by loops, the hooks they need, and what they refuse."""
 
+import dataclasses
 import json
 import math
 from itertools import pairwise
@@ -8,12 +9,13 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_CLASSES, load
+from conftest import MODEL_CLASSES, generate, load, plan, run_of
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, generate, load_model, load_task, methods
+from lapa2_interp import Augmentation, load_model, load_task, methods
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import assert_neurons_live, neuron_point, promoters, setting
+from lapa2_interp.decoding.plan import plan as decoding_plan
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import AugmentationError, DataError, DeadHookError, MethodError, ScoringError
 from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
@@ -277,17 +279,19 @@ def test_freectrl_against_its_definition(words_model, word_file):
     assert made.trace["prompt"].shape[2] == length - 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Again(NoControl):
+    reads_anew = True
+
+
 def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
     """A method that asks for it and intervenes nowhere: texts, trace and whole rows are those of cached decoding."""
-
-    class Anew(NoControl):
-        reads_anew = True
 
     model, task = load(tiny, "float64", model_class), load_task("sentiment")
     settings = {"length": 26, "samples": 2, "patterns": [(1, 2)], "augmentation": Augmentation(alpha=0.8)}
     cached, anew = (
         generate(model, method, task, "positive", ["The sea", "Once upon"], **settings)
-        for method in (NoControl(), Anew())
+        for method in (NoControl(), Again())
     )
     assert cached.samples.equals(anew.samples)
     for name in set(cached.trace.data_vars) - {"prefix_tokens"}:
@@ -401,13 +405,12 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
 
 
 def test_freectrl_says_what_reading_anew_costs(words_model, word_file):
-    from lapa2_interp.decoding.plan import plan
-    from lapa2_interp.runs.generate import estimate
+    from lapa2_interp.runs.generate import announcement
 
-    todo = plan(words_model, freectrl(word_file), load_task("sentiment"), "positive", ["The lake"], None, 12, 3)
+    todo = plan(words_model, freectrl(word_file), load_task("sentiment"), "positive", ["The lake"], None, 12, 3, trace="none")
     # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read 12.
-    assert "every step reads its text anew: 225 tokens through the model, where a cache would need 36" in estimate(
-        words_model, [todo], "none"
+    assert "every step reads its text anew: 225 tokens through the model, where a cache would need 36" in announcement(
+        words_model, [todo]
     )
 
 
@@ -555,46 +558,49 @@ def test_scores_of_drafts_are_shares_of_the_attribute():
 @pytest.mark.parametrize("form", ["L", "P"])
 def test_datg_generates_with_words_of_its_own(form):
     """On the embedded classifier, with what it prepared in the manifest; form P has a prefix per prompt, and takes LaPA2."""
-    from lapa2_interp.runs.generate import run_arms
 
     model, task = load("smollm2-135m"), load_task("sentiment")
     method = methods.for_task("datg", task, form=form, drafts=5, draft_tokens=12)
-    arms = {"baseline": None} | ({"lapa2": Augmentation(alpha=1.0)} if form == "P" else {})
+    arms = (None, Augmentation(alpha=1.0)) if form == "P" else (None,)
     prompts = task.prompts.texts[1:3]
-    run = run_arms(model, method, task, ["positive"], prompts, arms, length=14, samples=2, seed=1, trace="pooled")
-    prepared = run.manifest.prepared["positive"]
+    run = run_of(model, method, task, ["positive"], prompts, arms, length=14, samples=2, seed=1, trace="pooled")
+    keys = list(run.plan)
+    prepared, trace = run.manifest(keys[0]).prepared["positive"], run.trace(keys[0])
     assert list(prepared) == list(prompts)
     assert all(each["positive"] for each in prepared.values())
-    assert set(run.samples["finish"]) == {"length"}
+    assert set(run.samples()["finish"]) == {"length"}
     if form == "L":
-        assert (run.trace["l_pre"] == 0).all()
+        assert (trace["l_pre"] == 0).all()
         return
     for number, prompt in enumerate(prompts):
         lists = [", ".join(prepared[prompt][part]) for part in ("positive", "negative")]
         sentence = SENTENCE.format(positive=lists[0], negative=lists[1])
         l_pre = Layout.of(model.tokenizer, sentence, " " + prompt).l_pre
-        assert run.trace["l_pre"].to_numpy()[0, 2 * number : 2 * number + 2].tolist() == [l_pre] * 2
-    plain, boosted = run.trace["prefix"].to_numpy()[0].reshape(2, 4, -1)
+        assert trace["l_pre"].to_numpy()[0, 2 * number : 2 * number + 2].tolist() == [l_pre] * 2
+    plain, boosted = (run.trace(key)["prefix"].to_numpy()[0] for key in keys)
     # Behind a prefix of dozens of tokens l/l_pre stays near 1, and so does what the bias multiplies.
     assert np.nanmean(boosted) > np.nanmean(plain)
     assert np.nanmean(boosted[:, -1]) > np.nanmean(plain[:, -1])
 
 
+CALLS = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(NoControl):
+    def prepare(self, kit, task, attribute, prompt):
+        return Prepared(kit.once("shared", lambda: CALLS.append(prompt) or prompt))
+
+
 def test_plans_prepare_each_prompt_once():
     """Arms and attributes share the kit, so that what prompts share is made once."""
-    from lapa2_interp.decoding.plan import plan
-
-    calls = []
-
-    class Counting(NoControl):
-        def prepare(self, kit, task, attribute, prompt):
-            return Prepared(kit.once("shared", lambda: calls.append(prompt) or prompt))
-
     model = load("tiny-gpt2")
     kit = ModelKit(model)
     for _ in range(2):
         todo = plan(model, Counting(), load_task("sentiment"), "positive", ["a b", "c d"], None, 20, 1, kit=kit)
-    assert calls == ["a b"]
+    assert CALLS == ["a b"]
+    with pytest.raises(MethodError, match="prepares for its prompts; give plan or generate a kit"):
+        decoding_plan(model, todo.cell)
     assert [each.known for each in todo.prepared] == ["a b", "a b"]
     assert todo.summaries == {}
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lapa2_interp.cli import main
-from lapa2_interp.runs.manifest import read_run
+from lapa2_interp.runs.read import load_run
 
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
 
@@ -21,7 +21,7 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     out = tmp_path / "run"
     line = f"{GENERATE} --prompt 'The sea' --method prefix --task sentiment --alpha 0.5 --samples 4 --seed 1 --patterns 0.1"
     assert lapa2(line, "--out", out) == 0
-    run = read_run(out)
+    run = load_run(out).cell()
     assert run.manifest.arms["alpha 0.5 paper"].alpha == 0.5
     assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
     assert run.manifest.patterns == ((0, 1),)
@@ -35,30 +35,30 @@ def test_generation_from_the_shell_is_reproducible(tmp_path):
     texts = []
     for place, rows in (("a", 120), ("b", 1)):
         assert lapa2(f"{GENERATE} --samples 3 --max-rows {rows}", "--out", tmp_path / place) == 0
-        texts.append(read_run(tmp_path / place).samples["text"].tolist())
+        texts.append(load_run(tmp_path / place).cell().samples["text"].tolist())
     assert texts[0] == texts[1]
 
 
 def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
     for flags, arm in (("", "alpha 0.5 paper"), ("--alpha 0", "baseline"), ("--method negprompt", "alpha 1 paper")):
         assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
-        assert list(read_run(tmp_path / "run").manifest.arms) == [arm]
+        assert list(load_run(tmp_path / "run").cell().manifest.arms) == [arm]
 
 
 def test_augmentation_flags_reach_the_manifest(tmp_path):
     flags = "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase all_queries"
     flags += " --layers 0,2 --heads 0.1,2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
-    (found,) = read_run(tmp_path / "run").manifest.arms.values()
+    (found,) = load_run(tmp_path / "run").cell().manifest.arms.values()
     assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
-    assert (found.law, found.l0, found.length, found.phase) == ("constant", 128, "kv", "all_queries")
+    assert (found.law, found.l0, found.length_rule, found.phase) == ("constant", 128, "kv", "all_queries")
 
 
 def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
     line = f"{GENERATE} --method air-decoding"
     assert lapa2(line, "--out", tmp_path / "a") == 0
     assert lapa2(line, "--set", "omega=20", "--set", "pro_aug=false", "--out", tmp_path / "b") == 0
-    a, b = (read_run(tmp_path / name).manifest for name in "ab")
+    a, b = (load_run(tmp_path / name).cell().manifest for name in "ab")
     assert (a.parameters["omega"], a.parameters["pro_aug"]) == (140, True)
     assert (b.parameters["omega"], b.parameters["pro_aug"]) == (20, False)
     assert a.branches["positive"] == {"base": None, "target": "Very positive:", "negative": "Very negative:"}
@@ -70,7 +70,7 @@ def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys)
     error = capsys.readouterr().err.splitlines()[-1]
     assert "no token has positive weight for 'The lake' sample 0 at step" in error
     assert "lower omega" in error
-    run = read_run(tmp_path / "run")
+    run = load_run(tmp_path / "run").cell()
     assert run.samples["finish"].tolist() == ["empty"]
     assert run.manifest.problems[0] in error
 
@@ -95,7 +95,7 @@ def test_trace_never_writes_over_a_run(tmp_path, capsys):
     for force in ((), ("--force",)):
         assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "run", *force) == 2
         assert "not a folder of this command's making" in capsys.readouterr().err
-    read_run(tmp_path / "run")
+    load_run(tmp_path / "run").cell()
     assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
     assert lapa2("trace", tmp_path / "look") == 2
     assert "give the run's own folder" in capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 
 def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    from lapa2_interp.runs import runner
+    from lapa2_interp.runs import generate as runner
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from lapa2_interp.cli import main
-from lapa2_interp.runs.manifest import read_run
+from lapa2_interp.runs.read import load_run
 from lapa2_interp.soft_prefix import load_prefix
 
 TRAIN = "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set batch=4 --set lr=0.05"
@@ -70,7 +70,7 @@ def test_a_trained_set_generates(trained, tmp_path):
     line = "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake' --length 20"
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
     assert lapa2(line, "--out", tmp_path / "hard") == 0
-    soft, hard = (read_run(tmp_path / name) for name in ("soft", "hard"))
+    soft, hard = (load_run(tmp_path / name).cell() for name in ("soft", "hard"))
     assert soft.samples["text"][0] != hard.samples["text"][0]
     assert soft.manifest.branches["positive"]["prefix"] == load_prefix(trained, "positive").card.name
     assert soft.trace.sizes["prefix_token"] == 3

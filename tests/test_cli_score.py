@@ -5,12 +5,10 @@ import shlex
 
 import pandas as pd
 import pytest
-from conftest import load
+from conftest import load, run_of
 
 from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.cli import main
-from lapa2_interp.runs.generate import run_arms
-from lapa2_interp.runs.manifest import new_folder, write_run
 
 
 def lapa2(line, *more):
@@ -26,14 +24,11 @@ def scores_of_this_test(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     arms = {"baseline": None, "alpha 1": Augmentation(alpha=1)}
-    run = run_arms(
+    run = run_of(
         load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"],
         arms, length=40, samples=3, seed=4, trace="none",
     )  # fmt: skip
-    place = tmp_path_factory.mktemp("runs") / "run"
-    with new_folder(place) as folder:
-        write_run(folder, run)
-    return place
+    return run.save(tmp_path_factory.mktemp("runs") / "run").folder
 
 
 def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
@@ -96,12 +91,11 @@ def test_the_writer_of_the_texts_is_named(run_folder, tmp_path, capsys):
 
 
 def test_perplexity_is_measured_in_float32_whatever_wrote_the_texts(tmp_path, capsys):
-    run = run_arms(
+    run = run_of(
         load("tiny-gpt2", "bfloat16"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake"],
         {"baseline": None}, length=40, samples=1, seed=4, trace="none",
     )  # fmt: skip
-    with new_folder(tmp_path / "run") as folder:
-        write_run(folder, run)
+    run.save(tmp_path / "run")
     for named, dtype in (("", "float32"), ("--dtype bfloat16", "bfloat16")):
         line = f"score --force {named} --scorers perplexity=tiny-gpt2 --out"
         assert lapa2(line, tmp_path / "a", tmp_path / "run") == 0

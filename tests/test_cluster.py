@@ -9,15 +9,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import HAS_HOOKED, load
+from conftest import HAS_HOOKED, load, plan
 
 from lapa2_interp import Augmentation, models
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
-from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import ModelError, RunError
 from lapa2_interp.machine import remember
-from lapa2_interp.methods import for_task
+from lapa2_interp.methods import for_task, load_task
 from lapa2_interp.runs import cluster as clusters
 from lapa2_interp.runs.cluster import Cluster
 from lapa2_interp.runs.grid import load_grid
@@ -25,7 +24,6 @@ from lapa2_interp.runs.jobs import Failed, Job, Opened
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import library_versions
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.methods import load_task
 
 GRID = """
 model = "tiny-gpt2"
@@ -296,7 +294,7 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_pa
         model.cfg.default_prepend_bos = True
         method, rule = for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
-        made.append(run_plan(model, todo, seed=1, trace="full"))
+        made.append(run_plan(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import load, real_once, soft_prefix
+from conftest import generate, load, real_once, soft_prefix
 from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
-from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.errors import MethodError
 from lapa2_interp.layout import Layout, left_pad

@@ -3,16 +3,18 @@
 import dataclasses
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from conftest import TINY, load, soft_set
+from conftest import TINY, generate, load, plan, run_of, soft_set
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented, generate, load_task, methods
+from lapa2_interp import Augmentation, augmented, load_task, methods
 from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.decoding.plan import assign, plan
+from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, TaskError
 from lapa2_interp.layout import Layout, left_pad, text_markers
+from lapa2_interp.methods import Branch, assign
 from lapa2_interp.models import load_transformers
 from lapa2_interp.soft_prefix import load_prefix
 
@@ -219,17 +221,19 @@ def test_prompts_share_a_batch_only_where_the_context_holds_both():
 
 
 def test_traces_of_different_prefix_lengths_join():
-    from lapa2_interp.runs.generate import run_arms
 
     detox = load_task("detox")
     settings = {"length": 6, "samples": 1, "seed": 1, "patterns": [(0, 1)], "max_rows": 1}
-    run = run_arms(
-        load("tiny-llama"), PREFIX, detox, ["nontoxic", "toxic"], ["The lake", "The blue lake"], {"a": None}, **settings
+    run = run_of(
+        load("tiny-llama"), PREFIX, detox, ["nontoxic", "toxic"], ["The lake", "The blue lake"], **settings
     )
-    assert run.trace.sizes["prefix_token"] == len("Very nontoxic:")
-    tokens = run.trace["prefix_tokens"].to_numpy()[0, :, 0]
+    cells = [run.cell(key) for key in run.plan]
+    texts = pd.concat([each.samples for each in cells], ignore_index=True)
+    trace = join_traces([each.trace for each in cells], texts)
+    assert trace.sizes["prefix_token"] == len("Very nontoxic:")
+    tokens = trace["prefix_tokens"].to_numpy()[0, :, 0]
     assert np.isnan(tokens).sum(axis=1).tolist() == [0, 0, 3, 3]
-    assert run.trace.sizes["key"] == 1 + len("Very nontoxic:The blue lake") + 5
+    assert trace.sizes["key"] == 1 + len("Very nontoxic:The blue lake") + 5
 
 
 def test_doubled_bos_generates_as_the_released_scripts_do():
@@ -243,22 +247,19 @@ def test_doubled_bos_generates_as_the_released_scripts_do():
     assert found.trace["n_bos"].item() == 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Sum(type(PREFIX)):
+    name = "sum"
+
+    def branches(self, task, attribute):
+        return (Branch("base"), Branch("prefix", task.prefix(attribute)))
+
+    def combine(self, log_probs, state):
+        return log_probs["base"] + log_probs["prefix"]
+
+
 def test_every_branch_sees_the_same_tokens():
     """Two branches as stacked rows equal two separate passes: combining base and prefix by hand."""
-    from dataclasses import dataclass
-
-    from lapa2_interp.methods import Branch
-
-    @dataclass(frozen=True)
-    class Sum(type(PREFIX)):
-        name = "sum"
-
-        def branches(self, task, attribute):
-            return (Branch("base"), Branch("prefix", task.prefix(attribute)))
-
-        def combine(self, log_probs, state):
-            return log_probs["base"] + log_probs["prefix"]
-
     model = load("tiny-neox", "float64")
     found = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
     assert found.trace["branch"].values.tolist() == ["base", "prefix"]
@@ -272,7 +273,7 @@ def test_every_branch_sees_the_same_tokens():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"length": 300}, LayoutError, "exceed the model's context of 256"),
+        ({"length": 300}, LayoutError, "exceed the context of 256 of tiny-gpt2"),
         ({"length": 8}, LayoutError, "leaves nothing to generate after the 8 tokens of 'The lake'"),
         ({"length": 0}, LayoutError, "at least 1"),
         ({"samples": 0}, LayoutError, "at least 1"),

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import load, soft_prefix
+from conftest import generate, load, soft_prefix
 
-from lapa2_interp import Augmentation, generate, load_task, methods
-from lapa2_interp.model_card import is_bridge
+from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout
+from lapa2_interp.loaded import is_bridge
 from lapa2_interp.trace import SUMS
 
 AUGMENTATIONS = [

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import tomllib
-from importlib import resources
 
 import pytest
 from conftest import load, soft_set
@@ -15,6 +14,7 @@ from conftest import load, soft_set
 from lapa2_interp import load_task
 from lapa2_interp.cell import CELL, Cell
 from lapa2_interp.cli import main
+from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.layout import Layout
 from lapa2_interp.machine import measured, remember
@@ -36,7 +36,7 @@ from lapa2_interp.runs.estimates import (
     shown_size,
     shown_time,
 )
-from lapa2_interp.runs.grid import EXAMPLE, Block, built_in, load_grid, parse_changes
+from lapa2_interp.runs.grid import EXAMPLE, GRIDS, Block, built_in, load_grid, parse_changes
 
 TINY = """
 model = "tiny-gpt2"
@@ -70,7 +70,7 @@ def grid(tmp_path):
 
 
 def toml(name):
-    return tomllib.loads((resources.files("lapa2_interp.runs.grid") / f"{name}.toml").read_text("utf-8"))
+    return tomllib.loads((GRIDS / f"{name}.toml").read_text("utf-8"))
 
 
 def product(name):
@@ -648,15 +648,10 @@ def test_estimates_add_up(grid, own_cache):
 
 
 def test_a_plan_takes_what_its_cell_takes(grid):
-    from lapa2_interp.decoding.plan import plan
-
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
     for changes in ("", "max_rows = 3\n"):
         cell = grid(TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes).cells[0]
-        todo = plan(
-            load("tiny-gpt2"), cell.decoder, cell.task, cell.attribute, cell.task.prompts.texts, None, cell.length, cell.samples,
-            cell.max_rows,
-        )  # fmt: skip
+        todo = plan(load("tiny-gpt2"), cell)
         assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at), rel=0.1)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import load
+from conftest import generate, load
 
-from lapa2_interp import Augmentation, augmented, generate, load_task, methods
+from lapa2_interp import Augmentation, augmented, load_task, methods
 from lapa2_interp.layout import Layout
 from lapa2_interp.trace import SUMS
 

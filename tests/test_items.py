@@ -22,8 +22,11 @@ import pytest
 from lapa2_interp import load_run, plots
 from lapa2_interp.cell import CELL
 from lapa2_interp.errors import RunError
+from lapa2_interp.paper import output, reported, tables
+from lapa2_interp.paper.bench import Bench
+from lapa2_interp.paper.claims import Claim
+from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
-from lapa2_interp.runs import items
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -348,7 +351,7 @@ def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
 
 
 def test_the_papers_numbers_parse():
-    numbers = items.reported()
+    numbers = reported.reported()
     assert len(numbers) == 1172
     assert numbers["value"].notna().all()
     assert set(numbers["table"]) == {"sent_topic", "detox", "half", "scaling", "layers", "components", "hard_prefix"}
@@ -363,31 +366,31 @@ def test_the_papers_numbers_parse():
         (80.67, {"table": "hard_prefix", "method": "air-decoding", "variant": "A positive text:", "lapa2": True,
                  "metric": "acc"}),
     ):  # fmt: skip
-        assert items.paper_number(**where) == expected
-    assert np.isnan(items.paper_number("half", length=64))
+        assert reported.paper_number(**where) == expected
+    assert np.isnan(reported.paper_number("half", length=64))
     with pytest.raises(RunError, match="numbers of the paper's table detox fit"):
-        items.paper_number("detox", metric="tox")
+        reported.paper_number("detox", metric="tox")
 
 
 def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch):
     """Pretend that SmolLM2 is GPT-2 medium and 48 tokens are 256: every cell of the table finds its number."""
-    monkeypatch.setitem(items.PAPER_MODELS, "smollm2-135m", "gpt2-medium")
-    real = items.paper_number
+    monkeypatch.setitem(reported.PAPER_MODELS, "smollm2-135m", "gpt2-medium")
+    real = reported.paper_number
 
     def of_256(table, **wanted):
         return real(table, **(wanted | {"length": 256}))
 
-    monkeypatch.setattr(items, "paper_number", of_256)
+    monkeypatch.setattr(tables, "paper_number", of_256)
     found = script("analyses", "layers", run)["table"]
-    found = items.overall(found[found["task"] == "sentiment"]).set_index(["method", "arm", "metric"])["paper"]
+    found = tables.overall(found[found["task"] == "sentiment"]).set_index(["method", "arm", "metric"])["paper"]
     assert found["prefix", "baseline", "acc"] == 68.13
     assert found["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
     assert found["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
     assert np.isnan(found["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
-    shown = items.wide(script("analyses", "layers", run)["table"])
+    shown = tables.wide(script("analyses", "layers", run)["table"])
     assert "68.1" in shown["paper acc"].tolist()  # and no difference: the scorer is not the paper's
-    monkeypatch.setitem(items.PAPER_SCORERS, "acc", "embedded")
-    shown = items.wide(script("analyses", "layers", run)["table"])
+    monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "embedded")
+    shown = tables.wide(script("analyses", "layers", run)["table"])
     assert shown["paper acc"].str.contains(r"68\.1 \([+-]\d").any()
 
 
@@ -409,7 +412,7 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
     ],
 )
 def test_a_verdict_is_about_the_whole_interval(expected, low, high, verdict):
-    assert items.judged(expected, low, high, margin=0.5) == verdict
+    assert Claim("", "", expected, 0.5 * (expected == "same")).verdict(low, high) == verdict
 
 
 def scores(gains, prompts=12):
@@ -443,16 +446,16 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
         {"model": "m", "task": "sentiment", "method": "prefix", "variant": "", "arm": list(gains), "attribute": "positive",
          "state": "finished", "profile": "", "alpha": 0.0, "max_length": 64}
     )  # fmt: skip
-    bench = items.Bench(load_run(run), "scaling", ("scaling",), run)
+    bench = Bench(ItemData(load_run(run), "scaling", ("scaling",)), "", run)
     found = bench.table(texts, cells)
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])
-    assert ("**" in "".join(items.wide(found)["acc"])) == (best is not None)
+    assert ("**" in "".join(tables.wide(found)["acc"])) == (best is not None)
 
 
 def test_tables_survive_hostile_text():
     shown = pd.DataFrame({"a|b": ["x & y_z", "50% | **5** {~^\\}"]})
-    markdown, latex = items.as_markdown("T", shown, ["n"]), items.as_latex("T_1", shown, ["n & m"], "t")
+    markdown, latex = output.as_markdown("T", shown, ["n"]), output.as_latex("T_1", shown, ["n & m"], "t")
     assert markdown.count("\\|") == 1
     assert r"x \& y\_z" in latex
     assert r"\textbf{5}" in latex

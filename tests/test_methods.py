@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import load, real_once, soft_set
+from conftest import generate, load, real_once, soft_set
 
-from lapa2_interp import Augmentation, generate, load_task, methods, model_card
+from lapa2_interp import Augmentation, load_task, methods, model_card
 from lapa2_interp.decoding.loop import EmptyGenerationError
-from lapa2_interp.decoding.plan import assign
 from lapa2_interp.decoding.sampling import draw
 from lapa2_interp.errors import MethodError, TaskError
+from lapa2_interp.methods import assign
 
 RNG = np.random.default_rng(7)
 STEPS = 3

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from conftest import load, soft_prefix
+from conftest import generate, load, soft_prefix
 from safetensors.torch import save_file
 
-from lapa2_interp import generate, load_task, methods
+from lapa2_interp import load_task, methods
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.errors import PrefixError
 from lapa2_interp.layout import Layout

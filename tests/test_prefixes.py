@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import load, soft_prefix, soft_set
+from conftest import generate, load, run_of, soft_prefix, soft_set
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented, generate, load_task, methods
+from lapa2_interp import Augmentation, augmented, load_task, methods
 from lapa2_interp.attention.cache import open_rows, soft_inputs
-from lapa2_interp.model_card import is_bridge
 from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.layout import Layout, left_pad
+from lapa2_interp.loaded import is_bridge
 from lapa2_interp.soft_prefix import find_prefix, load_prefix, save_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
@@ -163,12 +163,11 @@ def test_a_saved_prefix_gives_identical_tokens(tiny, tmp_path):
 
 def test_cards_name_the_run(tmp_path):
     """The manifest tells which prefix stood in front of which branch."""
-    from lapa2_interp.runs.generate import run_arms
     from lapa2_interp.runs.manifest import Manifest
 
     model = load("tiny-gpt2")
     method = methods.get("air-decoding", prefixes=soft_set(tmp_path, model, SENTIMENT))
-    run = run_arms(model, method, SENTIMENT, ["negative"], ["The lake"], {"base": None}, length=20, samples=1, seed=1)
+    run = run_of(model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1).cell()
     branches = run.manifest.branches["negative"]
     assert branches["base"] is None
     assert branches["target"] == load_prefix(tmp_path, "negative").card.name

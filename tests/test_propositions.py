@@ -10,12 +10,12 @@ from lapa2_interp import Augmentation
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import TraceError
 from lapa2_interp.layout import Layout
+from lapa2_interp.paper.claims import Claim
 from lapa2_interp.paper.propositions import (
     by_alpha,
     curves,
     exponent_table,
     head_table,
-    judge,
     local_table,
     pooled_table,
     prediction_table,
@@ -26,7 +26,7 @@ from lapa2_interp.paper.propositions import (
     thinned_steps,
     trace_verdicts,
 )
-from lapa2_interp.stats import Interval, tails
+from lapa2_interp.stats import tails
 from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
 from lapa2_interp.theory import augmented_share, shifted_share
 
@@ -34,19 +34,19 @@ RATE, SHARE, MEAN, TYPICAL = "A is O(1/l)", "E[A] = l_pre / l", "E[A] falls as 1
 REACHED, LAW, ODDS = "A' is what Eq. 8 says", "the bias adds alpha log(l/l_pre)", "odds go as r^alpha / (r-1)"
 
 
-def interval(low, high):
-    return Interval((low + high) / 2, low, high, 9, 9)
+def judge(low, high, expected, margin, relation="same"):
+    return Claim("", "", relation, margin).verdict(low, high, expected)
 
 
 def test_verdicts_are_never_forced():
-    assert judge(interval(-0.02, 0.03), 0, 0.05) == "supported"
-    assert judge(interval(-0.02, 0.06), 0, 0.05) == "inconclusive"
-    assert judge(interval(0.06, 0.09), 0, 0.05) == "not supported"
-    assert judge(interval(-9.0, -3.0), 0, 0.05, "at most") == "supported"
-    assert judge(interval(0.1, 0.2), 0, 0.05, "at most") == "not supported"
-    assert judge(interval(0.1, 0.2), 0, 0.0, "at least") == "supported"
-    assert judge(interval(-0.1, 0.2), 0, 0.0, "at least") == "inconclusive"
-    assert judge(Interval(0.0, np.nan, np.nan, 1, 1), 0, 0.05) == "inconclusive", "one text tells no spread"
+    assert judge(-0.02, 0.03, 0, 0.05) == "as in the paper"
+    assert judge(-0.02, 0.06, 0, 0.05) == "inconclusive"
+    assert judge(0.06, 0.09, 0, 0.05) == "against the paper"
+    assert judge(-9.0, -3.0, 0, 0.05, "less") == "as in the paper"
+    assert judge(0.1, 0.2, 0, 0.05, "less") == "against the paper"
+    assert judge(0.1, 0.2, 0, 0.0, "more") == "as in the paper"
+    assert judge(-0.1, 0.2, 0, 0.0, "more") == "inconclusive"
+    assert judge(np.nan, np.nan, 0, 0.05) == "inconclusive", "one text tells no spread"
 
 
 # --- synthetic
@@ -112,12 +112,12 @@ def test_true_propositions_are_not_rejected(synthetic):
     for name, family in FAMILIES.items():
         rows = of(table, name)["verdict"]
         if family.bounded:
-            assert rows[RATE] != "not supported", name
+            assert rows[RATE] != "against the paper", name
         if family.exchangeable:
-            assert rows[SHARE] != "not supported", name
-            assert rows[MEAN] != "not supported", name
-    assert (of(table, "equal")["verdict"] == "supported").all()
-    assert of(table, "normal").loc[[RATE, MEAN, TYPICAL], "verdict"].tolist() == ["supported"] * 3
+            assert rows[SHARE] != "against the paper", name
+            assert rows[MEAN] != "against the paper", name
+    assert (of(table, "equal")["verdict"] == "as in the paper").all()
+    assert of(table, "normal").loc[[RATE, MEAN, TYPICAL], "verdict"].tolist() == ["as in the paper"] * 3
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -127,24 +127,24 @@ def test_rare_draws_refute_nothing(seed):
     drawn = draw_log_odds(lengths, 3, {n: FAMILIES[n] for n in ("infinite mean", "wide normal")}, texts=10, seed=seed)
     table = synthetic_verdicts(drawn, lengths, 3, ())
     for name in drawn:
-        assert of(table, name).loc[[SHARE, MEAN], "verdict"].isin(["inconclusive", "supported"]).all()
+        assert of(table, name).loc[[SHARE, MEAN], "verdict"].isin(["inconclusive", "as in the paper"]).all()
 
 
 def test_the_mean_may_fall_as_1_over_l_while_a_typical_text_does_not(synthetic):
     """e^z of infinite mean: keys are exchangeable, so E[A] = l_pre/l; but a text's A falls faster, and few carry the mean."""
     rows = of(synthetic_verdicts(*synthetic, 3, ()), "infinite mean")["verdict"]
-    assert rows[TYPICAL] == "not supported"
-    assert rows[MEAN] != "not supported"
+    assert rows[TYPICAL] == "against the paper"
+    assert rows[MEAN] != "against the paper"
 
 
 def test_violations_are_reported(synthetic):
     table = synthetic_verdicts(*synthetic, 3)
     for name in ("growing prefix", "anchored prefix"):
         rows = of(table, name)
-        assert (rows.loc[[RATE, SHARE, MEAN, TYPICAL], "verdict"] == "not supported").all(), name
+        assert (rows.loc[[RATE, SHARE, MEAN, TYPICAL], "verdict"] == "against the paper").all(), name
     reached = table[(table["claim"] == REACHED) & (table["alpha"] == 1)].set_index("where")["verdict"]
-    assert reached["synthetic: equal (exchangeable)"] == "supported"
-    assert reached["synthetic: normal (exchangeable)"] == "not supported", "exchangeable is not equal: E[X/(1+X)] < 1/2"
+    assert reached["synthetic: equal (exchangeable)"] == "as in the paper"
+    assert reached["synthetic: normal (exchangeable)"] == "against the paper", "exchangeable is not equal: E[X/(1+X)] < 1/2"
 
 
 def test_a_sink_at_short_lengths_is_inconclusive():
@@ -152,7 +152,7 @@ def test_a_sink_at_short_lengths_is_inconclusive():
     drawn = draw_log_odds(lengths, 3, {name: FAMILIES[name] for name in ("sink", "growing prefix")})
     table = synthetic_verdicts(drawn, lengths, 3, (0.0,))
     assert of(table, "sink").loc[RATE, "verdict"] == "inconclusive"
-    assert of(table, "growing prefix").loc[RATE, "verdict"] == "not supported"
+    assert of(table, "growing prefix").loc[RATE, "verdict"] == "against the paper"
 
 
 @pytest.mark.parametrize("alpha", [0.25, 1.0, 2.0])
@@ -247,11 +247,11 @@ def test_known_exponents_are_found(growth):
     assert row["low"] - 0.02 < growth < row["high"] + 0.02
     assert table.loc[(0.5, "rise"), "mean"] == pytest.approx(0.5, abs=1e-9)
     verdicts = trace_verdicts(traces, "made").set_index("claim")["verdict"]
-    expected = {0.0: "supported", -0.3: "supported", 0.4: "not supported"}[growth]
+    expected = {0.0: "as in the paper", -0.3: "as in the paper", 0.4: "against the paper"}[growth]
     assert verdicts[RATE] == expected
-    assert verdicts[TYPICAL] == ("supported" if growth == 0 else "not supported")
-    assert verdicts[LAW] == "supported"
-    assert verdicts[ODDS] == ("supported" if growth == 0 else "not supported")
+    assert verdicts[TYPICAL] == ("as in the paper" if growth == 0 else "against the paper")
+    assert verdicts[LAW] == "as in the paper"
+    assert verdicts[ODDS] == ("as in the paper" if growth == 0 else "against the paper")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -265,8 +265,8 @@ def test_a_sink_of_any_size_refutes_nothing(seed):
     for name, mass in {"prefix": weights, "bos": sink, "prompt": 1.0, "generated": l - n - 2}.items():
         trace[name] = (trace["prefix"].dims, np.broadcast_to(mass / total, total.shape)[None])
     verdicts = trace_verdicts(by_alpha({0.0: trace}), "made").set_index("claim")["verdict"]
-    assert verdicts[RATE] != "not supported"
-    assert verdicts[TYPICAL] == "not supported"
+    assert verdicts[RATE] != "against the paper"
+    assert verdicts[TYPICAL] == "against the paper"
 
 
 def test_a_verdict_follows_from_its_own_row():
@@ -275,8 +275,8 @@ def test_a_verdict_follows_from_its_own_row():
         table = trace_verdicts(by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)}), "made")
         for row in table.to_dict("records"):
             expected = float(row["expected"].lstrip("<>= "))
-            kind = {"<": "at most", ">": "at least"}.get(row["expected"][0], "equal")
-            found = judge(Interval(row["mean"], row["low"], row["high"], 12, 12), expected, row["margin"], kind)
+            kind = {"<": "less", ">": "more"}.get(row["expected"][0], "same")
+            found = judge(row["low"], row["high"], expected, row["margin"], kind)
             assert row["verdict"] in (found, "inconclusive"), row
 
 
@@ -315,7 +315,7 @@ def test_head_table_by_hand():
         trace[name] = (keys / trace["l_kv"]).expand_dims({"layer": 1, "head": 1}, axis=(3, 4))
     row = head_table(by_alpha({0.0: trace})).iloc[0]
     assert row["growth"] == pytest.approx(0, abs=1e-9)
-    assert row["verdict"] == "supported"
+    assert row["verdict"] == "as in the paper"
     assert row["sup_ratio"] == pytest.approx(1)
     assert row["tightness"] == pytest.approx(1)
     assert (row["C"], row["D"]) == (pytest.approx(3, rel=1e-3), pytest.approx(8, rel=1e-3))
@@ -396,7 +396,7 @@ def test_the_exact_law_in_the_first_augmented_layer(forced):
     before = table[table["layer"] == 0]
     assert (before["measured"] - before["baseline"]).abs().max() < 1e-7, "layer 0 is not augmented"
     verdicts = trace_verdicts(traces, "tiny", first_layer=1)
-    assert (verdicts[verdicts["claim"] == LAW]["verdict"] == "supported").all()
+    assert (verdicts[verdicts["claim"] == LAW]["verdict"] == "as in the paper").all()
 
 
 def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):

@@ -9,15 +9,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp.cli.report import report
+from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.paper.claims import Claim
 from lapa2_interp.report import UNIT, _forest, _scale, pieces, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
-from lapa2_interp.runs.manifest import SAMPLES
-from lapa2_interp.runs.sweep import Failure, load_run, sweep
+from lapa2_interp.runs.read import SAMPLES, Failure, load_run
+from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.trace.tables import branch_name, pooled
 
 GRID = """model = "tiny-gpt2"

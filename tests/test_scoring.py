@@ -361,14 +361,15 @@ def test_distinct_has_its_cells_too():
 
 
 def test_lengths_are_cut_from_one_run():
+    from conftest import load, run_of
+
     from lapa2_interp import load_task, methods
-    from lapa2_interp.runs.generate import run_arms
 
     def run(length):
-        return run_arms(
+        return run_of(
             load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake", "The sea"],
-            {"baseline": None}, length=length, samples=2, seed=4, trace="none",
-        )  # fmt: skip
+            length=length, samples=2, seed=4, trace="none",
+        ).cell()  # fmt: skip
 
     long, short = run(40), run(20)
     cut = at_lengths(long.samples, long.manifest, [20, 40])

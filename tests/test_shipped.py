@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import load
+from conftest import generate, load
 
-from lapa2_interp import Augmentation, generate, load_task, methods, model_card
+from lapa2_interp import Augmentation, load_task, methods, model_card
 from lapa2_interp.errors import PrefixError
 from lapa2_interp.soft_prefix import SHIPPED, cards, find_prefix, load_prefix
 

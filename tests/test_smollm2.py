@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import load
+from conftest import generate, load
 
-from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.layout import Layout
 from lapa2_interp.theory import fit_decay

@@ -1,4 +1,4 @@
-"""Run folders appear complete or not at all."""
+"""Runs in folders appear complete or not at all, and read back as they were."""
 
 import signal
 import subprocess
@@ -7,54 +7,104 @@ import sys
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import load
+from conftest import load, run_of
 
-from lapa2_interp import Augmentation, load_task, methods
+from lapa2_interp import Augmentation, load_run, load_task
 from lapa2_interp.errors import RunError
-from lapa2_interp.runs.generate import run_arms
-from lapa2_interp.runs.manifest import OF_THE_DAY, new_folder, read_run, write_run
+from lapa2_interp.files import new_folder
+from lapa2_interp.runs.manifest import OF_THE_DAY
+from lapa2_interp.runs.read import is_run, read_cell, write_cell, write_run
+
+ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
+ASKED = (
+    "prefix", load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"], (None, ONE_HEAD),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run():
-    arms = {"baseline": None, "alpha 1": Augmentation(alpha=1, heads=((0, 1),))}
-    return run_arms(
-        load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"],
-        arms, length=20, samples=2, seed=4,
-    )  # fmt: skip
+    return run_of(load("tiny-gpt2"), *ASKED, length=20, samples=2, seed=4)
+
+
+def same(one, two):
+    assert one.manifest == two.manifest
+    assert one.samples["tokens"].map(list).tolist() == two.samples["tokens"].map(list).tolist()
+    pd.testing.assert_frame_equal(one.samples.drop(columns="tokens"), two.samples.drop(columns="tokens"))
+    xr.testing.assert_equal(one.trace, two.trace)
 
 
 def test_a_run_reads_back_equal(run, tmp_path):
-    with new_folder(tmp_path / "run") as folder:
-        write_run(folder, run)
-    again = read_run(tmp_path / "run")
-    assert again.manifest == run.manifest
-    assert again.samples["tokens"].map(list).tolist() == run.samples["tokens"].tolist()
-    pd.testing.assert_frame_equal(again.samples.drop(columns="tokens"), run.samples.drop(columns="tokens"))
-    assert again.trace.attrs["manifest"] == run.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
-    xr.testing.assert_equal(again.trace, run.trace)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "manifest.json",
-        "samples.parquet",
-        "trace.nc",
-    ]
+    again = run.save(tmp_path / "run")
+    assert again.plan == run.plan
+    assert again.finished == run.plan
+    for key in run.plan:
+        same(again.cell(key), run.cell(key))
+        manifest = run.manifest(key).model_dump_json(indent=1, exclude=set(OF_THE_DAY))
+        assert again.trace(key).attrs["manifest"] == manifest
+        place = again.place(key)
+        assert sorted(path.name for path in place.iterdir()) == ["manifest.json", "samples.parquet", "trace.nc"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["cells", "plan", "run.json"]
 
 
 def test_a_run_holds_every_arm_and_attribute(run):
-    counts = run.samples.groupby(["arm", "attribute"]).size()
+    texts = run.samples()
+    counts = texts.groupby(["arm", "attribute"]).size()
     assert counts.tolist() == [4, 4, 4, 4]
-    assert run.trace.sizes["sample"] == 16
-    assert run.manifest.new_tokens == run.samples["n_tokens"].sum()
-    assert run.manifest.arms["alpha 1"] == Augmentation(alpha=1, heads=((0, 1),))
+    assert run.select(arm=ONE_HEAD.label, attribute="negative") == [list(run.plan)[3]]
+    for key in run.plan:
+        assert run.trace(key).sizes["sample"] == 4
+        assert run.manifest(key).new_tokens == run.cell(key).samples["n_tokens"].sum()
+    assert run.manifest(list(run.plan)[2]).arms == {ONE_HEAD.label: ONE_HEAD}
+    with pytest.raises(RunError, match="has 4 cells; give the key of one"):
+        run.trace()
+    with pytest.raises(RunError, match="in memory only; run.save"):
+        run.home  # noqa: B018
 
 
 def test_the_same_run_twice_is_the_same(run):
-    again = run_arms(
-        load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"],
-        run.manifest.arms, length=20, samples=2, seed=4,
+    again = run_of(load("tiny-gpt2"), *ASKED, length=20, samples=2, seed=4)
+    assert again.samples().equals(run.samples())
+    for key in run.plan:
+        xr.testing.assert_identical(again.trace(key), run.trace(key))
+
+
+def test_a_cell_by_itself_is_a_run(run, tmp_path):
+    """RUN/cells/KEY, and what `lapa2 generate` wrote before its runs had cells: manifest.json without run.json."""
+    key = next(iter(run.plan))
+    alone = load_run(run.save(tmp_path / "run").place(key))
+    assert list(alone.plan) == [key]
+    same(alone.cell(), run.cell(key))
+    assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
+
+
+def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
+    """The old kind had all arms and attributes in one table, one trace and one manifest."""
+    from lapa2_interp.decoding.loop import join_traces
+    from lapa2_interp.runs.read import FinishedCell
+
+    cells = [run.cell(key) for key in run.plan]
+    table = pd.concat([each.samples for each in cells], ignore_index=True)
+    manifest = cells[0].manifest.model_copy(
+        update={
+            "cell": None,
+            "attributes": ("positive", "negative"),
+            "arms": {each.manifest.arms and next(iter(each.manifest.arms)): next(iter(each.manifest.arms.values()))
+                     for each in cells},
+            "branches": cells[0].manifest.branches | cells[1].manifest.branches,
+        }
     )  # fmt: skip
-    assert again.samples.equals(run.samples)
-    xr.testing.assert_identical(again.trace, run.trace)
+    (tmp_path / "old").mkdir()
+    write_cell(tmp_path / "old", FinishedCell(manifest, table, join_traces([each.trace for each in cells], table)))
+    old = load_run(tmp_path / "old")
+    assert is_run(tmp_path / "old")
+    assert [cell.arm for cell in old.plan.values()] == [cell.arm for cell in run.plan.values()]
+    assert [cell.attribute for cell in old.plan.values()] == [cell.attribute for cell in run.plan.values()]
+    for key, own in zip(old.plan, run.plan, strict=True):
+        assert old.cell(key).samples["text"].tolist() == run.cell(own).samples["text"].tolist()
+        xr.testing.assert_allclose(old.trace(key)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]),
+                                   run.trace(own)["prefix"].drop_vars(["prompt_text", "attribute"]))  # fmt: skip
+        assert old.manifest(key).new_tokens == run.manifest(own).new_tokens
+    assert len(old.samples()) == 16
 
 
 def test_a_failing_block_leaves_nothing(tmp_path):
@@ -70,7 +120,7 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
         "import os, signal, sys, pathlib\n"
         # A process started in the background of a script ignores SIGINT, and so would its children.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from lapa2_interp.runs.manifest import new_folder\n"
+        "from lapa2_interp.files import new_folder\n"
         "with new_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'samples.parquet').write_text('half')\n"
         "    os.kill(os.getpid(), int(sys.argv[2]))\n"
@@ -85,29 +135,28 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
 
 def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
     for force in (False, True):
-        with new_folder(tmp_path / "run", force) as folder:
+        with new_folder(tmp_path / "run", force, is_run) as folder:
             write_run(folder, run)
             (folder / f"made with force {force}").touch()
     assert (tmp_path / "run" / "made with force True").exists()
     assert not (tmp_path / "run" / "made with force False").exists()
-    with pytest.raises(RunError, match="is finished; --force replaces it"), new_folder(tmp_path / "run"):
-        pass
+    with pytest.raises(RunError, match="is finished; --force replaces it"):
+        run.save(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
-    with new_folder(tmp_path / "run") as folder:
-        write_run(folder, run)
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run", force=True):
+    run.save(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run", True, is_run):
         raise ZeroDivisionError
-    assert read_run(tmp_path / "run").manifest == run.manifest
+    assert load_run(tmp_path / "run").finished == run.plan
 
 
 def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     for force in (False, True):
-        with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "thesis", force):
+        with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "thesis", force, is_run):
             pass
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
 
@@ -115,7 +164,7 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
 def test_somebody_elses_manifest_protects_its_folder(tmp_path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
-    with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "app", force=True):
+    with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "app", True, is_run):
         pass
     assert (tmp_path / "app" / "manifest.json").exists()
 
@@ -129,15 +178,18 @@ def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
 @pytest.mark.parametrize("name", ["samples.parquet", "trace.nc"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_damaged_files_are_named(run, tmp_path, name, damage):
-    with new_folder(tmp_path / "run") as folder:
-        write_run(folder, run)
-    file = tmp_path / "run" / name
+    saved = run.save(tmp_path / "run")
+    key = next(iter(run.plan))
+    file = saved.place(key) / name
     if damage == "gone":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"):
+        load_run(tmp_path / "run").cell(key)
     with pytest.raises(RunError, match=f"{name} is missing or damaged"):
-        read_run(tmp_path / "run")
+        read_cell(file.parent)
+    assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
 
 
 def test_places_that_cannot_be_written(tmp_path):
@@ -149,8 +201,8 @@ def test_places_that_cannot_be_written(tmp_path):
 
 
 def test_reading_what_is_no_run(tmp_path):
-    with pytest.raises(RunError, match=r"is not a run folder: it has no manifest\.json"):
-        read_run(tmp_path)
+    with pytest.raises(RunError, match=r"is not a run: it has no run\.json"):
+        load_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"model": 3}')
     with pytest.raises(RunError, match=r"manifest\.json is not a manifest of this version: created: field required"):
-        read_run(tmp_path)
+        load_run(tmp_path)

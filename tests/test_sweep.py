@@ -22,18 +22,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import MODEL_CLASSES, load
+from conftest import MODEL_CLASSES, generate, load
 
-from lapa2_interp import generate
 from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
-from lapa2_interp.runs import engines
+from lapa2_interp.files import whole_folder, write_text
+from lapa2_interp.runs import local as engines
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened
 from lapa2_interp.runs.local import InProcess, Processes
-from lapa2_interp.runs.manifest import MANIFEST, SAMPLES, TRACE, Manifest, read_manifest
-from lapa2_interp.runs.sweep import add_grids, durable_file, durable_folder, load_run, pick, sweep
+from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
+from lapa2_interp.runs.read import SAMPLES, TRACE, load_run
+from lapa2_interp.runs.sweep import add_grids, sweep
 from lapa2_interp.runs.worker import Worker
 
 HEAD = """
@@ -503,7 +504,7 @@ def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
     def plan(*_):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("lapa2_interp.decoding.plan.plan", plan)
+    monkeypatch.setattr("lapa2_interp.runs.worker.plan", plan)
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     outcome = Worker("cpu").do(Job(cell))
     assert outcome.traceback.splitlines()[-1] == "MemoryError: no more; fewer rows share a batch with --set max_rows=N"
@@ -549,7 +550,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     assert lapa2(line) == 2
     printed = capsys.readouterr()
     assert "2 cells made" in printed.out
-    (bad,) = pick(load_run(tmp_path / "run"), layers="top")
+    (bad,) = load_run(tmp_path / "run").select(layers="top")
     assert f"({bad}): ValueError: out of luck" in printed.err
     assert "lapa2: 1 cell failed; `lapa2 runs" in printed.err.splitlines()[-1]
     run = load_run(tmp_path / "run")
@@ -839,7 +840,7 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
 
 def test_what_a_kill_left_beside_finished_cells_is_taken_away(undisturbed, files, copy):
     key = next(iter(load_run(copy).plan))
-    durable_file(copy / "failed" / f"{key}.json", '{"when": "2026-01-01T00:00:00Z", "traceback": "ValueError: old"}')
+    write_text(copy / "failed" / f"{key}.json", '{"when": "2026-01-01T00:00:00Z", "traceback": "ValueError: old"}')
     (copy / "parts" / key / "1").mkdir(parents=True)
     (copy / "scores" / ".writing-of-another").mkdir(parents=True)
     assert load_run(copy).failures == {}
@@ -863,7 +864,7 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     monkeypatch.setattr(os, "replace", rename)
-    with durable_folder(tmp_path / "deep" / "er" / "place") as fresh:
+    with whole_folder(tmp_path / "deep" / "er" / "place") as fresh:
         (fresh / "a").write_text("a")
         (fresh / "b").write_text("b")
         assert not (tmp_path / "deep" / "er" / "place").exists()
@@ -872,18 +873,18 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
     assert set(log[2:4]) == {fresh / "a", fresh / "b"}
     assert log[4:] == [fresh, (fresh, parent / "place"), parent]
     log.clear()
-    durable_file(parent / "new" / "file", "text")
+    write_text(parent / "new" / "file", "text")
     (above, aside, (source, target), after) = log
     assert (above, aside, target, after) == (parent, source, parent / "new" / "file", parent / "new")
     assert [each.name for each in (parent / "new").iterdir()] == ["file"]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    durable_file(tmp_path / "file", "old")
+    write_text(tmp_path / "file", "old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(OSError, match="full"):
-        durable_file(tmp_path / "file", "new")
-    with pytest.raises(OSError, match="full"), durable_folder(tmp_path / "folder"):
+        write_text(tmp_path / "file", "new")
+    with pytest.raises(OSError, match="full"), whole_folder(tmp_path / "folder"):
         pass
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
 
@@ -953,11 +954,11 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
     assert isinstance(run.trace(row["key"]), xr.Dataset)
     only = run.samples([row["key"]])
     pd.testing.assert_frame_equal(only, samples[samples["cell"] == row["key"]].reset_index(drop=True))
-    assert pick(run, method="prefix", arm=["baseline", row["arm"]], task="sentiment") == [
+    assert run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment") == [
         key for key, cell in run.plan.items() if cell.arm in ("baseline", row["arm"])
     ]
     with pytest.raises(RunError, match="unknown column 'methd'; allowed: .*did you mean 'method'"):
-        pick(run, methd="prefix")
+        run.select(methd="prefix")
 
 
 def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsys):

@@ -6,8 +6,8 @@ import lzma
 import pytest
 
 from lapa2_interp.errors import TaskError
-from lapa2_interp.tasks import EXAMPLE, built_in, read_prompts
 from lapa2_interp.methods import load_task
+from lapa2_interp.tasks import EXAMPLE, built_in, read_prompts
 
 GOOD = """
 length_counts_prompt = false

@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import load
+from conftest import generate, load
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, generate, load_task, methods
+from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.layout import Layout

@@ -5,7 +5,7 @@ The devices are pretended: `toy:0` and `toy:1` compute on the CPU, and refuse an
 
 import pytest
 import torch
-from conftest import TINY, load, soft_set
+from conftest import TINY, load, plan, soft_set
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,9 +15,7 @@ from lapa2_interp import Augmentation, models
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.attention.neurons import promoters
 from lapa2_interp.decoding.loop import run_plan
-from lapa2_interp.decoding.plan import plan
-from lapa2_interp.methods import for_task
-from lapa2_interp.methods import load_task
+from lapa2_interp.methods import for_task, load_task
 
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
@@ -149,8 +147,8 @@ def test_two_devices_make_the_texts_and_traces_of_one(two, tiny, method, tmp_pat
     chosen = for_task("prefix" if method == "soft" else method, task, **own)
     assert (str(two.cfg.device), two.cfg.n_devices, str(load(tiny).cfg.device)) == ("toy:0", 2, "cpu")
     for model in (two, load(tiny)):
-        todo = plan(model, chosen, task, "positive", ("The lake", "Once"), Augmentation(alpha=1.0), 16, 2)
-        made.append(run_plan(model, todo, seed=1, trace="full", patterns=((0, 1), (3, 2))))
+        todo = plan(model, chosen, task, "positive", ("The lake", "Once"), Augmentation(alpha=1.0), 16, 2, patterns=((0, 1), (3, 2)))
+        made.append(run_plan(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
 

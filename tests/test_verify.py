@@ -13,7 +13,7 @@ from lapa2_interp.cli import main
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.layout import Layout
 from lapa2_interp.paper.study import Study, as_text, draw, run_study
-from lapa2_interp.runs.manifest import read_run
+from lapa2_interp.runs.read import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
 SMALL = ["--model", "tiny-llama", "--length", "48", "--synthetic-length", "2000"]
@@ -34,19 +34,20 @@ def test_the_folder(folder):
     }  # fmt: skip
     facts = json.loads((folder / "manifest.json").read_text())
     assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
-    assert read_run(folder / "free").trace is None, "it is thinned, and no reader may take it for whole"
+    free = load_run(folder / "free")
+    assert all(free.trace(key) is None for key in free.plan), "they are thinned, and no reader may take them for whole"
     with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:
         assert thinned.sizes["step"] <= 48
 
 
 def test_verdicts_say_all_three_sources(folder):
     verdicts = pd.read_csv(folder / "tables" / "verdicts.csv")
-    assert set(verdicts["verdict"]) <= {"supported", "not supported", "inconclusive"}
+    assert set(verdicts["verdict"]) <= {"as in the paper", "against the paper", "inconclusive"}
     places = set(verdicts["where"])
     assert {"tiny-llama, each alpha its own texts", *FORCED} < places
     law = verdicts[(verdicts["claim"] == "the bias adds alpha log(l/l_pre)") & ~verdicts["where"].str.contains("synth")]
     assert set(law["where"]) == FORCED
-    assert (law["verdict"] == "supported").all()
+    assert (law["verdict"] == "as in the paper").all()
 
 
 def test_the_law_recomputed_from_the_stored_trace(folder):

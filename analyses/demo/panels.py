@@ -16,7 +16,7 @@ import pandas as pd
 from lapa2_interp import __version__, plots
 from lapa2_interp.files import keep_file
 from lapa2_interp.machine import cores, kind_of
-from lapa2_interp.runs.sweep import SweepRun, load_run
+from lapa2_interp.runs.read import Run, load_run
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -378,7 +378,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 # --- 3: texts
 
 
-def texts(run: SweepRun, grid: Grid, arms: Mapping[str, str]) -> Panel:
+def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     """The same prompt's texts under the arms that act on all layers, side by side."""
     from lapa2_interp.models import load_tokenizer
     from lapa2_interp.report import UNIT, colour_top, text_column
@@ -541,7 +541,7 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
 
 # --- 5: verdicts
 
-SIGNS = {"supported": "✓", "not supported": "✗", "inconclusive": "○"}
+SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "○"}
 
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
@@ -587,7 +587,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         "Synthetic logits keep or break the "
         f"paper's assumptions, one family at a time (up to l = {SYNTHETIC['longest']:,}); the real attention is "
         f"that of panel 1, {texts} texts. "
-        "✓ supported, ✗ not supported, ○ inconclusive.",
+        "✓ as in the paper, ✗ against the paper, ○ inconclusive.",
         f"lapa2 propositions --model {cell.model} --length 256 --out results/my-verdicts",
         [f"Verdicts on {name}: {count}." for name, count in counts.items()],
         tables=[
@@ -610,7 +610,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
 # --- 6: half of the layers
 
 
-def halves(run: SweepRun, grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
+def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     """LaPA2 in one half of the layers: attention by layer, and accuracy."""
     chosen = [cell for cell in grid.cells if arms[cell.key] in ("0", "1/2") or "half" in arms[cell.key]]
     curves: dict[str, list[np.ndarray]] = {}
@@ -712,7 +712,7 @@ def machine() -> str:
     return f"{cores()} cores of {kind_of('cpu')}"
 
 
-def _facts(out: Path, run: SweepRun, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:
+def _facts(out: Path, run: Run, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:
     from lapa2_interp.runs.manifest import read_manifest
 
     manifest = read_manifest(run.place(grid.cells[0].key))

@@ -18,8 +18,8 @@ from panels import machine
 
 from lapa2_interp.errors import RunError
 from lapa2_interp.paper.scripts import ScriptOptions, count
-from lapa2_interp.runs.manifest import Manifest, read_manifest, read_run
-from lapa2_interp.runs.sweep import load_run
+from lapa2_interp.runs.manifest import Manifest, read_manifest
+from lapa2_interp.runs.read import load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392
@@ -39,7 +39,7 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
     """The first n texts of runs, in turns."""
     found = []
     for folder in runs:
-        run = read_run(folder)
+        run = load_run(folder).cell()
         rows = run.samples.to_dict("records")
         found.append(
             [

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.model_card import Model, is_bridge
+from lapa2_interp.loaded import Model, is_bridge
 from lapa2_interp.soft_prefix import SoftPrefix
 
 

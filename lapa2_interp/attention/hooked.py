@@ -28,7 +28,7 @@ from torch import Tensor
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout
-from lapa2_interp.model_card import Model, is_bridge
+from lapa2_interp.loaded import Model, is_bridge
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"

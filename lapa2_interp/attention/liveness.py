@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.errors import DeadHookError
-from lapa2_interp.model_card import Model
+from lapa2_interp.loaded import Model
 
 EDIT = 3.0
 

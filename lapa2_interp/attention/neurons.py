@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lapa2_interp.errors import DeadHookError
 from lapa2_interp.files import keep_file
+from lapa2_interp.loaded import Model
 from lapa2_interp.methods import Intervention
-from lapa2_interp.model_card import Model
 from lapa2_interp.progress import progress_bar
 
 STRONG = 50.0

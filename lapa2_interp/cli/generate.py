@@ -23,7 +23,7 @@ from lapa2_interp.machine import DtypeOrAuto
 
 if TYPE_CHECKING:
     from lapa2_interp.decoding.plan import Plan
-    from lapa2_interp.model_card import Model
+    from lapa2_interp.loaded import Model
     from lapa2_interp.runs.attention import Attention
 
 

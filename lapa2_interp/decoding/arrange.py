@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cell import Cell
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@runtime_checkable
 class Size(Protocol):
     """What must be known of a model: a `ModelCard`, or `models.sizes.Size`."""
 

@@ -32,8 +32,8 @@ from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import draw
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import EmptyDistributionError
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Kit, Start
-from lapa2_interp.model_card import Model, model_card
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 

@@ -18,8 +18,8 @@ from lapa2_interp.decoding.arrange import Arrangement, arrange
 from lapa2_interp.decoding.sampling import uniforms
 from lapa2_interp.errors import MethodError, ModelError
 from lapa2_interp.layout import Layout, left_pad
+from lapa2_interp.loaded import Model, is_bridge, model_card
 from lapa2_interp.methods import Kit, Method, Prepared, Soft
-from lapa2_interp.model_card import Model, is_bridge, model_card
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.soft_prefix import SoftName, SoftPrefix, find_prefix
 

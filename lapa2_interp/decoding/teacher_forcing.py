@@ -21,7 +21,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.model_card import Model
+from lapa2_interp.loaded import Model
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder

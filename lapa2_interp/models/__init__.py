@@ -23,8 +23,8 @@ from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
+from lapa2_interp.loaded import Model, make_card
 from lapa2_interp.machine import default_device, resolve_dtype
-from lapa2_interp.model_card import Model, make_card
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
     SMOLLM2_SHA256,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lapa2_interp.attention.liveness import Liveness, assert_live
-from lapa2_interp.model_card import ModelCard, model_card
+from lapa2_interp.loaded import ModelCard, model_card
 from lapa2_interp.models import load_model, load_transformers
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."

@@ -7,7 +7,7 @@ from itertools import cycle
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.plots import COLOURS, Drawing, _figure, _plain
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
 # --- propositions
 
@@ -23,7 +23,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
         alphas: Those to show, where the table has them.
     """
     shown = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
-    figure = _figure(2.6 * len(shown) + 0.6, 3.4)
+    figure = new_figure(2.6 * len(shown) + 0.6, 3.4)
     panels = np.atleast_1d(figure.subplots(1, len(shown)))
     styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
     for panel, alpha in zip(panels, shown, strict=True):
@@ -39,7 +39,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
         else:
             panel.set_ylim(0, 1.02)
         panel.set_title(f"alpha = {alpha:g}", fontsize=9)
-        _plain(panel, "l", "attention on the prefix" if panel is panels[0] else "")
+        plain_axes(panel, "l", "attention on the prefix" if panel is panels[0] else "")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=6)
     return figure
@@ -54,7 +54,7 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
     """
     quantities = [name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()]
     quantities = [name for name in quantities if not (by and name == "rise")]
-    figure = _figure(3.3 * len(quantities), 3.4)
+    figure = new_figure(3.3 * len(quantities), 3.4)
     panels = np.atleast_1d(figure.subplots(1, len(quantities)))
     titles = {
         "log-odds": "log-odds + log(r-1) on log r",
@@ -73,7 +73,7 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
         one = part[part[by] == part[by].iloc[0]] if by else part
         panel.plot(one["alpha"], one["predicted"], color="black", ls=":", lw=1.6, label="predicted")
         panel.set_title(titles[quantity], fontsize=9)
-        _plain(panel, "alpha", "slope" if panel is panels[0] else "")
+        plain_axes(panel, "alpha", "slope" if panel is panels[0] else "")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=6)
     return figure
@@ -85,7 +85,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     Args:
         curves: From `propositions.pooled_table`.
     """
-    figure = _figure(6.8, 4.0)
+    figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
     for (alpha, curve), colour in zip(curves.groupby("alpha"), cycle(SHADES), strict=False):
         c, d, r2 = curve[["C", "D", "R2"]].iloc[0]
@@ -97,7 +97,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
         if not np.isnan(c):
             axes.plot(curve["l"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
     axes.set(xscale="log", yscale="log", ylim=(curves["mean"].min() / 3, None))
-    _plain(axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)")
+    plain_axes(axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)")
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
     return figure
 
@@ -111,7 +111,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     base = heads[heads["alpha"] == 0]
     found = base.pivot(index="layer", columns="head", values="growth").to_numpy()
     kinds = base.pivot(index="layer", columns="head", values="kind").to_numpy()
-    figure = _figure(6.4, 5.4)
+    figure = new_figure(6.4, 5.4)
     left, right = figure.subplots(1, 2, sharey=True)
     drawn = left.imshow(found, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-1, vmax=1)
     figure.colorbar(drawn, ax=left, location="bottom", shrink=0.9, extend="both")
@@ -139,7 +139,7 @@ def predictions(found: pd.DataFrame) -> Drawing:
         found: From `propositions.prediction_table`.
     """
     alphas = list(dict.fromkeys(found["alpha"]))
-    figure = _figure(2.2 * len(alphas) + 0.8, 3.2)
+    figure = new_figure(2.2 * len(alphas) + 0.8, 3.2)
     panels = np.atleast_1d(figure.subplots(1, len(alphas), sharey=True))
     for panel, alpha in zip(panels, alphas, strict=True):
         part = found[found["alpha"] == alpha]
@@ -147,7 +147,7 @@ def predictions(found: pd.DataFrame) -> Drawing:
         panel.plot(part["layer"], part["predicted"], color=COLOURS[1], lw=1.2, ls="--", label="predicted from it")
         panel.plot(part["layer"], part["measured"], color=COLOURS[2], lw=1.4, label="measured")
         panel.set_title(f"alpha = {alpha:g}", fontsize=9)
-        _plain(panel, "layer", "attention on the prefix" if panel is panels[0] else "")
+        plain_axes(panel, "layer", "attention on the prefix" if panel is panels[0] else "")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=3)
     return figure
@@ -164,7 +164,7 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
     alphas = [alpha for alpha in dict.fromkeys(part["alpha"]) if alpha in (0.5, 1.0)] or list(
         dict.fromkeys(part["alpha"])
     )[:2]
-    figure = _figure(3.4 * len(alphas), 4.6)
+    figure = new_figure(3.4 * len(alphas), 4.6)
     panels = np.atleast_2d(figure.subplots(2, len(alphas), sharex=True, sharey=True, squeeze=False))
     for column, alpha in enumerate(alphas):
         for row, pooling in enumerate(("pooled", "per head")):
@@ -178,7 +178,7 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
                 )
             panel.axhline(0, color="black", lw=0.6)
             panel.set_title(f"alpha = {alpha:g}, {pooling}", fontsize=9)
-            _plain(panel, "layer" if row else "", f"change of\nnearest_k/(1-{outside})" if not column else "")
+            plain_axes(panel, "layer" if row else "", f"change of\nnearest_k/(1-{outside})" if not column else "")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
     return figure

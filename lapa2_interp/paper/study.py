@@ -27,8 +27,8 @@ from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import DataError, TraceError
 from lapa2_interp.files import new_folder
 from lapa2_interp.layout import Layout
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import load_task
-from lapa2_interp.model_card import Model, model_card
 from lapa2_interp.models import load_model
 from lapa2_interp.page import Section, page
 from lapa2_interp.paper import drawings

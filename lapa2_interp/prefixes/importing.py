@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import PrefixError, one_of
-from lapa2_interp.model_card import Model, model_card
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.models import load_model
 from lapa2_interp.soft_prefix import PrefixCard, Shape, SoftPrefix, kv_shape, load_prefix, save_prefix
 from lapa2_interp.tasks import Task

@@ -24,9 +24,9 @@ from tqdm import tqdm
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import MAX_ROWS, Plan, plan
+from lapa2_interp.loaded import Model
 from lapa2_interp.machine import clock_of, cores, default_device, measured, n_threads, operations_per_second, remember
 from lapa2_interp.methods import load_task
-from lapa2_interp.model_card import Model
 from lapa2_interp.models import load_model
 from lapa2_interp.models.sizes import is_here, model_size, weight_bytes
 from lapa2_interp.models.tiny import TINY

@@ -19,8 +19,8 @@ from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import EmptyDistributionError, Lapa2Error
 from lapa2_interp.kit import ModelKit
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Kit
-from lapa2_interp.model_card import Model, model_card
 from lapa2_interp.models import load_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds, shown_time

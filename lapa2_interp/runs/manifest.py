@@ -16,7 +16,7 @@ from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.plan import Plan
 from lapa2_interp.errors import RunError, first_problem
-from lapa2_interp.model_card import Model, ModelCard, model_card
+from lapa2_interp.loaded import Model, ModelCard, model_card
 from lapa2_interp.soft_prefix import SoftName
 
 MANIFEST = "manifest.json"

@@ -332,7 +332,12 @@ class Run:
     def _not_there(self, key: str) -> str:
         if key not in self.plan:
             return f"{self.name} has no cell {key!r}; `lapa2 runs {self.name}` lists them"
-        return f"{self.name}: cell {key} ({self.plan[key].where}) is not finished; `lapa2 sweep` with its grid makes it"
+        where = f"{self.name}: cell {key} ({self.plan[key].where})"
+        if self.folder is not None and self.place(key).is_dir():
+            return (
+                f"{where} is damaged: a file of it is missing or cut short; make it again with the command that made it"
+            )
+        return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -387,7 +392,7 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run that can be read."""
     try:
-        load_run(folder)
+        read_listing(folder) if (folder / LISTING).is_file() else read_manifest(folder)
     except RunError:
         return False
     return True

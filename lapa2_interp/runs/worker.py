@@ -12,7 +12,7 @@ from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
-from lapa2_interp.model_card import Model
+from lapa2_interp.loaded import Model
 from lapa2_interp.models import load_model
 from lapa2_interp.progress import no_progress
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
