@@ -23,10 +23,13 @@ ASIDE = ".writing-"
 
 
 @contextmanager
-def whole_folder(place: Path) -> Iterator[Path]:
+def whole_folder(place: Path, is_good: Callable[[Path], bool] = lambda there: False) -> Iterator[Path]:
     """A folder to fill, which is at `place` when the block has ended well.
 
     A folder that is there already stays until then, and is replaced.
+
+    Args:
+        is_good: Whether a folder that is there by then will do; the one that was filled is then given up.
     """
     _make_parents(place)
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=place.parent))
@@ -36,6 +39,8 @@ def whole_folder(place: Path) -> Iterator[Path]:
         yield fresh
         for path in [*fresh.rglob("*"), fresh]:
             _flush(path)
+        if place.exists() and is_good(place):
+            return
         if place.exists():
             place.rename(aside / f"{place.name} before")
         fresh.rename(place)

@@ -29,7 +29,7 @@ def test_profiles_fill_only_what_is_not_given():
     assert (paper.span, paper.length_rule, paper.phase) == ("prefix", "paper", "last_query")
     assert (released.span, released.length_rule, released.phase) == ("released", "kv", "decode")
     mixed = Augmentation(alpha=1, profile="released", span="prefix")
-    assert (mixed.span, mixed.length, mixed.phase) == ("prefix", "kv", "decode")
+    assert (mixed.span, mixed.length_rule, mixed.phase) == ("prefix", "kv", "decode")
 
 
 @pytest.mark.parametrize(

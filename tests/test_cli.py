@@ -85,7 +85,7 @@ def test_trace_reads_a_run(tmp_path, capsys):
     assert "2 texts of 1 prompt an arm; no interval: one prompt tells no spread" in printed
     assert "C/(t+D)" in printed
     assert sorted(path.name for path in (tmp_path / "look").iterdir()) == [
-        "fits.csv", "head_maps.png", "heads.csv", "manifest.json", "prefix_attention.png", "prefix_tokens.csv",
+        "cells.csv", "fits.csv", "head_maps.png", "heads.csv", "prefix_attention.png", "prefix_tokens.csv",
         "prefix_tokens.png", "steps.csv",
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_trace_never_writes_over_a_run(tmp_path, capsys):
     load_run(tmp_path / "run").cell()
     assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
     assert lapa2("trace", tmp_path / "look") == 2
-    assert "give the run's own folder" in capsys.readouterr().err
+    assert "is not a run: it has no run.json" in capsys.readouterr().err
 
 
 def test_trace_of_the_raw_model_shows_its_prompt(tmp_path, capsys):
@@ -218,7 +218,7 @@ def test_probe_and_lists(capsys):
         ("layout --prompt 'The lake' --prefix ''", "prefix '' tokenises to nothing"),
         ("layout --prompt '' --prefix 'x'", "prompt '' tokenises to nothing"),
         ("layout --prompt 'The lake' --doubled-bos", "doubled_bos"),
-        ("trace OUT", "is not a run folder"),
+        ("trace OUT", "there is no folder .* `lapa2 generate` and"),
         ("nonsense", "nonsense"),
     ],
 )
@@ -236,10 +236,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, line, message):
 
 def test_a_finished_run_needs_force(tmp_path, capsys):
     assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
-    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    before = load_run(tmp_path / "run").manifest()
     assert lapa2(GENERATE, "--out", tmp_path / "run") == 2
     assert "--force replaces it" in capsys.readouterr().err
-    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
+    assert load_run(tmp_path / "run").manifest() == before
     assert lapa2(GENERATE, "--out", tmp_path / "run", "--force") == 0
 
 

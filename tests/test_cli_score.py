@@ -129,7 +129,7 @@ def test_a_very_long_text_is_scored(tmp_path):
 
 def test_sheets_and_answers(run_folder, tmp_path, capsys):
     assert lapa2("scorers sheets --n 8 --out", tmp_path / "sheets", run_folder) == 0
-    assert "8 texts (4 baseline, 4 alpha 1)" in capsys.readouterr().out
+    assert "8 texts (4 sentiment prefix baseline, 4 sentiment prefix alpha 1 paper)" in capsys.readouterr().out
     sheet = pd.read_csv(tmp_path / "sheets/sheet.csv")
     files = []
     for number, name in enumerate(("anna", "ben")):

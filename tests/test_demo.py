@@ -222,7 +222,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     done = call("--model", "tiny-llama", "--threads", "1", "--out", str(tmp_path))
     assert done.returncode == 2
-    assert "is not the folder of a sweep" in done.stderr
+    assert "is not a run" in done.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 

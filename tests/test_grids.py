@@ -217,6 +217,7 @@ CHANGES = {
     "trace": "full",
     "max_rows": 7,
     "doubled_bos": True,
+    "patterns": [(0, 1)],
     "files": {"prefix": "0" * 64},
 }
 
@@ -224,7 +225,7 @@ CHANGES = {
 @pytest.mark.parametrize("field", Cell.model_fields)
 def test_every_field_of_a_cell_is_in_its_key(grid, field):
     cell = grid(TINY + 'augmentation = "paper"').cells[0]
-    raw = cell.model_dump()
+    raw = {name: getattr(cell, name) for name in Cell.model_fields} | cell.model_dump()
     change = raw[field] | CHANGES[field] if isinstance(CHANGES[field], dict) else CHANGES[field]
     assert change != raw[field]
     assert CELL.validate_python(raw | {field: change}).key != cell.key
@@ -367,7 +368,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('length = 24', 'length = 24\naugmentation = 3'), "augmentation: takes none, paper, released, or .*; found 3"),
         (('length = 24', 'length = 24\nwording = "Very nice:"'), "'Very nice:' names no attribute; write it as .*{attribute}"),
         (('"prefix"', '"none"\nwording = "Quite {attribute}:"'), "wording 'Quite {attribute}:' changes nothing for none"),
-        (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; give it"),
+        (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; generate without"),
         (('model =', 'model ='), None),
         (('model = "tiny-gpt2"', 'model = '), r"grid .*: Invalid value \(at line 2, .*`lapa2 grids` ends with an example"),
         (('length = 24', 'block = 3'), r"a block begins with \[\[block\]\], in double brackets"),
@@ -516,7 +517,7 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
         ("sweep GRID --out /proc/nowhere/run --workers 1 --device cpu", "cannot write /proc/nowhere/run"),
         ("grids nonsense", "unknown grid 'nonsense'"),
         ("runs OUT", "there is no folder "),
-        ("runs .", ". is not the folder of a sweep: it has no run.json; `lapa2 sweep"),
+        ("runs .", ". is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep"),
         ("runs OUT --state broken", "broken"),
     ],
 )

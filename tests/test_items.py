@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp import load_run, plots
+from lapa2_interp import load_run
 from lapa2_interp.cell import CELL
 from lapa2_interp.errors import RunError
 from lapa2_interp.paper import output, reported, tables
@@ -52,6 +52,16 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:  # a scorer names its weights, and so loads them, in every script
         patched.setattr(transformer, "load_transformers", functools.cache(transformer.load_transformers))
         yield folder
+
+
+def figure(item):
+    """The drawing of a script of figures/."""
+    before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "figures"))
+    try:
+        return runpy.run_path(str(ROOT / "figures" / f"{item}.py"))["draw"]
+    finally:
+        sys.path[:] = before
 
 
 def script(kind, item, *arguments):
@@ -180,31 +190,31 @@ def test_plotted_data_are_the_tables(run):
     decay = table(GOLDEN / "decay.csv")
     shown = decay[(decay["metric"] == "acc") & (decay["attribute"] == "all")]
     for panel, (_, part) in zip(
-        plots.control_against_length(decay).axes, shown.groupby("task", sort=False), strict=True
+        figure("decay")(decay).axes, shown.groupby("task", sort=False), strict=True
     ):
         lines = [(x["length"].tolist(), x["mean"].tolist()) for _, x in part.groupby("method", sort=False)]
         assert drawn(panel) == lines
     steps = table(GOLDEN / "augmentation.csv")
     for panel, (_, part) in zip(
-        plots.attention_with_and_without(steps).axes, steps.groupby("task", sort=False), strict=True
+        figure("augmentation")(steps).axes, steps.groupby("task", sort=False), strict=True
     ):
         groups = part.groupby(["method", "arm"], sort=False)
         assert drawn(panel) == [(x["step"].tolist(), x["mean"].tolist()) for _, x in groups]
     local = table(GOLDEN / "local_attn.csv")
     first = local[~local["without_bos"] & (local["task"] == "sentiment")]
     groups = [x for _, part in first.groupby("k", sort=False) for _, x in part.groupby("arm", sort=False)]
-    assert drawn(plots.local_shares(local).axes[0]) == [(x["step"].tolist(), x["mean"].tolist()) for x in groups]
+    assert drawn(figure("local_attn")(local).axes[0]) == [(x["step"].tolist(), x["mean"].tolist()) for x in groups]
     dilution, fits = table(GOLDEN / "dilution.csv"), table(GOLDEN / "dilution.fits.csv")
     curve = dilution[
         (dilution["name"] == "prefix") & (dilution["task"] == "sentiment") & (dilution["method"] == "prefix")
     ]
-    measured, fitted = drawn(plots.dilution_curves(dilution, fits).axes[0])[:2]
+    measured, fitted = drawn(figure("dilution")(dilution, fits).axes[0])[:2]
     assert measured == (curve["step"].tolist(), curve["mean"].tolist())
     c, d = fits[["C", "D"]].iloc[0]
     np.testing.assert_allclose(fitted[1], c / (curve["step"] + d))
     alpha = table(GOLDEN / "alpha.csv")
     part = alpha[(alpha["method"] == "prefix") & (alpha["attribute"] == "all")].sort_values("alpha")
-    control, fluency = plots.control_against_alpha(alpha).axes[0], plots.control_against_alpha(alpha).axes[3]
+    control, fluency = figure("alpha")(alpha).axes[0], figure("alpha")(alpha).axes[3]
     assert drawn(control)[0][1] == part[part["metric"] == "acc"]["mean"].tolist()
     assert fluency.lines[0].get_ydata().tolist() == part[part["metric"] == "ppl"]["mean"].tolist()
 
@@ -283,7 +293,7 @@ def test_what_a_user_can_mend_is_one_line(run):
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
-        assert done.stderr.startswith(f"error: {run.parent} is not the folder of a sweep")
+        assert done.stderr.startswith(f"error: {run.parent} is not a run")
 
 
 @pytest.mark.parametrize(

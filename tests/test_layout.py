@@ -143,7 +143,7 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, spa
             law=law,
             l0=l0,
             span=span,
-            length=augmentation.length,
+            length=augmentation.length_rule,
             phase=phase,
             released=profile == "released",
             soft=found.soft > 0,

@@ -168,7 +168,7 @@ def test_generate_says_so_and_does_it(tmp_path, capsys):
     assert "note: bfloat16 is slow on this processor: a product takes 3.0 times" in capsys.readouterr().err
     assert main([*options, "--out", str(tmp_path / "auto")]) == 0
     assert "slow" not in capsys.readouterr().err
-    made = [json.loads((tmp_path / name / "manifest.json").read_text())["model"]["dtype"] for name in ("named", "auto")]
+    made = [load_run(tmp_path / name).manifest().model.dtype for name in ("named", "auto")]
     assert made == ["bfloat16", "float32"]
 
 

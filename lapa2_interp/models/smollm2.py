@@ -56,12 +56,11 @@ def smollm2_folder() -> Path:
         raise ModelError(f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that wheel")
     print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
     try:
-        with whole_folder(folder) as fresh:
+        # Another process may have finished first.
+        with whole_folder(folder, lambda there: _damage(there) is None) as fresh:
             _convert(gguf, fresh)
             _write_seal(fresh)
     except OSError as error:
-        if folder.exists() and _damage(folder) is None:  # another process finished first
-            return folder
         raise ModelError(
             f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder that can"
         ) from error

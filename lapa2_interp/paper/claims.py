@@ -39,7 +39,7 @@ class Claim:
     margin: float = 0.0
     source: str = ""
 
-    def verdict(self, low: float, high: float, expected: float = 0.0) -> Verdict:
+    def verdict(self, low: float, high: float, expected: float | int = 0.0) -> Verdict:
         """The verdict on an interval; inconclusive where there is none (NaN).
 
         Args:

@@ -184,7 +184,7 @@ def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[
     """
     with _writing(folder):
         if folder.is_dir() and not (folder / "run.json").exists() and any(not _ours(each) for each in folder.iterdir()):
-            raise RunError(f"{folder} exists and is not the folder of a sweep; choose another --out")
+            raise RunError(f"{folder} exists and is not a run; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         with _writing(folder):

@@ -88,7 +88,7 @@ def at_lengths(samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequen
         texts = []
         for prompt, tokens in zip(samples["prompt"], samples["tokens"], strict=True):
             counted = len(tokenizer(prompt, add_special_tokens=False).input_ids) if manifest.length_counts_prompt else 0
-            kept = list(tokens)[: max(0, length - counted)]
+            kept = [int(token) for token in tokens[: max(0, length - counted)]]
             text = continuation(tokenizer, prompt, kept)
             texts.append(prompt + text if manifest.length_counts_prompt else text)
         frames.append(samples.assign(text=texts, length=length))
