@@ -17,8 +17,12 @@
 #     python analyses/alpha.py results/quick && python figures/alpha.py results/quick
 
 # %%
-from lapa2_interp.paper.bench import open_bench
+import sys
 
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+
+sys.excepthook = in_one_line
 bench = open_bench("alpha", "The strength of the bias")
 cells = bench.cells
 scores = bench.scores(cells)

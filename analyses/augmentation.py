@@ -17,8 +17,12 @@
 #     python analyses/augmentation.py results/quick && python figures/augmentation.py results/quick
 
 # %%
-from lapa2_interp.paper.bench import open_bench
+import sys
 
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+
+sys.excepthook = in_one_line
 bench = open_bench("augmentation", "Attention on the prefix with and without LaPA2: sentiment and topic", "sent_topic")
 cells = bench.cells
 table, shown = bench.attention(cells[cells["method"].isin(["prefix", "con-prefix", "air-decoding"])])

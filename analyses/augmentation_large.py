@@ -16,8 +16,12 @@
 #     python analyses/augmentation_large.py results/quick && python figures/augmentation_large.py results/quick
 
 # %%
-from lapa2_interp.paper.bench import open_bench
+import sys
 
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+
+sys.excepthook = in_one_line
 bench = open_bench("augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox")
 cells = bench.cells
 table, shown = bench.attention(cells[cells["method"].isin(["negprompt", "preadd"])])

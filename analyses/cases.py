@@ -18,14 +18,17 @@
 #     python analyses/cases.py results/quick
 
 # %%
+import sys
 from contextlib import closing
 
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.scoring import Cache, Item, run_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 
+sys.excepthook = in_one_line
 bench = open_bench("cases", "Case studies: the pair of texts at the median of LaPA2's change", "sent_topic", "detox")
 LENGTH, TARGETS = 64, {"sentiment": "positive", "topic": "world", "detox": "nontoxic"}
 cells = bench.cells

@@ -16,9 +16,13 @@
 #     python analyses/decay.py results/quick && python figures/decay.py results/quick
 
 # %%
+import sys
+
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
+from lapa2_interp.paper.scripts import in_one_line
 
+sys.excepthook = in_one_line
 bench = open_bench("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = bench.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]

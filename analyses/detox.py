@@ -17,9 +17,13 @@
 #     python analyses/detox.py results/quick
 
 # %%
+import sys
+
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
+from lapa2_interp.paper.scripts import in_one_line
 
+sys.excepthook = in_one_line
 bench = open_bench("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = bench.cells
 longest = int(cells["max_length"].max())

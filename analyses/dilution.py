@@ -17,14 +17,18 @@
 #     python analyses/dilution.py results/quick && python figures/dilution.py results/quick
 
 # %%
+import sys
+
 import numpy as np
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
 from lapa2_interp.theory import fit_decay
 from lapa2_interp.trace.tables import pooled, step_table
 
+sys.excepthook = in_one_line
 bench = open_bench("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
 cells = bench.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]

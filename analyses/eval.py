@@ -22,12 +22,16 @@
 # (GPT-2+Prefix), +.24 on topic (Air-Decoding).
 
 # %%
+import sys
+
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.ratings import stored_ratings
+from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import mean_interval
 
+sys.excepthook = in_one_line
 bench = open_bench("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(bench.run.folder)
 places = ["rater", "model", "task", "method", "variant", "length"]

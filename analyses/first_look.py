@@ -19,19 +19,30 @@
 
 # %%
 import os
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 
-from lapa2_interp import Augmentation, augmented, generate, load_model, load_task, methods, model_card, plots
-from lapa2_interp.layout import Layout
-from lapa2_interp.paper.scripts import ScriptOptions
-from lapa2_interp.trace.tables import head_table, pooled
+from lapa2_interp import (
+    Augmentation,
+    Layout,
+    augmented,
+    generate,
+    head_table,
+    load_model,
+    load_task,
+    model_card,
+    plots,
+    pooled,
+)
+from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
 parser = ScriptOptions("One prefix, one prompt, every head.")
 parser.add_argument("--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`")
+sys.excepthook = in_one_line
 options = parser.read()
 torch.set_grad_enabled(False)
 model = load_model(options.model)
@@ -98,19 +109,10 @@ plots.head_maps(maps)
 # The same two arms over 64 tokens of text, traced head by head inside the decode loop.
 
 # %%
-task = load_task("sentiment")
+prompts = load_task("sentiment").prompts.texts[:4]
 runs = {
-    arm: generate(
-        model,
-        methods.get("prefix"),
-        task,
-        "positive",
-        task.prompts.texts[:4],
-        augmentation=chosen,
-        length=64,
-        samples=2,
-    )
-    for arm, chosen in {"plain": None, "alpha 1": augmentation}.items()
+    arm: generate(model, attribute="positive", prompts=prompts, alpha=alpha, length=64, samples=2).cell()
+    for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }
 for arm, run in runs.items():
     print(f"{arm}: {run.samples['text'][0]!r}\n")

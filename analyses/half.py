@@ -17,11 +17,15 @@
 #     python analyses/half.py results/quick
 
 # %%
+import sys
+
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
+from lapa2_interp.paper.scripts import in_one_line
 
+sys.excepthook = in_one_line
 bench = open_bench("half", "Attribute relevance of the first and the second half of Air-Decoding's texts", "sent_topic")
 cells = bench.cells
 cells = cells[cells["method"] == "air-decoding"]

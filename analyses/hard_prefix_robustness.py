@@ -17,12 +17,16 @@
 #     python analyses/hard_prefix_robustness.py results/quick
 
 # %%
+import sys
+
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
+from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
 
+sys.excepthook = in_one_line
 bench = open_bench("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
 cells = bench.cells
 scores = bench.scores(cells)

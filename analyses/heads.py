@@ -17,9 +17,13 @@
 #     python analyses/heads.py results/quick
 
 # %%
+import sys
+
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
+from lapa2_interp.paper.scripts import in_one_line
 
+sys.excepthook = in_one_line
 bench = open_bench("heads", "Head scope: the heads with most attention on the prefix, the others, a random quarter")
 cells = bench.cells
 WORDS = ("all heads", "quarter with most prefix attention", "the other three quarters", "random quarter")

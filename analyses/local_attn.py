@@ -19,16 +19,20 @@
 #     python analyses/local_attn.py results/quick && python figures/local_attn.py results/quick
 
 # %%
+import sys
+
 import numpy as np
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference
 from lapa2_interp.trace import NEAREST
 from lapa2_interp.trace.tables import local_ratio
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
+sys.excepthook = in_one_line
 bench = open_bench(
     "local_attn", "Share of the nearest k keys in the attention outside the prefix", "sent_topic", "detox"
 )

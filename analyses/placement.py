@@ -18,14 +18,18 @@
 #     python analyses/placement.py results/quick
 
 # %%
+import sys
+
 import numpy as np
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import ARM, wide
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.trace.tables import pooled
 
+sys.excepthook = in_one_line
 bench = open_bench("placement", "The paper's placement of the bias and that of its released code", "profile")
 cells = bench.cells
 scores = bench.scores(cells)

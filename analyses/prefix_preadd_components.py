@@ -17,11 +17,14 @@
 #     python analyses/prefix_preadd_components.py results/quick
 
 # %%
+import sys
 from itertools import pairwise
 
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
+from lapa2_interp.paper.scripts import in_one_line
 
+sys.excepthook = in_one_line
 bench = open_bench("prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components")
 cells = bench.cells
 cells = cells[cells["method"].isin(["prefix", "preadd"])].copy()

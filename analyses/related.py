@@ -17,8 +17,12 @@
 #     lapa2 sweep quick/related --out results/quick && python analyses/related.py results/quick
 
 # %%
-from lapa2_interp.paper.bench import open_bench
+import sys
 
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+
+sys.excepthook = in_one_line
 bench = open_bench("related", "LaPA2 on decoders the paper does not run")
 cells = bench.cells
 bench.write(bench.table(bench.scores(cells), cells))

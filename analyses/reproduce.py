@@ -25,7 +25,7 @@ from lapa2_interp.paper.claims import shown_claims
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import as_markdown
 from lapa2_interp.paper.results import results_of
-from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count
+from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
 from lapa2_interp.runs.estimates import shown_time
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.sweep import load_run
@@ -90,6 +90,7 @@ def main() -> int:
     parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, PERPLEXITY_TEXTS)
+    sys.excepthook = in_one_line
     options = parser.read()
     asked_of_scripts = [
         "--scorers",

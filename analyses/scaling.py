@@ -17,9 +17,13 @@
 #     python analyses/scaling.py results/quick
 
 # %%
+import sys
+
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
+from lapa2_interp.paper.scripts import in_one_line
 
+sys.excepthook = in_one_line
 bench = open_bench("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = bench.cells
 longest = int(cells["max_length"].max())

@@ -35,6 +35,7 @@
 #     python analyses/span_question.py --out results/span_question --samples 40
 
 # %%
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -45,7 +46,7 @@ from lapa2_interp import Augmentation, Cell, load_run, load_task
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import RunError
 from lapa2_interp.machine import Dtype, cores, tell_if_slow
-from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
@@ -71,6 +72,7 @@ parser.add_argument(
 parser.add_argument(
     "--perplexity", type=count(), default=10, help="texts per prompt and attribute whose perplexity is measured"
 )
+sys.excepthook = in_one_line
 options = parser.read()
 tell_if_slow(options.dtype)
 

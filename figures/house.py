@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from lapa2_interp.errors import RunError
 from lapa2_interp.methods import registry
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 from lapa2_interp.plots import COLOURS, Drawing, new_figure
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
@@ -34,6 +34,7 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
         "run", type=Path, nargs="?", default=Path("results/quick"), help="a run folder of `lapa2 sweep`"
     )
     parser.add_argument("--out", type=Path, help="folder with tables/, where figures/ goes; by default the run's own")
+    sys.excepthook = in_one_line
     options = parser.read()
     out = options.out or options.run
     files = [out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))]

@@ -164,6 +164,7 @@ class Cell(BaseModel):
             facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
         chosen_task.prefix(attribute)
         branches = method.branches(chosen_task, attribute)
+        assign(method, branches, augmentation if augmentation.alpha > 0 else None)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         if "" in texts:
@@ -216,7 +217,6 @@ class Cell(BaseModel):
                 f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples"
             )
         self.task.prefix(self.attribute)
-        assign(self.decoder, self.branches, self.augmentation)
         return self
 
     @model_serializer(mode="wrap")

@@ -44,7 +44,7 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
         assert scorer in printed
     assert table["scorer"].str.contains("embedded sentiment").any()
     differences = pd.read_csv(tmp_path / "scores/differences.csv")
-    assert set(differences["arm"]) == {"alpha 1"}
+    assert set(differences["arm"]) == {"alpha 1 paper"}
     assert (differences["detectable"].dropna() >= 0).all()
     scores = pd.read_parquet(tmp_path / "scores/scores.parquet")
     assert len(scores) == 2 * 24 * 2

@@ -407,6 +407,13 @@ def test_unknown_grids_and_malformed_changes(tmp_path):
         parse_changes(["sample=2"])
 
 
+def test_a_prompt_that_is_given_twice_is_refused(tmp_path, grid, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "twice.txt").write_text("The lake\nThe sea\nThe lake\n")
+    with pytest.raises(GridError, match="grid g, block 1: the prompt 'The lake' is given twice"):
+        grid(TINY.replace("prompts = 2", 'prompts = "twice.txt"'))
+
+
 def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(tmp_path, grid, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = TINY.replace("prompts = 2", 'prompts = { file = "rtp.txt", n = 3, what = "toxic ones" }')
@@ -433,14 +440,12 @@ def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(tmp_path, 
         ("length = 16", "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'"),
         ("length = 250", "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten"),
         ("doubled_bos = true", "doubled_bos reproduces tokenizers that prepend BOS themselves"),
-        ('prompts = "twice.txt"', "the prompt 'The lake' is given twice"),
     ],
 )
 def test_cells_that_cannot_be_made_are_refused_before_anything_runs(tmp_path, monkeypatch, capsys, text, message):
     from lapa2_interp import models
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "twice.txt").write_text("The lake\nThe sea\nThe lake\n")
     key = text.partition(" ")[0]
     lines = [line for line in TINY.splitlines() if not line.startswith(key)]
     (tmp_path / "g.toml").write_text("\n".join([*lines, text]))

@@ -921,8 +921,8 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
         "models.load_model",
         "models.load_transformers",
         "models.load_tokenizer",
-        "decoding.run_plan",
-        "plan.plan",
+        "decoding.loop.run_plan",
+        "decoding.plan.plan",
     ):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(traced[0])

@@ -1,4 +1,4 @@
-"""What the scripts of analyses/ and figures/ share: options as of the command line, and errors as one line with exit code 2.
+"""What the scripts of analyses/ and figures/ share: options as of the command line, and how they say errors.
 
 A script is also a notebook, which has no options: there they have their defaults.
 """
@@ -30,10 +30,9 @@ class ScriptOptions(argparse.ArgumentParser):
         super().__init__(description=title, allow_abbrev=False, **settings)
 
     def read(self) -> argparse.Namespace:
-        """The options given. From here on an error that a user can mend is one line on stderr and exit code 2."""
+        """The options given; in a notebook, the defaults."""
         if Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
             return self.parse_args([])
-        sys.excepthook = _one_line
         return self.parse_args()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -93,8 +92,8 @@ def _scorer(text: str) -> str:
     return text
 
 
-def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As the command line says it: what a user can mend needs no traceback."""
+def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A script's `sys.excepthook`: what a user can mend is one line on stderr and exit code 2, as of the command line."""
     if isinstance(error, KeyboardInterrupt):
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
