@@ -372,6 +372,17 @@ def test_bad_parameters(name, parameters, message):
         methods.get(name, **parameters)
 
 
+def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "own_methods.py").write_text(
+        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import PrefixConditioning\n"
+        "@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    share: float = 0.5\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert methods.get("own_methods:Own", share=1).share == 1
+    with pytest.raises(MethodError, match="unknown field 'shar'; allowed: .*share"):
+        methods.get("own_methods:Own", shar=1)
+
+
 @pytest.mark.parametrize(
     ("name", "log_probs", "message"),
     [

@@ -322,10 +322,13 @@ def get(name: str, **parameters: Any) -> Method:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
     kind = find(name)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = [each for each in parameters if each not in names]  # a dataclass of one's own may pass them over
+    if unknown:
+        raise MethodError(f"method {name!r}: {one_of('field', unknown[0], names)}")
     try:
         return TypeAdapter(kind).validate_python(parameters)
     except ValidationError as error:
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
         raise MethodError(f"method {name!r}: {first_problem(error, fields=names)}") from None
 
 
