@@ -209,6 +209,11 @@ class Cell(BaseModel):
         ):
             if found not in allowed:
                 raise Lapa2Error(one_of(kind, found, allowed))
+        if self.augmentation is not None and type(self.augmentation) is not Augmentation:
+            raise AugmentationError(
+                f"a cell's key cannot tell {type(self.augmentation).__name__} from Augmentation, whose JSON it has; "
+                "use it with augmented(...) or teacher_forced(...)"
+            )
         if self.patterns and self.trace == "none":
             raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
         twice = [prompt for i, prompt in enumerate(self.prompts) if prompt in self.prompts[:i]]

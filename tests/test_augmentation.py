@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lapa2_interp import Augmentation
+from lapa2_interp import Augmentation, Cell
 from lapa2_interp.errors import AugmentationError
 
 
@@ -129,3 +129,14 @@ def test_layers_and_heads_that_select_nothing():
 def test_malformed_json():
     with pytest.raises(AugmentationError):
         Augmentation.from_json('{"alpha": "much"}')
+
+
+def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():
+    class Doubled(Augmentation):
+        def bias(self, l, n):
+            return 2 * super().bias(l, n)
+
+    given = {"attribute": "positive", "dtype": "float32"}
+    assert Cell.of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **given).augmentation
+    with pytest.raises(AugmentationError, match="key cannot tell Doubled from Augmentation"):
+        Cell.of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **given)
