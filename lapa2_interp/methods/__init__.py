@@ -297,7 +297,8 @@ def find(name: str) -> type[Method]:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise MethodError(
-            f"method {name!r}: {error}; MODULE must be importable where it runs, and CLASS a name in it"
+            f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER says where it "
+            "lies), and CLASS a name in it"
         ) from None
     if not (isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)):
         raise MethodError(
