@@ -39,7 +39,7 @@ DRAFT_SEEDS = 2**40
 
 
 class ModelKit:
-    """A `methods.Kit` for a model from `load_model`.
+    """A `methods.PrepareKit` for a model from `load_model`.
 
     Args:
         model: The model whose texts are to be controlled.

@@ -14,7 +14,7 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, load_model, load_task, methods
 from lapa2_interp.attention import neurons
-from lapa2_interp.attention.neurons import assert_neurons_live, neuron_point, promoters, setting
+from lapa2_interp.attention.neurons import assert_neurons_live, neuron_point, promoters, with_neurons_set
 from lapa2_interp.decoding.plan import plan as decoding_plan
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import AugmentationError, DataError, DeadHookError, MethodError, ScoringError
@@ -144,7 +144,7 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
         plain = model(ids)
         with model.hooks(fwd_hooks=[(point, look)]):
             model(ids)
-        with setting(model, chosen), model.hooks(fwd_hooks=[(point, look)]):
+        with with_neurons_set(model, chosen), model.hooks(fwd_hooks=[(point, look)]):
             changed = model(ids)
         again = model(ids)
     before, after = seen
@@ -154,7 +154,7 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
     assert (after[1][:, [0, 5]] == -3).all()
     assert (changed - plain).abs().max() > 1e-3
     assert torch.equal(plain, again), "the hooks are gone"
-    with setting(model, None), torch.no_grad():
+    with with_neurons_set(model, None), torch.no_grad():
         assert torch.equal(model(ids), plain)
 
 
@@ -173,7 +173,7 @@ def test_after_the_activation_function_the_value_itself_goes_on(model_class):
 
 
 def _logits(model, ids, intervention):
-    with setting(model, intervention):
+    with with_neurons_set(model, intervention):
         return model(ids)
 
 
@@ -281,7 +281,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
 
 @dataclasses.dataclass(frozen=True)
 class Again(NoControl):
-    reads_anew = True
+    recomputes = True
 
 
 def test_reading_anew_changes_nothing_by_itself(tiny, model_class):

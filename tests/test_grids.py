@@ -570,7 +570,7 @@ def tokens_read(cell):
 def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, anew):
     from lapa2_interp.methods import registry
 
-    monkeypatch.setattr(registry()[method], "reads_anew", anew)
+    monkeypatch.setattr(registry()[method], "recomputes", anew)
     text = TINY.replace("length = 24", "length = 64").replace("samples = 1", "samples = 3").replace("prefix", method)
     task = '"detox"\nattribute = "nontoxic"' if method == "preadd" else '"sentiment"\nattribute = "positive"'
     (cell,) = grid(text.replace('"sentiment"', task)).cells
@@ -593,7 +593,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                 text = None if isinstance(branch.prefix, Soft) else branch.prefix
                 found = Layout.of(tokenizer, text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
-                each = (new - 1) * len(found.ids) + new * (new - 1) // 2 if method.reads_anew else new - 1
+                each = (new - 1) * len(found.ids) + new * (new - 1) // 2 if method.recomputes else new - 1
                 total += len(found.ids) + cell.samples * each
             assert cost(cell) == pytest.approx(total, rel=0.15), cell.where
             guessed, counted = guessed + cost(cell), counted + total

@@ -4,7 +4,7 @@ Rows are left-padded; the attention mask and (on the bridge) explicit positions 
 keys and values live in buffers of their final size that each step writes one slot of; HookedTransformer concatenates.
 
 A soft prefix stands in the first slots of its rows' cache before anything is read; rows without one have those slots masked.
-`AnewRows` has the same interface and keeps nothing.
+`RecomputedRows` has the same interface and keeps nothing.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Rows(Protocol):
         """Append tokens to each row; the logits after the last."""
 
 
-def open_rows(model: Model, anew: bool = False) -> Rows:
-    """Fresh decode state for a model of either class; `anew` reads the whole text at every step."""
-    if anew:
-        return AnewRows(model)
+def open_rows(model: Model, recompute: bool = False) -> Rows:
+    """Fresh decode state for a model of either class; `recompute` reads the whole text at every step."""
+    if recompute:
+        return RecomputedRows(model)
     return BridgeRows(model) if is_bridge(model) else HookedRows(model)
 
 
@@ -264,7 +264,7 @@ class HookedRows:
         return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[:, -1]
 
 
-class AnewRows:
+class RecomputedRows:
     """Rows that keep no keys and values: every step reads the whole text, for interventions that change what was read before."""
 
     def __init__(self, model: Model) -> None:

@@ -43,7 +43,7 @@ def neuron_point(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -
 
 
 @contextmanager
-def setting(model: Model, intervention: Intervention | None, branches: int = 1) -> Iterator[None]:
+def with_neurons_set(model: Model, intervention: Intervention | None, branches: int = 1) -> Iterator[None]:
     """Forward passes with neurons set at every position, row by row.
 
     Args:
@@ -93,7 +93,7 @@ def assert_neurons_live(model: Model) -> None:
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.cfg.device)
     every = Intervention({model.cfg.n_layers - 1: torch.arange(8)}, torch.full((1,), STRONG))
     plain = model(ids)
-    with setting(model, every):
+    with with_neurons_set(model, every):
         moved = model(ids)
     if not (moved - plain).abs().max() > 0:
         raise DeadHookError(

@@ -26,14 +26,14 @@ from tqdm import tqdm
 
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.attention.neurons import setting
+from lapa2_interp.attention.neurons import with_neurons_set
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import draw
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import EmptyDistributionError
 from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.methods import Kit, Start
+from lapa2_interp.methods import PrepareKit, Start
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
@@ -85,7 +85,7 @@ class Ending:
                 self.n_tokens[i], self.finish[i] = at, how
 
 
-def generate(model: Model, cell: Cell, kit: Kit | None = None, progress: tqdm | None = None) -> Generation:
+def generate(model: Model, cell: Cell, kit: PrepareKit | None = None, progress: tqdm | None = None) -> Generation:
     """Continue a cell's prompts with its model, and record where the attention went.
 
     Args:
@@ -165,12 +165,12 @@ def _decode(
     expansion = torch.tensor(batch.expansion)
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
-    rows = open_rows(model, anew=method.reads_anew)
+    rows = open_rows(model, recompute=method.recomputes)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
     state: Any = method.begin(Start(batch.prepared, None, n_prompt))
     keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
-    with augmented(model, of_prompts, batch.layouts, recorder), setting(model, method.intervene(state), len(branches)):
+    with augmented(model, of_prompts, batch.layouts, recorder), with_neurons_set(model, method.intervene(state), len(branches)):
         read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
     rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
     state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
@@ -197,7 +197,7 @@ def _decode(
                 ending.stop(torch.isin(tokens.cpu(), ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
-            with setting(model, method.intervene(state), len(branches)):
+            with with_neurons_set(model, method.intervene(state), len(branches)):
                 logits = rows.read(tokens.repeat(len(branches))[:, None])
 
 

@@ -19,7 +19,7 @@ from lapa2_interp.decoding.sampling import uniforms
 from lapa2_interp.errors import MethodError, ModelError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, is_bridge, model_card
-from lapa2_interp.methods import Kit, Method, Prepared, Soft
+from lapa2_interp.methods import Method, Prepared, PrepareKit, Soft
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.soft_prefix import SoftName, SoftPrefix, find_prefix
 
@@ -160,7 +160,7 @@ class Plan:
         return found
 
 
-def plan(model: Model, cell: Cell, kit: Kit | None = None) -> Plan:
+def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
     """Resolve a cell before its first token: checks first, then what the method has to prepare.
 
     Args:
@@ -208,7 +208,7 @@ def plan(model: Model, cell: Cell, kit: Kit | None = None) -> Plan:
     )
 
 
-def _prepare(method: Method, kit: Kit, cell: Cell) -> tuple[Prepared, ...]:
+def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...]:
     found = []
     with progress_bar(len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt") as bar:
         for prompt in cell.prompts:
@@ -224,7 +224,7 @@ def _default_rows(model: Model, method: Method, found: Arrangement) -> int:
     row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
     # Logits of more than one position: of the prompt, or of what HookedTransformer gives for every token it reads again.
     positions = max(found.prompt_tokens) + 1 if method.reads_prompt else 0
-    positions = keys if method.reads_anew and not is_bridge(model) else positions
+    positions = keys if method.recomputes and not is_bridge(model) else positions
     row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
     return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
 

@@ -12,7 +12,7 @@ The sampler then keeps the k largest weights and draws: combine -> top-k -> samp
 
 Two methods need more than log-probabilities, and two small protocols give it to them:
 
-    prepare(kit, ...)    once per prompt, before the first token: whatever the method works out about it with a `Kit`
+    prepare(kit, ...)    once per prompt, before the first token: whatever the method works out about it with a `PrepareKit`
     intervene(state)     before every pass of the model: neurons to set, from the text so far
 
 `begin` turns what was prepared into the first step's state.
@@ -116,7 +116,7 @@ class Intervention:
 
 
 @runtime_checkable
-class Kit(Protocol):
+class PrepareKit(Protocol):
     """What `prepare` may ask of a model (`lapa2_interp.kit.ModelKit`).
 
     Attributes:
@@ -170,7 +170,7 @@ class Method(ABC):
         when_empty: Why no token may have positive weight, and what to change.
         of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
         reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
-        reads_anew: Whether the whole text is read again at every step, because `intervene` changes what it was.
+        recomputes: Whether the whole text is read again at every step, because `intervene` changes what it was.
     """
 
     name: ClassVar[str]
@@ -182,7 +182,7 @@ class Method(ABC):
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
     of_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
-    reads_anew: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
 
     @abstractmethod
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
@@ -201,7 +201,7 @@ class Method(ABC):
         """The state after these tokens were sampled; the first step's is that of `begin`, None in a stateless method."""
         return None
 
-    def prepare(self, kit: Kit, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
         """What has to be known of a prompt before its first token; called once per prompt."""
         return Prepared()
 

@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import Branch, Kit, LogProbs, Method, Prepared, Start, State, checked, nucleus
+from lapa2_interp.methods import Branch, LogProbs, Method, Prepared, PrepareKit, Start, State, checked, nucleus
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import STOPWORDS
 
@@ -93,7 +93,7 @@ class Datg(Method):
         task.prefix(attribute)
         return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE, " "),)
 
-    def prepare(self, kit: Kit, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
         kit.shares(self.scorer, task, attribute, prompt, ())  # a scorer that does not fit is found before drafting
         drafts = kit.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
         shares = kit.shares(self.scorer, task, attribute, prompt, drafts)
@@ -194,7 +194,7 @@ def _is_word(text: str) -> bool:
     )
 
 
-def words_of(kit: Kit, positive: Sequence[str], negative: Sequence[str]) -> Words:
+def words_of(kit: PrepareKit, positive: Sequence[str], negative: Sequence[str]) -> Words:
     """Words with the first token of each."""
     ids = [tuple(kit.ids(word)[0] for word in words) for words in (positive, negative)]
     return Words(tuple(positive), tuple(negative), *ids)

@@ -42,7 +42,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import Branch, Intervention, Kit, LogProbs, Method, Prepared, Start, State, checked
+from lapa2_interp.methods import Branch, Intervention, LogProbs, Method, Prepared, PrepareKit, Start, State, checked
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import read_words
 
@@ -114,7 +114,7 @@ class FreeCtrl(Method):
     equation: ClassVar[str] = "neurons of the control centre := lam / (1 + exp(-(u - score) L)); log w = log P(rank)"
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
-    reads_anew: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
     neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 30
@@ -131,7 +131,7 @@ class FreeCtrl(Method):
         self._lists(task)
         return (Branch("base"),)
 
-    def prepare(self, kit: Kit, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
         embedding, keywords, centre = kit.once(
             (self, task.name, attribute), lambda: self._of_attribute(kit, task, attribute)
         )
@@ -150,7 +150,7 @@ class FreeCtrl(Method):
         }
         return Prepared(known, summary=summary)
 
-    def _of_attribute(self, kit: Kit, task: Task, attribute: str) -> tuple[Tensor, dict, dict]:
+    def _of_attribute(self, kit: PrepareKit, task: Task, attribute: str) -> tuple[Tensor, dict, dict]:
         """Unit embeddings, keywords, and the attribute's control centre."""
         embedding = kit.once("unit embedding", lambda: torch.nn.functional.normalize(kit.embedding(), dim=1))
         keywords = self.keywords(kit, task, embedding)
@@ -164,7 +164,7 @@ class FreeCtrl(Method):
             centre = {layer: own[own[:, 0] == layer, 1].unique() for layer in own[:, 0].unique().tolist()}
         return embedding, keywords, centre
 
-    def keywords(self, kit: Kit, task: Task, embedding: Float[Tensor, "vocab d_model"]) -> dict[str, dict[str, int]]:
+    def keywords(self, kit: PrepareKit, task: Task, embedding: Float[Tensor, "vocab d_model"]) -> dict[str, dict[str, int]]:
         """Every attribute's keywords with their tokens.
 
         Raises:
@@ -236,7 +236,7 @@ class FreeCtrl(Method):
         return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
 
 
-def in_text(kit: Kit, word: str) -> list[int]:
+def in_text(kit: PrepareKit, word: str) -> list[int]:
     """A word's tokens inside a text, with the space in front."""
     spaced, alone = kit.ids(" " + word), kit.ids(word)
     # SentencePiece puts a space in front by itself, and a token of its own for one more.

@@ -80,7 +80,7 @@ def cost(cell: Cell) -> int:
     """
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
-    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.reads_anew else new - 1
+    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.recomputes else new - 1
     return branches * n_prompts * (before + cell.samples * steps)
 
 
@@ -90,7 +90,7 @@ def seconds(cell: Cell, at: Pace) -> float:
     before, new = _lengths(cell)
     together = max(1, (cell.max_rows or MAX_ROWS) // branches)
     full, rest = divmod(n_prompts * cell.samples, together)
-    anew = cell.decoder.reads_anew
+    anew = cell.decoder.recomputes
     batches = full * at.batch(together * branches, before, new, anew) + at.batch(rest * branches, before, new, anew)
     return branches * n_prompts * before * at.row + batches
 
@@ -101,7 +101,7 @@ def plan_seconds(todo: Plan, at: Pace) -> float:
     longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
     for group in todo.groups:
         before, new = max(longest[i] for i, _ in group), max(todo.steps[i] for i, _ in group)
-        found += at.batch(branches * len(group), before, new, todo.method.reads_anew)
+        found += at.batch(branches * len(group), before, new, todo.method.recomputes)
         found += branches * len({i for i, _ in group}) * before * at.row
     return found
 

@@ -20,7 +20,7 @@ from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import EmptyDistributionError, Lapa2Error
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.methods import Kit
+from lapa2_interp.methods import PrepareKit
 from lapa2_interp.models import load_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds, shown_time
@@ -85,7 +85,7 @@ def make_cells(
     cells: Sequence[Cell],
     *,
     name: str = GRID,
-    kit: Kit | None = None,
+    kit: PrepareKit | None = None,
     announce: Callable[[Model, Sequence[Plan]], None] | None = None,
 ) -> Run:
     """Make cells of one model, in this process and in memory; `sweep` makes many, in a folder.
@@ -134,7 +134,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
     line = (
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches {', '.join(plans[0].branches)}"
     )
-    if plans[0].method.reads_anew:
+    if plans[0].method.recomputes:
         cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
         line += f"; every step reads its text anew: {read} tokens through the model, where a cache would need {cached}"
     line += _time(model, plans)
@@ -156,7 +156,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
 
 
 def _time(model: Model, plans: Sequence[Plan]) -> str:
-    at = _pace(model, sum(each.tokens_read(each.method.reads_anew) for each in plans))
+    at = _pace(model, sum(each.tokens_read(each.method.recomputes) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
 
