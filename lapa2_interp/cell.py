@@ -80,7 +80,7 @@ class Cell(BaseModel):
     samples: int
     """Continuations per prompt."""
     seed: int
-    """Of the random streams: one per seed, prompt and sample."""
+    """Seed of the random streams: there is one stream per seed, prompt and sample."""
     top_k: int
     """Tokens kept of the controlled weights."""
     eos: str

@@ -76,7 +76,7 @@ class Generated(BaseModel):
     length: int
     """Tokens of a text, the prompt's included where the task counts them."""
     alpha: float
-    """Of LaPA2, profile paper."""
+    """Strength of LaPA2, profile paper."""
     baseline: Interval
     lapa2: Interval
     """Intervals are over prompts."""
@@ -117,7 +117,7 @@ class SoftName(BaseModel):
     n_slots: int
     shifted: bool
     sha256: str
-    """Of its safetensors file."""
+    """sha256 of its safetensors file."""
 
     def __str__(self) -> str:
         position = "shifted" if self.shifted else "unshifted"
@@ -140,7 +140,7 @@ class PrefixCard(BaseModel):
     shifted: bool
     """Whether the text's positions start after the slots."""
     sha256: str = ""
-    """Of the safetensors file; filled in on saving."""
+    """sha256 of the safetensors file; filled in on saving."""
     origin: str
     """trained, or where it was imported from."""
     training: Training | None = None

@@ -88,7 +88,8 @@ def test_keys_of_stored_cells_stay(run):
 
 
 def test_stored_perplexities_are_those_of_the_float32_scorer(run):
-    """Of one text per task. float32 sums in another order move a text's mean -ln p by some 1e-6, and bfloat16 by 1e-2."""
+    """Scores of one text per task. float32 sums in another order move a text's mean -ln p by some
+    1e-6, and bfloat16 by 1e-2."""
     opened = load_run(run)
     samples = opened.samples(list(opened.cells.drop_duplicates("task")["key"]))
     weights = opened.cell(opened.cells["key"].iloc[0]).manifest.model.weights

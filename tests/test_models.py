@@ -109,7 +109,7 @@ def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(folde
 
 
 def test_an_empty_tokenizer_is_no_tokenizer(tmp_path):
-    """Of GPT-2 without its files transformers makes a tokenizer that knows nothing."""
+    """From GPT-2 without its files transformers makes a tokenizer that knows nothing."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ModelError, match=r"its files \(tokenizer\.json, .* are missing or empty"):
         load_tokenizer(str(tmp_path))

@@ -39,7 +39,7 @@ def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
 
 
 def locked(name):
-    """Of one lock, without those it names: the version of each package by its canonical name."""
+    """Versions in one lock by canonical package name, without those of a lock it refers to."""
     from packaging.utils import canonicalize_name
 
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r "))]

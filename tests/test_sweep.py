@@ -1073,7 +1073,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
 
 
 def test_the_bar_ends_where_the_work_does(undisturbed, files, tmp_path, monkeypatch):
-    """Of a run that goes on it counts what is left, and a failed cell's work is taken out."""
+    """In a run that goes on it counts what is left, and a failed cell's work is taken out."""
     from lapa2_interp.runs import sweep as module
     from lapa2_interp.runs.estimates import cost
 

@@ -17,7 +17,7 @@ TEXTS = {
 
 
 def test_the_statistic_by_hand():
-    """Of 10 and 8 words, 'great' 3 and 0 times: prior 10,000 * 3/18."""
+    """z of 'great', 3 times in 10 words and 0 times in 8: prior 10,000 * 3/18."""
     a, b = 3 + PRIOR * 3 / 18, PRIOR * 3 / 18
     d = math.log(a / (10 + PRIOR - a)) - math.log(b / (8 + PRIOR - b))
     assert z_score(3, 0, 10, 8, PRIOR * 3 / 18) == pytest.approx(d / math.sqrt(1 / a + 1 / b))

@@ -23,7 +23,7 @@ from lapa2_interp.runs.read import load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392
-"""Of each stored text, behind its prompt."""
+"""Tokens of each stored text that are kept, behind its prompt."""
 
 
 def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def evaluate(
         data: As of `lapa2 prefix train`; of corpora on the hub the test split is read.
         task: The task; the one the set was trained for, by default.
         limit: Texts per attribute, shared evenly among the data.
-        max_tokens: Of each text, its beginning.
+        max_tokens: Tokens of each text that are read, from its beginning.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.

@@ -28,7 +28,7 @@ PAPER_SIZES = {
     "EleutherAI/pythia-12b": Size(11_846_072_320, 36, 40, 2048),
     "meta-llama/Llama-2-13b-hf": Size(13_015_864_320, 40, 40, 4096),
 }
-"""Of the paper's models, for estimates where the hub is not reached."""
+"""Sizes of the paper's models, for estimates where the hub is not reached."""
 
 
 @cache

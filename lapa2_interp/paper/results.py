@@ -39,7 +39,7 @@ class Results(BaseModel):
     threads: tuple[int, ...]
     """CPU threads of a worker."""
     seeds: tuple[int, ...]
-    """Of the random streams."""
+    """Seeds of the random streams."""
     prefixes: dict[str, str]
     """sha256 of the soft prefixes' files, by what they are."""
     scorers: tuple[str, ...]

@@ -36,7 +36,7 @@ class ScriptOptions(argparse.ArgumentParser):
         return self.parse_args()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Of argparse, with a hint for an option that is misspelt."""
+        """Parse options as argparse does, with a hint for an option that is misspelt."""
         found, rest = self.parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             names = [name for name in self._option_string_actions if name.startswith("--")]

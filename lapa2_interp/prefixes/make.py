@@ -105,7 +105,7 @@ def measure_sets(
         data: Corpora, as `corpora.read_corpus` takes them; of those on the hub the test split is read.
         task: By default the one the sets were trained for.
         limit: Texts per attribute, shared evenly among the data.
-        max_tokens: Of each text, its beginning.
+        max_tokens: Tokens of each text that are read, from its beginning.
         notify: Told what was read.
 
     Returns:

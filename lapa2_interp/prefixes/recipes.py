@@ -37,7 +37,7 @@ class Recipe(BaseModel):
     batch: Annotated[int, Field(ge=1)] = 16
     """Texts of a step; a contrastive step reads each behind every prefix."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
-    """Of a text, BOS not counted."""
+    """Tokens of a text that are read, BOS not counted."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Pieces of text per attribute."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -45,7 +45,7 @@ class Recipe(BaseModel):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(gt=0)] = 1.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """In the frozen network."""
+    """Dropout in the frozen network."""
     gen_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """w of the contrastive loss."""
     sum_loss: bool = True
@@ -61,7 +61,7 @@ class Recipe(BaseModel):
     """Held-out losses without a new best before training stops; None never stops early."""
     seed: int = 42
     dtype: Dtype = "bfloat16"
-    """Of the network; the prefix is trained in float32."""
+    """Precision of the network; the prefix is trained in float32."""
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

@@ -47,9 +47,9 @@ STEP = 40
 LONG = 20.0
 """Seconds; what takes longer is told before."""
 TEXT_BYTES = 5
-"""Of a token in samples.parquet: its id and its letters, compressed."""
+"""Bytes of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000
-"""Of a cell's three files before the first text."""
+"""Bytes of a cell's three files before the first text."""
 
 
 @dataclass(frozen=True)

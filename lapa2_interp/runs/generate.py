@@ -167,7 +167,7 @@ def reading_seconds(model: Model, tokens: int) -> float:
 
 
 def _pace(model: Model, tokens: int) -> Pace:
-    """Of a loaded model that so many tokens go through."""
+    """Pace of a loaded model on work of so many tokens."""
     card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
     operations = 2.0 * tokens * sum(each.numel() for each in network.parameters())
     device = card.device.partition(":")[0]

@@ -67,7 +67,7 @@ class Manifest(BaseModel):
     samples: int
     """Continuations per prompt."""
     seed: int
-    """Of the random streams."""
+    """Seed of the random streams."""
     top_k: int
     """Tokens kept of the controlled weights."""
     eos: str

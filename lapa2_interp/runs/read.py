@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 
 SAMPLES, TRACE, LISTING = "samples.parquet", "trace.nc", "run.json"
 FORMAT = 1
-"""Of run folders: raised when texts under a key become others, or files are read in another way.
+"""Version of the form of run folders: raised when texts under a key become others, or files are
+read in another way.
 
 A run of another format is neither read nor filled."""
 STATES = ("finished", "failed", "partly", "damaged", "missing")
-"""Of a cell. Damaged: a file of a finished one was taken away or cut short; a sweep makes it anew."""
+"""States of a cell. Damaged: a file of a finished cell was removed or cut short; a sweep makes the
+cell again."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Failure(BaseModel):
     when: datetime
     """UTC."""
     traceback: str
-    """Of the worker; its last line is the error."""
+    """Traceback of the worker; its last line is the error."""
 
     @property
     def reason(self) -> str:

@@ -52,7 +52,7 @@ class ScorerCard(BaseModel):
     held_out: dict[str, float]
     """Results on text it was not trained on, by corpus and measure."""
     sha256: str
-    """Of the weights' file."""
+    """sha256 of the weights' file."""
     made: datetime
     versions: dict[str, str]
 

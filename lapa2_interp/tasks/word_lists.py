@@ -59,7 +59,7 @@ class WordList(BaseModel):
     """Names of the corpora, with their texts per attribute."""
     statistic: str = ""
     smallest_z: Annotated[dict[str, float], Field(default_factory=dict)]
-    """Of the words kept, by attribute."""
+    """The smallest z among the words kept, by attribute."""
     words: Annotated[dict[str, tuple[str, ...]], Field(min_length=1)]
 
 
