@@ -1,1 +1,1 @@
-"""Where an augmentation meets a network."""
+"""How an augmentation acts on the attention of a network."""

@@ -1,9 +1,11 @@
 """One decoding interface to both TransformerLens classes: prompt pass, expansion to samples, further tokens.
 
-Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call. On TransformerBridge the
-keys and values live in buffers of their final size that each step writes one slot of; HookedTransformer concatenates.
+Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
+On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
+slot. HookedTransformer concatenates them.
 
-A soft prefix stands in the first slots of its rows' cache before anything is read; rows without one have those slots masked.
+A soft prefix stands in the first slots of its rows' cache before anything is read. In rows without
+a soft prefix those slots are masked.
 `RecomputedRows` has the same interface and keeps nothing.
 """
 
@@ -27,12 +29,16 @@ from lapa2_interp.soft_prefix import SoftPrefix
 
 @runtime_checkable
 class Rows(Protocol):
-    """The decode state of stacked rows: what the network remembers of each."""
+    """The decode state of stacked rows: what is kept of the text that each has read."""
 
     def prompt_pass(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
     ) -> Float[Tensor, "row query vocab"]:
-        """Read left-padded layouts behind their rows' soft prefixes, if any; the logits of each row's last `keep` tokens."""
+        """Read left-padded layouts, behind soft prefixes if there are any.
+
+        Returns:
+            The logits of each row's last `keep` tokens.
+        """
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
@@ -78,8 +84,8 @@ def soft_slots(
     """Keys and values of every row's soft slots, zero where a row has none; None where no row has any.
 
     Raises:
-        LayoutError: A layout's soft slots are not its prefix's.
-        PrefixError: A prefix of another model.
+        LayoutError: A layout has another number of soft slots than its prefix.
+        PrefixError: A prefix belongs to another model.
     """
     given = [None] * len(layouts) if prefixes is None else list(prefixes)
     for each, prefix in zip(layouts, given, strict=True):
@@ -109,7 +115,8 @@ def first_positions(layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | N
 
 
 def soft_inputs(model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]) -> dict[str, Any]:
-    """What a TransformerBridge needs to read left-padded layouts behind soft prefixes in one pass of your own.
+    """Arguments with which a TransformerBridge reads left-padded layouts behind soft prefixes in
+    one pass.
 
         model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
 
@@ -265,7 +272,10 @@ class HookedRows:
 
 
 class RecomputedRows:
-    """Rows that keep no keys and values: every step reads the whole text, for interventions that change what was read before."""
+    """Rows that keep no keys and values.
+
+    Every step reads the whole text, for interventions that change how earlier tokens are read.
+    """
 
     def __init__(self, model: Model) -> None:
         self.model = model

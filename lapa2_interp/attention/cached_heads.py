@@ -1,7 +1,8 @@
 """Products with cached keys and values that copy no more than they must.
 
-Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in every layer at every step: at
-130 keys a third of a step's time. Here the repeated tensor is only stood for.
+Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in
+every layer at every step. At 130 keys that is a third of a step's time. Here a view of the shared
+heads stands for the repeated tensor.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ class CachedHeads(Tensor):
     """A view of the cached keys or values whose products with queries and patterns copy no more than they must.
 
     Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in every layer at every step.
-    Here the repeated tensor is only stood for: it has its shape, its transpose, and products that read each shared head once.
-    In half precision on a CPU, where products want dense matrices, the copy keeps the order in memory; PyTorch's own would
-    transpose, which is slow. Anything else done with it gets a plain, repeated tensor.
+    This view stands for the repeated tensor: it has its shape, its transpose, and products that
+    read each shared head once. In half precision on a CPU, where products need dense matrices, the
+    copy made here keeps the order in memory; PyTorch's own copy would transpose, which is slow.
+    Every other operation gets a plain, repeated tensor.
     """
 
     repeats = 1
 
     @classmethod
     def of(cls, heads: Tensor) -> Tensor:
-        """The same heads; a tensor of a class of its own, such as a distributed one, stays what it is."""
+        """The heads as such a view; a tensor of another class, such as a distributed one, stays as
+        it is."""
         return heads.as_subclass(cls) if type(heads) is Tensor else heads
 
     @classmethod

@@ -1,7 +1,7 @@
 """A softmax in float64 where the model is in float64.
 
-Several architectures compute their softmax in float32 whatever the dtype, which would hide in rounding what the propositions
-are exact about.
+Several architectures compute their softmax in float32 whatever the dtype. That rounding would hide
+what the propositions state exactly.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def make_softmax_exact(model: Model) -> None:
-    """Make float64 mean float64: several architectures compute their softmax in float32 whatever the dtype.
+    """Compute the softmax in float64 in architectures that use float32 whatever the dtype.
 
-    There it also turns float64's masking value into -inf, and a padding query, which sees no key, into NaN. The pattern that
-    arrives at `hook_pattern` is replaced by the float64 softmax of the scores that left `hook_attn_scores`, edits included,
-    wherever the two agree to float32 precision (a learned sink's share stays out).
+    Their float32 softmax also turns float64's masking value into -inf, and the row of a padding
+    query, which sees no key, into NaN. The pattern that arrives at `hook_pattern` is replaced by
+    the float64 softmax of the scores that left `hook_attn_scores`, edits included. Only entries
+    where the two agree to float32 precision are replaced (a learned sink's share stays out).
     """
     import torch
     from transformer_lens.hook_points import HookPoint

@@ -3,13 +3,14 @@
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
 
-1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every query's slot and l. The
-   last dimension of a score tensor would not: padding and fixed-size caches make it larger than l.
+1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every
+   query's slot and l. The last dimension of a score tensor would not give l: padding and fixed-size
+   caches make it larger than l.
 2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l) to the span's keys, row
    by row, in at least float32 (Eq. 7).
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision models their dtype back.
 
-On leaving the block, also through an exception, every hook is gone.
+When the block ends, also through an exception, every hook is removed.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class _Bias:
     def add(
         self, layer: int, scores: Float[Tensor, "row head query key"], first: int
     ) -> Float[Tensor, "row head query key"]:
-        """The scores with the bias on the span's keys, as a new tensor; as they are where these queries get none.
+        """The scores with the bias on the span's keys, as a new tensor.
+
+        Where these queries get no bias, the given tensor is returned.
 
         `first` is the slot of the first query. The numbers per row and query are computed once per pass.
         """
@@ -120,8 +123,9 @@ def augmented(
 ) -> Iterator[None]:
     """Apply an augmentation to every forward pass of a TransformerLens model inside the block.
 
-    Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and adds to whatever hooks are
-    already there. The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several layouts
+    Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and works
+    beside hooks that are already there. The forward pass must read the layout's keys:
+    `layout.tensor`, or left-padded rows of several layouts
     (`left_pad`) with their attention mask.
 
     Args:
@@ -132,8 +136,8 @@ def augmented(
 
     Raises:
         AugmentationError: Layers or heads the model does not have.
-        LayoutError: A span outside the sequence, other numbers of augmentations, layouts and rows (the last from the
-            forward pass), or a cache that has dropped keys.
+        LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
+            rows of the forward pass differ; or a cache has dropped keys.
     """
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     rules = list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(layouts)
@@ -187,7 +191,8 @@ def augmented(
 
 
 def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:
-    """A first pass must mask the padding its layouts say, or spans would sit on other keys."""
+    """Refuse a first pass that does not mask its layouts' padding: spans would lie on other
+    keys."""
     pads = torch.tensor([each.pad for each in layouts])
     if mask is None:
         if pads.any():

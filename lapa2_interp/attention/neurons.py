@@ -44,7 +44,7 @@ def neuron_point(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -
 
 @contextmanager
 def with_neurons_set(model: Model, intervention: Intervention | None, branches: int = 1) -> Iterator[None]:
-    """Forward passes with neurons set at every position, row by row.
+    """Set neurons at every position, row by row, in the forward passes inside the block.
 
     Args:
         intervention: None changes nothing.
@@ -85,7 +85,7 @@ def _no_point(name: str) -> str:
 
 @torch.no_grad()
 def assert_neurons_live(model: Model) -> None:
-    """Whether setting the last layer's neurons moves the logits.
+    """Check that setting the last layer's neurons moves the logits.
 
     Raises:
         DeadHookError: There is no hook point, or it is ignored.
@@ -105,14 +105,17 @@ def assert_neurons_live(model: Model) -> None:
 def promoters(
     model: Model, reading: Sequence[int], tokens: Sequence[int], k: int, first_layer: int = 0, file: Path | None = None
 ) -> tuple[Float[Tensor, "token k"], Int[Tensor, "token k two"]]:
-    """The control table's k largest entries per token: log P(token) after `reading`, and the (layer, neuron) held at 50.
+    """The control table's k largest entries per token.
 
-    One neuron per row; layer after layer. Of equal entries the lower layer and neuron comes first.
+    An entry is log P(token) after `reading`, with the (layer, neuron) held at 50.
+
+    Each row of a pass holds one neuron; layers are read one after the other. Among equal entries
+    the lower layer and neuron comes first.
 
     Args:
         reading: The ids the model reads.
         first_layer: The lowest layer to search.
-        file: Where the table is kept as it grows (.npz), so that an interrupted one goes on.
+        file: Where the growing table is kept (.npz), so that an interrupted call can go on.
 
     Raises:
         DeadHookError: The model's neurons cannot be set.
@@ -148,9 +151,10 @@ def _store(file: Path, best: Tensor, where: Tensor, layers: int) -> None:
 
 
 def _stored(file: Path) -> tuple[Tensor, Tensor, int] | None:
-    """A table as far as it is there; None where there is none, or a damaged one, which is made again."""
+    """The stored part of a table; None where none is stored, or a damaged file, whose table is made
+    again."""
     try:
-        # Opened here: of a damaged file NumPy would leave it open.
+        # Opened here: NumPy would leave a damaged file open.
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             return torch.from_numpy(stored["best"]), torch.from_numpy(stored["where"]), int(stored["layers"])
     except (OSError, ValueError, EOFError, KeyError, BadZipFile):
@@ -158,7 +162,7 @@ def _stored(file: Path) -> tuple[Tensor, Tensor, int] | None:
 
 
 def _width(model: Model, layer: int) -> int:
-    """Neurons of a layer, as they come: not every configuration says."""
+    """Number of neurons of a layer, counted in a pass: not every configuration states it."""
     found = []
     with model.hooks(
         fwd_hooks=[(neuron_point(model, layer), lambda activation, hook: found.append(activation.shape[-1]))]

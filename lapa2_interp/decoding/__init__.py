@@ -1,1 +1,2 @@
-"""From a cell to its texts: the plan, the one loop, the sampler; and given texts read instead."""
+"""From a cell to its texts: the plan, the decode loop and the sampler; and the reading of given
+texts."""

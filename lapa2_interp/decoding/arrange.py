@@ -1,8 +1,8 @@
 """A cell laid out for its model: the layout of every branch and prompt, and how many tokens follow.
 
-Here a cell is refused for what can be known without weights: a tokenizer, the model's size and the
-cards of soft prefixes. A sweep asks before it begins (`runs.checks`), `plan` before and after the
-method has prepared for its prompts.
+A cell is refused here if it cannot run and no weights are needed to know that: only a tokenizer,
+the model's size and the cards of soft prefixes. A sweep does this before it begins (`runs.checks`),
+`plan` before and after the method has prepared for its prompts.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def arrange(
     """Lay out every branch of a cell, or refuse it.
 
     Args:
-        soft_slots: Slots of the branches that stand behind a soft prefix, by name.
+        soft_slots: By name, the number of soft slots of branches that have a soft prefix.
         prepared: What the method worked out, by prompt. Without it the branches of a method that
-            prepares count as bare prompts: each prompt may get a text of its own.
-        layout: Stands for `Layout.of`, to remember layouts that many cells share.
+            prepares are laid out as bare prompts, because each prompt may get a different text.
+        layout: Called instead of `Layout.of`; it may remember layouts that many cells share.
 
     Raises:
         LayoutError: A prefix or prompt tokenises to nothing, or a text does not fit the length or

@@ -56,7 +56,10 @@ class Generation:
 
 
 class EmptyGenerationError(EmptyDistributionError):
-    """Some texts ended because no token was left to draw; `generation` holds all texts, those up to their last token."""
+    """Some texts ended because no token was left to draw.
+
+    `generation` holds all texts, the ended ones up to their last token.
+    """
 
     def __init__(self, message: str, generation: Generation) -> None:
         super().__init__(message)
@@ -90,8 +93,8 @@ def generate(model: Model, cell: Cell, kit: PrepareKit | None = None, progress: 
 
     Args:
         model: The cell's, from `load_model`.
-        kit: As of `plan`.
-        progress: As of `run_plan`.
+        kit: As in `plan`.
+        progress: As in `run_plan`.
 
     Raises:
         Lapa2Error: As `plan` and `run_plan`.
@@ -113,7 +116,7 @@ def run_plan(
         progress: A bar to advance, shared by several plans; by default one of its own, shown after 2 s.
 
     Raises:
-        TraceError: Patterns of heads that are not there.
+        TraceError: Patterns are asked of heads that the model does not have.
         EmptyGenerationError: At the end, if a text ran out of tokens.
     """
     cell = plan.cell
@@ -159,7 +162,7 @@ def _decode(
     recorder: Recorder | None,
     bar: tqdm,
 ) -> Iterator[Int[Tensor, " sample"]]:
-    """One batch, step by step; yields the tokens of each step and marks how samples end."""
+    """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     of_prompts = [augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)]
     expansion = torch.tensor(batch.expansion)
@@ -207,7 +210,8 @@ def _start(
     n_prompt: Int[Tensor, " prompt"],
     read: Float[Tensor, "row query vocab"] | None,
 ) -> Start:
-    """What the batch's samples set out from, their prompts having been read."""
+    """The start of the batch's samples; `read` holds the logits of their prompts, if they are
+    needed."""
     owner = torch.tensor(batch.owner)
     found = None
     if read is not None:
@@ -245,7 +249,10 @@ def _table(model: Model, plan: Plan, batch: Batch, tokens: Int[Tensor, "sample s
 
 
 def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
-    """Traces as one along `sample`, padded with NaN to the longest, samples numbered as the rows of the table."""
+    """Join traces along `sample`, padded with NaN to the longest.
+
+    Samples are numbered as the rows of the table.
+    """
     import xarray as xr
 
     joined = xr.concat(list(traces), dim="sample", join="outer", data_vars="all", coords="different", compat="equals")

@@ -34,10 +34,10 @@ class Batch:
     Attributes:
         pairs: (prompt number, sample number) of each sample.
         layouts: Left-padded, branch by branch one per prompt used.
-        prefixes: The soft prefix of each, or None.
+        prefixes: The soft prefix of each layout, or None.
         owner: Which of the batch's prompts each sample continues.
         steps: New tokens of each sample.
-        uniform: Its random numbers, [sample, step].
+        uniform: The random numbers that tokens are drawn with, [sample, step].
         prepared: What the method worked out about each of the batch's prompts.
     """
 
@@ -55,7 +55,8 @@ class Batch:
 
     @property
     def expansion(self) -> list[int]:
-        """For each row of the expanded batch (branch x sample) the row of the prompt pass (branch x prompt) it copies."""
+        """By row of the expanded batch (branch x sample), the row of the prompt pass it copies
+        (branch x prompt)."""
         return [first + own for first in range(0, len(self.layouts), self.n_prompts) for own in self.owner]
 
     @property
@@ -69,9 +70,9 @@ class Plan:
     """A cell ready to be generated: every branch's layout per prompt, and who shares a batch.
 
     Attributes:
-        branches: Their names.
+        branches: Names of the branches.
         layouts: By branch, then prompt.
-        prefixes: By branch, its soft prefix or None.
+        prefixes: By branch, the soft prefix or None.
         augmentations: By branch.
         steps: New tokens per prompt.
         prepared: What the method worked out about each prompt.
@@ -98,7 +99,7 @@ class Plan:
         return self.cell.prompts
 
     def batch(self, group: Sequence[tuple[int, int]]) -> Batch:
-        """What one group needs to run."""
+        """The batch that decodes one group."""
         used = sorted({prompt for prompt, _ in group})
         steps = tuple(self.steps[prompt] for prompt, _ in group)
         uniform = np.zeros((len(group), max(steps)))
@@ -128,20 +129,22 @@ class Plan:
 
     @property
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What the method worked out, by prompt, or under "all prompts" where it is the same; empty if nothing."""
+        """What the method worked out, by prompt; under "all prompts" if it is the same for all;
+        empty if nothing."""
         found = [dict(each.summary) for each in self.prepared]
         if all(each == found[0] for each in found):
             return {"all prompts": found[0]} if found[0] else {}
         return dict(zip(self.prompts, found, strict=True))
 
-    def tokens_read(self, anew: bool) -> int:
-        """Tokens that go through the model, read once each or with the whole text at every step."""
+    def tokens_read(self, recompute: bool) -> int:
+        """Tokens that go through the model, each once, or (`recompute`) the whole text at every
+        step."""
         total = 0
         for row in self.layouts:
             for group in self.groups:
                 for prompt, _ in group:
                     first, new = row[prompt].n_live, self.steps[prompt]
-                    total += new * first + new * (new - 1) // 2 if anew else first + new - 1
+                    total += new * first + new * (new - 1) // 2 if recompute else first + new - 1
         return total
 
     @property
@@ -218,11 +221,12 @@ def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...
 
 
 def _default_rows(model: Model, method: Method, found: Arrangement) -> int:
-    """Rows of a batch: MAX_ROWS, fewer where their cache and logits would exceed CACHE_BYTES."""
+    """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
     keys = max(a + b for a, b in zip(found.longest, found.steps, strict=True))
     heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
     row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
-    # Logits of more than one position: of the prompt, or of what HookedTransformer gives for every token it reads again.
+    # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
+    # again.
     positions = max(found.prompt_tokens) + 1 if method.reads_prompt else 0
     positions = keys if method.recomputes and not is_bridge(model) else positions
     row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
@@ -232,7 +236,8 @@ def _default_rows(model: Model, method: Method, found: Arrangement) -> int:
 def _groups(
     pairs: Sequence[tuple[int, int]], size: int, longest: Sequence[int], steps: Sequence[int], n_ctx: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Batches in order: at most `size` samples, whose longest prompt and most steps fit the context together."""
+    """Batches in order: at most `size` samples each. A batch's longest branch and largest number of
+    steps must fit the context together."""
     groups: list[list[tuple[int, int]]] = []
     width = most = 0
     for pair in pairs:

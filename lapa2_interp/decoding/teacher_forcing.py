@@ -1,7 +1,8 @@
 """A given text read as if it had been generated: the same traces, under another augmentation.
 
-Free-running arms write different texts, so what differs between their traces is the augmentation and the text. Here the text is
-fixed and the augmentation alone changes. The text goes through the network in chunks of queries behind a cache of fixed size,
+Arms that generate write different texts, so that both the augmentation and the text differ between
+their traces. Here the text is fixed and only the augmentation changes. The text goes through the
+network in chunks of queries behind a cache of fixed size,
 every query with its own l; the trace equals that of cached decoding, token by token.
 """
 
@@ -57,13 +58,14 @@ def teacher_forced(
         augmentation: One, or one per row.
         prefixes: The rows' soft prefixes.
         trace: "pooled" or "full".
-        branch: The name the trace gives to the rows, which are its samples.
+        branch: Name of the trace's only branch; its samples are the rows.
         chunk: Queries read at once; changes nothing but memory and time.
         progress: A bar to advance by the steps read.
 
     Raises:
         TraceError: No text, an empty one, trace "none", or a chunk of nothing.
-        LayoutError: A text exceeds the context, or layouts, texts, prefixes and augmentations are not as many.
+        LayoutError: A text exceeds the context, or the numbers of layouts, texts, prefixes and
+            augmentations differ.
     """
     rows = [[int(token) for token in text] for text in texts]
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
@@ -132,7 +134,7 @@ def _read(
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)
     chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
-    # Rows that end earlier go on with their last token, which nothing before it can see.
+    # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> str:
-    """What tokens say behind a prompt.
+    """The text of generated tokens behind a prompt.
 
     They are decoded with the prompt in front: some tokenizers drop the leading space of what they
     decode alone.

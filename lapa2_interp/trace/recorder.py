@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Recorder:
     """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
 
-    Every query from the last prompt token on is a step, recorded when it is first seen: one of the prompt pass, then one of each
-    decoding pass (also of one that reads the whole text anew), or as many as a pass reads of a given text. `begin` names the
+    Every query from the last prompt token on is a step, recorded when it is first seen. The prompt
+    pass has one step. Each decoding pass has one, also where it reads the whole text again. A pass
+    over a given text has as many as it reads tokens. `begin` names the
     rows of the passes to come: prompts first, their samples after the expansion; `index` maps those rows to the samples of the
     finished trace.
 
@@ -51,7 +52,8 @@ class Recorder:
         self.rows: list[Tensor] = []
 
     def begin(self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None) -> None:
-        """The rows of the coming passes; `index` says which sample rows an observed row stands for."""
+        """Set the rows of the coming passes; `index` names, for every sample row, the observed row
+        it copies."""
         self.layouts = layouts
         self.index = index
         self.l_pre = max(each.l_pre for each in layouts)
@@ -70,7 +72,8 @@ class Recorder:
         single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
         named = [inside[name] for name in SUMS if name in inside]
         self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)
-        # The live keys outside the prefix in order, and of each query the last 8 of them up to its own.
+        # The live keys outside the prefix in order; for each query the last 8 of them up to its
+        # own.
         near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]
         order = torch.argsort(~near, dim=1, stable=True)
         age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))
@@ -80,7 +83,7 @@ class Recorder:
         self.kept: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
-        """Reduce one layer's attention, of the queries that are steps."""
+        """Reduce the attention of those queries of a layer that are steps."""
         n_keys = first + pattern.shape[2]
         if layer == 0:
             self._begin_pass(n_keys, first, pattern.device)
@@ -113,7 +116,7 @@ class Recorder:
 
         Args:
             layouts: One per row.
-            branches: Their names.
+            branches: Names of the branches.
             n_steps: Steps each sample has.
         """
         import xarray as xr

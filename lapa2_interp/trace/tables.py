@@ -34,7 +34,8 @@ def local_ratio(
     Args:
         k: 2, 4, 6 or 8.
         without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 - prefix - bos), the attention
-            sink left out; the released code comes close to this, its slice from slot 0 taking BOS for prefix.
+            sink left out; the released code is close to this, because its slice from slot 0 counts
+            BOS as prefix.
 
     Raises:
         TraceError: Another k.
@@ -65,7 +66,7 @@ def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
     """The branch that readers look at: the one named, or the first with a prefix.
 
     Raises:
-        TraceError: The trace does not have it.
+        TraceError: The trace has no such branch.
     """
     return str(trace["branch"].to_numpy()[_branch_number(trace, branch)])
 
