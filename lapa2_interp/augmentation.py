@@ -51,13 +51,13 @@ PROFILES: dict[str, dict[str, str]] = {
 }
 
 WRITTEN = "length"
-"""What `length_rule` is called in JSON, and so in the keys of cells; both names are read."""
+"""Name of `length_rule` in JSON, and so in the keys of cells. Both names are read."""
 FORMS = {
     "span": "'prefix', 'prefix+bos', 'bos', 'released', or slots ((start, stop), ...)",
     "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
     "heads": "'all', or pairs ((layer, head), ...)",
 }
-"""What the fields of several forms take, for error messages."""
+"""For error messages: the values of fields that take several forms."""
 
 
 class Augmentation(BaseModel):
@@ -197,7 +197,8 @@ class Augmentation(BaseModel):
 
     @property
     def label(self) -> str:
-        """Its name among the arms of a run: alpha and profile, then every field that is not the profile's."""
+        """Name among the arms of a run: alpha and profile, then every field that differs from the
+        profile."""
         usual = PROFILES[self.profile] | {
             WRITTEN: PROFILES[self.profile]["length_rule"],
             "law": "log",
@@ -212,7 +213,10 @@ class Augmentation(BaseModel):
         return ", ".join([f"alpha {self.alpha:g} {self.profile}", *others])
 
     def with_profile_span(self) -> Augmentation:
-        """The same with its profile's span where the span is explicit slots, which only fit the branch they were given for."""
+        """The same augmentation, but the profile's span replaces one of explicit slots.
+
+        Explicit slots fit only the branch that they were given for.
+        """
         if isinstance(self.span, str):
             return self
         return self.model_copy(update={"span": PROFILES[self.profile]["span"]})
@@ -226,7 +230,7 @@ class Augmentation(BaseModel):
         """The augmentation that `to_json` wrote.
 
         Raises:
-            AugmentationError: The text is not such an object.
+            AugmentationError: The text is not the JSON of an augmentation.
         """
         try:
             return cls.model_validate_json(text)

@@ -70,7 +70,8 @@ class Cell(BaseModel):
     parameters: dict[str, float | bool | str]
     """The method's parameters, defaults included."""
     task: Task
-    """The task's attributes, this method's texts and the cell's prompts; nothing else of it."""
+    """The part of the task that decides texts: attributes, this method's texts, the cell's
+    prompts."""
     attribute: str
     """What the texts are steered towards."""
     augmentation: Augmentation | None
@@ -82,13 +83,13 @@ class Cell(BaseModel):
     seed: int
     """Seed of the random streams: there is one stream per seed, prompt and sample."""
     top_k: int
-    """Tokens kept of the controlled weights."""
+    """How many tokens of largest controlled weight are kept."""
     eos: str
     """One of `EosPolicy`."""
     trace: str
     """One of `TraceKind`."""
     max_rows: int | None
-    """Rows of a batch, which decides who shares one; None for the default rule."""
+    """Rows of a batch, which decides which samples share one; None for the default rule."""
     doubled_bos: bool
     """Two BOS tokens in front, as the released scripts feed LLaMA."""
     patterns: tuple[tuple[int, int], ...] = ()
@@ -127,17 +128,18 @@ class Cell(BaseModel):
         Args:
             model: A model's name; or a loaded model, which then decides dtype and model_class.
             method: A name of `lapa2 methods`, or a method from `methods.get`.
-            parameters: The method's, where it is a name; the task's own by default.
+            parameters: Parameters of a method given by name; by default the task's values.
             task: A name of `lapa2 tasks`, the path of a task file, or a task.
             attribute: What to steer towards.
             prompts: What to continue; the task's prompts by default.
             augmentation: The bias; by default LaPA2 at `alpha`.
             alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
-            length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos: As the fields.
+            length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos: As the fields
+                of a cell.
             dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
             device: Where the texts will be made, which decides what dtype "auto" is.
             model_class: TransformerBridge or HookedTransformer.
-            needs: Where it is given, files that are missing are noted there instead of refused.
+            needs: If a list is given, missing files are noted in it instead of refused.
 
         Raises:
             Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
@@ -197,7 +199,8 @@ class Cell(BaseModel):
 
     @model_validator(mode="after")
     def _refuse(self) -> Cell:
-        """What needs no tokenizer and no model to be refused; `decoding.arrange` refuses the rest."""
+        """Refuse what can be refused without tokenizer and model; `decoding.arrange` refuses the
+        rest."""
         for name in ("length", "samples", "top_k"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} must be at least 1, found {getattr(self, name)}")
@@ -231,7 +234,7 @@ class Cell(BaseModel):
 
     @cached_property
     def key(self) -> str:
-        """16 hexadecimal digits of the sha256 of its canonical JSON."""
+        """16 hexadecimal digits of the sha256 of the cell's canonical JSON."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -242,7 +245,7 @@ class Cell(BaseModel):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """What is continued."""
+        """The prompts that are continued."""
         return self.task.prompts.texts
 
     @cached_property
@@ -252,7 +255,7 @@ class Cell(BaseModel):
 
     @property
     def n_texts(self) -> int:
-        """How many texts it has: samples of every prompt."""
+        """Number of texts: samples of every prompt."""
         return self.samples * len(self.prompts)
 
     @property
@@ -281,7 +284,7 @@ class Cell(BaseModel):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Its settings as the columns of a tidy table."""
+        """The cell's settings as the columns of a tidy table."""
         rule = self.augmentation
         return {
             "model": self.model,

@@ -1,6 +1,8 @@
-"""Every error this package raises on purpose: what was found, what is allowed, what to do next.
+"""The errors that this package raises on purpose. Each says what was found, what is allowed and
+what to do next.
 
-The command line prints the message on one line and exits with code 2; a traceback there means a defect of ours.
+The command line prints the message on one line and exits with code 2; a traceback there means a
+defect of this package.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
     """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt field comes first.
 
     Args:
-        forms: What fields of several forms take, by name, to say instead of what their first form takes.
-        fields: The fields there are.
+        forms: By name, the values of fields that take several forms, to name them instead of the
+            first form's.
+        fields: Names of all fields.
     """
     problem = worst_problem(error)
     place = ".".join(str(part) for part in problem["loc"])
@@ -97,7 +100,7 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
 
 
 def counted(n: int, what: str) -> str:
-    """1 cell, 2 cells."""
+    """A number with its noun: 1 cell, 2 cells."""
     return f"{n} {what}{'s' * (n != 1)}"
 
 

@@ -1,8 +1,8 @@
-"""The one way a file or folder appears: whole and on the disk, or not at all; and where the user's cache is.
+"""Files and folders that appear whole and on the disk, or not at all; and the user's cache.
 
-Everything is written aside, under a name that begins with `.writing-` in the folder where it will
-be, flushed to the disk, and renamed. A process that dies leaves at most such a name, which `tidy`
-takes away.
+Everything is written under a temporary name that begins with `.writing-` in the folder where it
+will be, flushed to the disk, and renamed. A process that dies leaves at most such a temporary
+file, which `tidy` removes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ ASIDE = ".writing-"
 
 @contextmanager
 def whole_folder(place: Path, is_good: Callable[[Path], bool] = lambda there: False) -> Iterator[Path]:
-    """A folder to fill, which is at `place` when the block has ended well.
+    """A folder to fill; it is moved to `place` when the block ends without an error.
 
     A folder that is there already stays until then, and is replaced.
 
     Args:
-        is_good: Whether a folder that is there by then will do; the one that was filled is then given up.
+        is_good: Whether a folder at `place`, made by another process meanwhile, can stay. The filled
+            folder is then deleted.
     """
     _make_parents(place)
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=place.parent))
@@ -51,10 +52,11 @@ def whole_folder(place: Path, is_good: Callable[[Path], bool] = lambda there: Fa
 
 @contextmanager
 def whole_file(place: Path) -> Iterator[Path]:
-    """The path of a file to write, of the same name, which is at `place` when the block has ended well.
+    """The path of a file to write, under the same name; it is moved to `place` when the block ends
+    without an error.
 
     A file that is there already stays until then, and is replaced. Processes that write the same
-    file do not meet.
+    file at the same time do not disturb each other.
     """
     _make_parents(place)
     with tempfile.TemporaryDirectory(prefix=ASIDE, dir=place.parent) as aside:
@@ -72,14 +74,14 @@ def write_text(place: Path, text: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take a folder away whole: a process that dies in the middle leaves none that looks complete."""
+    """Remove a folder; a process that dies in the middle leaves none that looks complete."""
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder.parent))
     folder.rename(aside / folder.name)
     shutil.rmtree(aside)
 
 
 def tidy(folder: Path) -> None:
-    """Take away what processes that were killed left unfinished in a folder, at any depth."""
+    """Remove what killed processes left unfinished in a folder, at any depth."""
     for left in list(folder.rglob(f"{ASIDE}*")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
@@ -93,7 +95,7 @@ def new_folder(
     Args:
         out: The folder's place.
         force: Replace a finished folder of this kind there. Anything else there is never replaced.
-        finished: Whether a folder is a finished one of this kind.
+        finished: Tells whether a folder is a finished one of this kind.
 
     Raises:
         RunError: `out` is finished, is something else, or cannot be written.
@@ -157,7 +159,7 @@ def _flush(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # What some network disks say of folders.
+        # Some network disks answer EINVAL for folders.
         if not (error.errno == errno.EINVAL and path.is_dir()):
             raise
     finally:

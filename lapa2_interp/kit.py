@@ -125,7 +125,7 @@ class ModelKit:
         return self.once(file, lambda: promoters(self.model, reading, tokens, k, first, file)[1])
 
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
-        """The place in the cache of what was asked of this model."""
+        """The file in the cache for what was asked of this model."""
         model = self.once("fingerprint", lambda: fingerprint(self.model))
         facts = [model, self.card.model_class, self.card.dtype, kind_of(self.card.device), *asked]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

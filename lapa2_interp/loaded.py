@@ -1,4 +1,4 @@
-"""A loaded model, whichever of TransformerLens' classes it is, and the card that says what was loaded."""
+"""A loaded model of either TransformerLens class, and the card that says what was loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelCard(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """As asked for: a built-in name, a hub id or a folder."""
+    """The name it was loaded by: a built-in name, a hub id or a folder."""
     weights: str
     """Where the weights come from: a sha256, a hub commit, or the seed of a random model."""
     architecture: str
@@ -46,7 +46,8 @@ class ModelCard(BaseModel):
 
 
 def model_card(model: Model) -> ModelCard:
-    """The card of a loaded model; for a TransformerLens model made elsewhere, what can be read off it."""
+    """The card of a loaded model; for a TransformerLens model made elsewhere, what can be read from
+    it."""
     card = getattr(model, "lapa2_card", None)
     return card or make_card(model, model.cfg.model_name, "loaded outside lapa2_interp")
 

@@ -1,8 +1,10 @@
-"""What kind of machine this is, and what it computes fast: measured, never read off its flags.
+"""What kind of machine this is, and what it computes fast. Speed is measured, never read from the
+processor's flags.
 
 Processors without bfloat16 units compute in bfloat16 too, several times slower than in float32. `dtype = "auto"` means bfloat16
 where that is really the faster of the two. What is measured is kept in the user's cache (machine.json) under the kind of
-processor, so that a home folder shared by several machines, or an emulated one, serves each with its own numbers.
+processor, so that machines that share a home folder, and emulated ones, each have their own
+numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
 DtypeOrAuto = Literal["auto", Dtype]
 ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
-"""Environment variables that make a processor another one to the libraries that compute."""
+"""Environment variables that decide which instructions the computing libraries use."""
 FASTER = 0.9
 """bfloat16 is chosen where its products take less than this share of float32's time."""
 SLOWER = 1.25
@@ -182,7 +184,7 @@ def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
         x = torch.full((ROWS, WIDTH), 0.5, dtype=getattr(torch, dtype), device=device)
         weights = [torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype, device=device) for _ in range(MATRICES)]
         least, clock = float("inf"), clock_of(device)
-        for _ in range(1 + tries):  # the first warms up, and is never the least
+        for _ in range(1 + tries):  # the first try warms up and is not the fastest
             began, y = clock(), x
             for weight in weights:
                 y = torch.nn.functional.linear(y, weight)
@@ -198,13 +200,15 @@ def operations_per_second(dtype: str, device: str) -> float:
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """Seconds: on a CPU those this thread computed, whatever else the machine does; elsewhere those that went by."""
+    """A clock in seconds: on a CPU the time this thread computed, whatever else the machine does;
+    elsewhere the time that passed."""
     return thread_time if device.startswith("cpu") else perf_counter
 
 
 @contextmanager
 def n_threads(n: int) -> Iterator[None]:
-    """PyTorch on so many threads in the block. More than there are idle cores wait for each other."""
+    """Let PyTorch use so many threads in the block. More threads than idle cores wait for each
+    other."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,6 +1,7 @@
 """The drawings that notebooks, figures and the report share. Each takes a tidy table and returns a matplotlib figure.
 
-Colours are Okabe and Ito's, told apart by the colour-blind; arms keep their colour across drawings.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; arms keep their colour
+across drawings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Drawing(Figure):
 
 
 def new_figure(width: float, height: float) -> Drawing:
-    """An empty figure in the house's style, inches."""
+    """An empty figure in the package's style; width and height in inches."""
     return Drawing(figsize=(width, height), layout="constrained", dpi=150)
 
 

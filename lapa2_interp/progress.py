@@ -1,4 +1,5 @@
-"""How far long work is, on standard error: a bar on a terminal; elsewhere, as in a log, a plain line every 15 s.
+"""Progress of long work, on standard error: a bar on a terminal; elsewhere, as in a log, a plain
+line every 15 s.
 
 Work of less than two seconds shows nothing.
 """
@@ -49,10 +50,10 @@ class Lines(tqdm):
         return True
 
     def clear(self, nolock: bool = False) -> None:
-        """A line that is written stays."""
+        """Do nothing: a written line stays."""
 
     def close(self) -> None:
-        """Write the last line, if the work took long enough to be told of."""
+        """Write the last line, if the work took long enough to be reported."""
         if getattr(self, "disable", True):
             return
         self.disable = True

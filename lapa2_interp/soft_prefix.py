@@ -52,7 +52,7 @@ class HeldOut(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: str
-    """Which texts, and the sha256 of them."""
+    """Which texts were read, and their sha256."""
     max_tokens: int
     """Tokens of a text that are scored, from its beginning."""
     nll: dict[str, Interval]
@@ -83,7 +83,7 @@ class Generated(BaseModel):
 
 
 class Training(BaseModel):
-    """How a prefix came to be."""
+    """How a prefix was trained."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -183,7 +183,7 @@ class SoftPrefix:
                 raise PrefixError(f"{name} of {self.card.attribute!r} hold values that are not finite numbers")
 
     def __len__(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return self.card.shape.n_slots
 
     def __repr__(self) -> str:
@@ -297,7 +297,8 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
 
 
 def set_folder(model: str, task: str, which: str) -> Path:
-    """Where a set of soft prefixes lies: a folder of its own, or what ships for a model (by name) and a task.
+    """Folder of a set of soft prefixes: the path given, or the shipped set for a model (by name)
+    and task.
 
     Raises:
         PrefixError: No such set.

@@ -1,7 +1,8 @@
 """Intervals that respect how texts are made: texts of one prompt are not independent, so prompts are resampled.
 
-From 8 prompts on by the expanded percentile bootstrap (`tails`; the plain one covers 92 % at 15 prompts for a nominal 95). Fewer
-cannot be resampled honestly (5 would cover 82 %), so there the interval is Student's, on the prompts' means.
+From 8 prompts on, intervals come from the expanded percentile bootstrap (`tails`; the plain one
+covers 92 % at 15 prompts for a nominal 95). Fewer prompts cannot be resampled honestly (5 would
+cover 82 %): then the interval is Student's, on the prompts' means.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxtyping import Float
 
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
-"""Clusters from which they are resampled."""
+"""From this number of clusters on, clusters are resampled."""
 CHUNK = 2**22
 """Draws held at once."""
 
@@ -28,7 +29,7 @@ class Interval:
 
     Attributes:
         mean, low, high: The estimate and its 95 % interval; NaN bounds where there is one cluster, which tells no spread.
-        n: Values. `clusters`: independent groups among them.
+        n: Number of values. `clusters`: number of independent groups among them.
     """
 
     mean: float
@@ -56,8 +57,11 @@ def resampled_means(
 
 
 def tails(clusters: int) -> list[float]:
-    """The percentiles of a 95 % interval from resampling so many clusters: 2.5 and 97.5 moved out as far as Student's t is wider
-    than the normal and as resampled means vary too little (Hesterberg 2015)."""
+    """The percentiles of a 95 % interval from resampling so many clusters.
+
+    They are 2.5 and 97.5, moved outwards because Student's t is wider than the normal and because
+    resampled means vary too little (Hesterberg 2015).
+    """
     from scipy.stats import norm, t
 
     low = 100 * float(norm.cdf(-t.ppf(0.975, clusters - 1) * math.sqrt(clusters / (clusters - 1))))
@@ -111,10 +115,11 @@ class Difference:
 
     Attributes:
         mean, low, high: The difference and its 95 % interval over clusters; NaN bounds where there is one.
-        p: Of a sign-flip permutation test over clusters: how often chance alone gives a difference as large.
+        p: p-value of a sign-flip permutation test over clusters: how often chance alone gives a
+            difference as large.
         detectable: The smallest true difference that as many clusters of this spread would show in 80 % of repetitions
             (two-sided, 5 %), 2.80 standard errors.
-        clusters: Shared by both.
+        clusters: Number of clusters that both conditions share.
     """
 
     mean: float

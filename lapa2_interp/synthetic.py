@@ -43,7 +43,8 @@ SINK = 8.0
 RECENCY = 0.5
 LAG = 0.99
 PREFIXES = 256
-"""Prefixes drawn for every text, so that averages over them are sharper than the texts are many."""
+"""Prefixes drawn for every text, so that averages are more precise than the number of texts
+allows."""
 
 
 @dataclass(frozen=True)

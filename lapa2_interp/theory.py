@@ -2,7 +2,8 @@
 
 l is the number of keys, l_pre those of the prefix, r = l / l_pre, A the attention on the prefix and A' the same with the bias.
 
-Two facts carry the whole module. For any logits, A / (1 - A) = e_P / (e_R * (r - 1)), where e_P and e_R are the average
+The module rests on two facts. For any logits, A / (1 - A) = e_P / (e_R * (r - 1)), where e_P and
+e_R are the average
 exponentiated logits of prefix and other keys: Proposition 1 is the case e_P = e_R, its generalisation the case e_P <= C * e_R.
 And a bias b on the prefix adds b to log(A / (1 - A)), whatever the logits are: Proposition 2 is that with b = alpha * log(r).
 On log-odds both are therefore exact at every l, where A itself only approaches its power of l.

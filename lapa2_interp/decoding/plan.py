@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """What is continued."""
+        """The prompts that are continued."""
         return self.cell.prompts
 
     def batch(self, group: Sequence[tuple[int, int]]) -> Batch:

@@ -1,7 +1,7 @@
 """Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
 
-A method names its branches and combines their next-token distributions. It never sees a model, so a made-up vocabulary can be
-pushed through it:
+A method names its branches and combines their next-token distributions. It never sees a model, so
+that it can be tried on a made-up vocabulary:
 
     method = methods.get("preadd", lam=-1.0)
     log_probs = {"base": ..., "prefix": ...}                  # by branch, [sample, vocab], any float dtype
@@ -12,10 +12,10 @@ The sampler then keeps the k largest weights and draws: combine -> top-k -> samp
 
 Two methods need more than log-probabilities, and two small protocols give it to them:
 
-    prepare(kit, ...)    once per prompt, before the first token: whatever the method works out about it with a `PrepareKit`
-    intervene(state)     before every pass of the model: neurons to set, from the text so far
+    prepare(kit, ...)    once per prompt, before its first token: work out what the method must know
+    intervene(state)     before every pass of the model: which neurons to set, given the text so far
 
-`begin` turns what was prepared into the first step's state.
+`prepare` is given a `PrepareKit`; `begin` makes the first step's state from what was prepared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FLOOR = -1e4
 
 @dataclass(frozen=True)
 class Soft:
-    """A soft prefix by name: which of a model's sets for the task, and whose prefix in it."""
+    """A soft prefix by name: a set of soft prefixes for the task, and an attribute of the set."""
 
     set: str
     attribute: str
@@ -59,7 +59,7 @@ class Branch:
     """One conditional model call.
 
     Attributes:
-        name: "base" for the raw model; prefix branches carry names of their own.
+        name: "base" for the raw model; prefix branches have other names.
         prefix: The text in front of the prompt, or a soft prefix; None for the raw model.
         join: What stands between text and prompt; it counts as prompt.
     """
@@ -74,9 +74,9 @@ class Prepared:
     """What a method worked out about one prompt.
 
     Attributes:
-        known: For the method's own `begin`.
-        prefixes: Texts in front of this prompt, by branch, where they are not the branch's own.
-        summary: What a reader of the run should see of it, as JSON.
+        known: What the method's `begin` reads.
+        prefixes: By branch, the text in front of this prompt, if it replaces the branch's text.
+        summary: What the run stores of it for its readers, as JSON.
     """
 
     known: Any = None
@@ -86,13 +86,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Start:
-    """What a batch of samples sets out from.
+    """What is known about a batch of samples before its first step.
 
     Attributes:
-        prepared: Of every sample's prompt.
+        prepared: What was prepared for the prompt of each sample.
         log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are read, and for methods that do
             not ask for it (`reads_prompt`).
-        n_prompt: Prompt tokens, [sample].
+        n_prompt: Number of prompt tokens, [sample].
     """
 
     prepared: Sequence[Prepared]
@@ -105,7 +105,7 @@ class Intervention:
     """MLP neurons to set to one value, at every position.
 
     Attributes:
-        neurons: Their numbers, by layer.
+        neurons: Numbers of the neurons, by layer.
         value: The value, one per sample.
         at: Before the activation function, or after it (always after it in gated MLPs).
     """
@@ -128,10 +128,11 @@ class PrepareKit(Protocol):
     gated: bool
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made when it is first asked for: for what the prompts share."""
+        """The result of `make`, called only the first time for a name: for what the prompts
+        share."""
 
     def ids(self, text: str) -> list[int]:
-        """A text's token ids, nothing in front."""
+        """The token ids of a text, without BOS."""
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
@@ -160,7 +161,7 @@ def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = ""
 
 
 class Method(ABC):
-    """What a decoding method states.
+    """A decoding method.
 
     Attributes:
         name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it combines its branches.
@@ -202,7 +203,8 @@ class Method(ABC):
         return None
 
     def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
-        """What has to be known of a prompt before its first token; called once per prompt."""
+        """Work out what must be known about a prompt before its first token; called once per
+        prompt."""
         return Prepared()
 
     def begin(self, start: Start) -> State:
@@ -237,9 +239,10 @@ def checked(log_probs: LogProbs, *names: str, others: int = 0) -> dict[str, Floa
 def nucleus(
     log_weights: Float[Tensor, "sample vocab"], top_p: float, top_k: int | None = None
 ) -> Float[Tensor, "sample vocab"]:
-    """Log-weights with -inf outside the top k and, of those, outside the smallest set that holds `top_p` of the weight.
+    """Log-weights with -inf outside the nucleus: the top k and, within these, the smallest set that
+    holds `top_p` of the weight.
 
-    The likeliest token always stays; of equal ones the smaller id is kept first.
+    The likeliest token always stays; of equally likely tokens the smaller id is kept first.
     """
     ranked, ids = log_weights.sort(dim=1, descending=True, stable=True)
     if top_k is not None:
@@ -280,7 +283,8 @@ def registry() -> dict[str, type[Method]]:
 
 
 def find(name: str) -> type[Method]:
-    """A method's class: a name of `registry`, or MODULE:CLASS for one of your own that Python can import.
+    """A method's class: a name of `registry`, or MODULE:CLASS for your own class that Python can
+    import.
 
     Raises:
         MethodError: Unknown name, or no method is there.
@@ -308,7 +312,7 @@ def find(name: str) -> type[Method]:
 
 
 def name_of(method: Method) -> str:
-    """The name that `find` finds a method's class by."""
+    """The name by which `find` returns a method's class."""
     kind = type(method)
     return method.name if registry().get(method.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
 
@@ -317,7 +321,7 @@ def get(name: str, **parameters: Any) -> Method:
     """A method by name; `lapa2 methods` lists them with their parameters.
 
     Args:
-        name: As of `find`.
+        name: As in `find`.
 
     Raises:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
@@ -346,8 +350,8 @@ def load_task(name: str) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
     Raises:
-        TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or field); a method or
-            a text that does not exist, which would be passed over in silence.
+        TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
+            field); an unknown method or text, which would otherwise be ignored silently.
     """
     task = read_task(name)
     for method, settings in task.methods.items():

@@ -4,12 +4,13 @@
 
 1. Every name stands for a branch's log P(x) and has weight 1; a number weighs itself. Sums, differences and multiples of
    formulas have the sums, differences and multiples of their values and weights.
-2. union(a, b) is the larger value, intersection(a, b) the smaller; the weight is the winner's, token by token.
+2. union(a, b) is the larger value, intersection(a, b) the smaller; the weight is that of the value
+   taken, token by token.
 3. log w = log_softmax(value / weight), or the value alone where some weight is 0.
 
-Names: `base`; `target` and the competing attributes, by their names; `opponents`, the mean of the competitors that the formula
-does not name itself; and whatever texts a task file adds ([methods.arithmetic.texts.positive] happy = "..."), a line above the
-prompt each.
+Names: `base`; `target` and the competing attributes, by their names; `opponents`, the mean of the
+competitors that the formula does not name itself; and the texts that a task file adds
+([methods.arithmetic.texts.positive] happy = "..."), each on a line above the prompt.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Arithmetic(Method):
 
 
 def _tree(formula: str) -> ast.Expression:
-    """The formula, parsed and checked to be one; nothing of it is ever executed.
+    """The formula, parsed and checked to be one; no part of it is ever executed.
 
     Raises:
         MethodError: It is not a formula over names, or is a number alone.
@@ -139,7 +140,7 @@ def _cancels(tree: ast.Expression) -> bool:
 
 
 def _check(node: ast.expr, formula: str) -> bool:
-    """Whether a part of a formula is a plain number; raises where it is no formula at all."""
+    """Whether a part of a formula is a plain number; raises if it cannot be part of a formula."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             if abs(number) < 1e6:

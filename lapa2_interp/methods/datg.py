@@ -6,15 +6,16 @@ Once per prompt:
 2. q_j = P(attribute | draft j) by a scorer;
 3. two directed graphs over the drafts' tokens: every pair (token, next token) of draft j adds q_j to its edge in the positive
    graph and 1 - q_j in the negative one;
-4. of each graph the `nodes` tokens of highest PageRank (damping .85) without punctuation, digits and stopwords.
+4. from each graph the `nodes` tokens of highest PageRank (damping .85) without punctuation, digits
+   and stopwords.
 
 Then, for every token, at temperature .7, top-k 200, top-p .9:
 
     form "L"   log w = log P_base + boost [x among the positive words] - avoid [x among the negative words]
     form "P"   log w = log P of the prompt behind a sentence that names both lists
 
-A word stands for its first token; one that is listed twice counts twice. The released code drafts, boosts and samples so; the
-paper's text has other words for the sentence of form "P".
+A word stands for its first token; one that is listed twice counts twice. The released code drafts,
+boosts and samples in this way; the paper words the sentence of form "P" differently.
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ class Datg(Method):
 
     Args:
         form: "L" boosts logits, "P" writes the words into a sentence in front of the prompt.
-        scorer: Whose P(attribute | text): a scorer of `lapa2 scorers list`, such as accuracy, accuracy=MODEL or
+        scorer: Gives P(attribute | text): a scorer of `lapa2 scorers list`, such as accuracy,
+            accuracy=MODEL or
             toxicity=perspective.
         drafts: Continuations per prompt.
-        draft_tokens: Their length.
-        draft_seed: Of their random streams, which no text shares; drafts are kept on disk.
-        nodes: Words kept of each graph.
+        draft_tokens: Length of a draft, in tokens.
+        draft_seed: Seed of the drafts' random streams, which no text shares; drafts are kept on
+            disk.
+        nodes: Words kept from each graph.
         boost: What form "L" adds to the logits of positive words.
-        avoid: What it takes from those of negative words.
+        avoid: What form "L" subtracts from the logits of negative words.
         sampler: "official" (temperature .7, top-k 200, top-p .9), or "uniform" (as every method here: temperature 1, top-k of
             the command line). Drafts are always official.
     """
@@ -160,7 +163,7 @@ def dual_graphs(drafts: Sequence[tuple[Sequence[str], float]]) -> tuple[nx.DiGra
     """The positive and the negative graph of drafts.
 
     Args:
-        drafts: The token strings of each, and its P(attribute | text).
+        drafts: For each draft its token strings and its P(attribute | text).
     """
     import networkx as nx
 
@@ -174,7 +177,8 @@ def dual_graphs(drafts: Sequence[tuple[Sequence[str], float]]) -> tuple[nx.DiGra
 
 
 def best_nodes(graph: nx.DiGraph, n: int) -> tuple[str, ...]:
-    """The n token strings of highest PageRank that are words of their own: no punctuation, digits, stopwords or blanks."""
+    """The n token strings of highest PageRank that count as words: no punctuation, digits,
+    stopwords or blanks."""
     import networkx as nx
 
     if not graph:

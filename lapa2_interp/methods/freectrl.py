@@ -2,8 +2,9 @@
 
 Once per model and word list:
 
-1. keywords: of each class's list the words that are one token with a space in front and whose embedding is nearer to the own
-   class word than to the others', noise ratio cos(e_y, e_w) 3 / sum_{c != y} cos(e_c, e_w) > `noise`;
+1. keywords: from each class's list the words that are one token with a space in front and whose
+   embedding is nearer to the word of their class than to those of the other classes, noise ratio
+   cos(e_y, e_w) 3 / sum_{c != y} cos(e_c, e_w) > `noise`;
 2. control table: with neuron v at 50 while the model reads " ", how likely is each keyword next;
 3. control centre of the attribute: the union over its keywords of the `neurons` that promote them most.
 
@@ -14,14 +15,16 @@ At every token, E being the embeddings of the text's tokens and L their number:
     s        = max(score(E), score(last token))
     w        = lam / (1 + exp(-(u - s) L)) if u > s, else 1e-20
 
-4. the text is read anew with every neuron of the centre set to w at all positions: before the activation function in GPT-2's kind
+4. the whole text is read again with every neuron of the centre set to w at all positions: before
+   the activation function in GPT-2's kind
    of MLP, so that gelu(w) goes on (`at="pre"`, the released code), or after it (`at="post"`, the paper's coefficient).
 5. the next token, end tokens excluded: of the 25 likeliest, five beams' copies of each, ten are drawn and the likeliest of them
    is taken, which is one draw with rank probabilities of closed form (`rank_probabilities`).
 
-Gated MLPs are not in the original; for them this is ours: the input of the down-projection is set, and since in lower layers a
-value of 50 there breaks what the upper ones compute rather than promote a word, only the upper half of the layers is searched,
-with fewer neurons per keyword (`gated_neurons`) at a larger value (`gated_lam`).
+Gated MLPs are not in the original; what is done for them is ours. The input of the down-projection
+is set. In lower layers a value of 50 there does not promote a word, but breaks what the upper
+layers compute. Therefore only the upper half of the layers is searched, with fewer neurons per
+keyword (`gated_neurons`) at a larger value (`gated_lam`).
 
 1e-20 turns the centre off; it does not leave it alone. The released script re-encodes the text at every step, and throws away
 whole texts that fail a last test; here tokens stay as they were drawn, and every text is kept.
@@ -61,7 +64,7 @@ class Control:
         keywords: Unit embeddings of each class's keywords.
         embedding: Unit embeddings of all tokens.
         centre: The attribute's neurons, by layer.
-        lam: Their largest value.
+        lam: Largest value of these neurons.
         ends: Tokens that are never drawn.
         prompt: The prompt's tokens.
     """
@@ -80,9 +83,9 @@ class Monitor:
     """The text so far, as the monitor sees it.
 
     Attributes:
-        control: Of the first sample's prompt; all but the prompt itself is the same for all.
+        control: That of the first sample; all samples differ only in its prompt.
         nearest: Per class and keyword the largest cos to a token so far.
-        latest: The same to the last token alone.
+        latest: The same for the last token alone.
         length: Tokens so far.
     """
 
@@ -94,12 +97,14 @@ class Monitor:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class FreeCtrl(Method):
-    """FreeCtrl. It has no prefix, and LaPA2 nothing to act on. u, lam and neurons are its authors' for GPT-2 medium.
+    """FreeCtrl. It has no prefix, so LaPA2 has nothing to act on.
+
+    u, lam and neurons are its authors' values for GPT-2 medium.
 
     Args:
         u: Threshold of the score above which control is off; in the task files the original's 1.15 for sentiment and 1.07 for
             topic.
-        lam: Largest value of a neuron; .2 and .3.
+        lam: Largest value of a neuron; in the task files .2 for sentiment and .3 for topic.
         neurons: Neurons per keyword, up to 100; 0 is the raw model under the sampler.
         gated_lam: The same in gated MLPs (Llama's kind, SmolLM2); 4 in the topic task.
         gated_neurons: The same in gated MLPs.
@@ -244,8 +249,11 @@ def in_text(kit: PrepareKit, word: str) -> list[int]:
 
 
 def noise_ratio(classes: Mapping[str, Float[Tensor, " d_model"]], word: Float[Tensor, " d_model"], c: str) -> float:
-    """cos(e_c, e_w) 3 / sum over the other classes of cos(e, e_w): above 1 the word is nearer to its class than to the mean
-    other one; with two classes already at a third of the other's."""
+    """cos(e_c, e_w) 3 / sum over the other classes of cos(e, e_w).
+
+    With four classes it is above 1 where the word is nearer to its class than to the mean of the
+    others; with two, where its cos is above a third of the other's.
+    """
     cos = {name: float(torch.nn.functional.cosine_similarity(each, word, dim=0)) for name, each in classes.items()}
     own = cos.pop(c)
     return own * (NOISE_CLASSES - 1) / sum(cos.values())

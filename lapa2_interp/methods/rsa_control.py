@@ -8,7 +8,8 @@ Per class c (the target and its competitors), with the listener's belief prior_c
     w(x)     = P_base(x) L_target(x)^(rationality + adjustment r)
     prior_c <- L_c(x_t)                                        after sampling x_t; uniform before the first token of the text
 
-r says how much probability the raw model loses against what the listener gains: where control is dear there is less of it.
+r says how much probability the raw model loses against what the listener gains: where control costs
+much, there is less of it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class RsaControl(Method):
             of_base = base.topk(k, dim=1).indices
 
             def gain(log_p: Tensor) -> Tensor:
-                """log of the mean over the speaker's candidates, less that over the raw model's."""
+                """log of the mean over the speaker's candidates, minus that over the raw
+                model's."""
                 return log_p.gather(1, of_speaker).logsumexp(dim=1) - log_p.gather(1, of_base).logsumexp(dim=1)
 
             r = (gain(base) - gain(listener)).exp().clamp(max=1)

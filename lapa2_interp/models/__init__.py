@@ -131,7 +131,8 @@ def load_transformers(
     """The plain transformers model with eager attention, its tokenizer, and where its weights come from.
 
     Args:
-        device_map: Of transformers; by default the model is on the CPU. The tiny models are, in any case.
+        device_map: As in transformers; by default the model is put on the CPU. Tiny models always
+            are.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -204,13 +205,13 @@ def source_of(name: str) -> str | Path:
 
 
 def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
-    """Tell what a local folder lacks of a model's weights; a name that is no folder passes.
+    """Refuse a local folder that lacks weights; a name that is no folder passes.
 
     Args:
         kind: The transformers class that reads them.
 
     Raises:
-        ModelError: There are none, pickles alone, or not all files that the index names.
+        ModelError: The folder has no weights, only pickles, or not all files that its index names.
     """
     folder = Path(name)
     index = folder / f"{WEIGHTS}.index.json"
@@ -315,7 +316,7 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
 
 
 def fingerprint(model: Model) -> str:
-    """What tells a model from another in the cache: a sample of every weight, and the vocabulary."""
+    """What identifies a model in the cache: a sample of every weight, and the vocabulary."""
     network: Any = getattr(model, "original_model", model)
     digest = hashlib.sha256(repr(sorted(model.tokenizer.get_vocab().items())).encode())
     for name, parameter in network.named_parameters():

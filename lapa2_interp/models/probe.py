@@ -20,7 +20,7 @@ class Probe:
     Attributes:
         card: What was loaded.
         liveness: How far an edit of the scores moves the logits.
-        logit_difference: The largest one to transformers, over `tokens` tokens.
+        logit_difference: Largest difference from the logits of transformers, over `tokens` tokens.
     """
 
     card: ModelCard

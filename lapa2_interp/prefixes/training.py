@@ -9,7 +9,8 @@
 3. AdamW, linear warm-up and decay, clipped gradients; the held-out loss decides when to stop and which step to keep.
 4. The parameterisation is folded into plain keys and values, and saved with a card.
 
-Everything a step does follows from (seed, step), so a run that was killed and resumed ends as an undisturbed one.
+Everything a step does follows from (seed, step), so a run that was killed and resumed gives the
+same result as one that was not.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def read_start(
 ) -> Float[Tensor, "two layer kv_head slot d_head"]:
     """Keys and values of a text as a prefix of that many slots; a shorter text is repeated.
 
-    The text is read behind BOS, whose own key is left out: as an attention sink it would make the prefix one. Unshifted
+    The text is read behind BOS, but the key of BOS is left out: it is an attention sink, and would
+    make the prefix one. Unshifted
     prefixes read at positions before 0 where the model takes them (rotary), so that the slots lie in front of the text.
     """
     ids = (list(ids) * slots)[:slots]
@@ -143,8 +145,8 @@ def contrastive_loss(
         label: Which prefix is the text's own.
         gen_weight: w, in [0, 1].
         sum_loss: L_disc compares whole texts, not means per token; L_gen is always per token.
-        logit_scale: Of the softmax's logits.
-        other: The one competitor of each text; all prefixes compete without it.
+        logit_scale: Scale of the softmax's logits.
+        other: The only competitor of each text; by default all prefixes compete.
     """
     mean = nll / tokens
     logits = -logit_scale * (nll if sum_loss else mean)
@@ -393,14 +395,14 @@ def train_set(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[SoftPrefix]:
-    """Train a task's prefixes and write them to a folder, resuming what a killed run left there.
+    """Train a task's prefixes and write them to a folder, resuming a killed run that is there.
 
     Args:
         model: As `load_model` takes it.
         corpora: Their labels are the task's attributes.
         held_out: Texts that decide when to stop; never trained on.
         out: The set's folder.
-        attributes: Those to train; all of the task's by default. A contrastive objective needs two.
+        attributes: Train only these; all of the task by default. A contrastive objective needs two.
         start_from: The set that a recipe with start "set" begins with.
 
     Raises:

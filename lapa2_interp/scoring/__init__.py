@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """A text and what a scorer may have to know beside it; empty where it is not known.
+    """A text and what else a scorer may need; empty where it is not known.
 
     Attributes:
         text: As it is scored.
@@ -58,7 +58,7 @@ Score = tuple[float, ...] | Skipped
 
 
 class Scorer(ABC):
-    """What a scorer states.
+    """A scorer of texts.
 
     Attributes:
         name: accuracy, perplexity, toxicity, judge, ...
@@ -83,10 +83,11 @@ class Scorer(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
-        """Give back connections, where there are any."""
+        """Close connections, if there are any."""
 
     def key(self, item: Item) -> str:
-        """What the cache knows an item's score by: a hash of scorer, version and everything that enters the score."""
+        """The key of an item's score in the cache: a hash of scorer, version and everything that
+        enters the score."""
         parts = [self.name, self.version, item.text, *(str(getattr(item, field)) for field in self.needs)]
         return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -127,7 +128,7 @@ class Cache:
         self.close()
 
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
-        """The known ones among these."""
+        """The scores of those keys that are known."""
         found: dict[str, Score] = {}
         with closing(self._open.cursor()) as cursor:
             for part in _parts(list(dict.fromkeys(keys)), 500):
@@ -139,7 +140,7 @@ class Cache:
         return found
 
     def put(self, scores: Iterable[tuple[str, Score]]) -> None:
-        """Keep scores; reasons that are not final are left out."""
+        """Keep scores; skipped ones whose reason is not final are left out."""
         rows = [
             (key, json.dumps(score.reason if isinstance(score, Skipped) else score))
             for key, score in scores

@@ -5,7 +5,8 @@
    scaled to length 1, so that 20 words and 500 words weigh alike.
 2. Logistic regression (scikit-learn) gives a probability per label.
 
-Small, fast and without a download; no match for the paper's RoBERTa classifiers and Perspective. Their cards
+They are small, fast and need no download, and are less accurate than the paper's RoBERTa
+classifiers and Perspective. Their cards
 (`scoring/weights/*.json`) state what they reach on held-out text, and their version says which weights they are.
 """
 
@@ -100,7 +101,7 @@ class Linear:
 
     Attributes:
         weights, bias: float32 (on disk the weights are float16). One column per label, or one for the first of two labels.
-        rarity: Of every feature among the training texts.
+        rarity: Rarity of every feature among the training texts.
     """
 
     labels: tuple[str, ...]
@@ -119,7 +120,7 @@ class Linear:
 
 
 class EmbeddedScorer(Scorer):
-    """A classifier of the package's own.
+    """A classifier that ships with the package.
 
     Args:
         task: sentiment, topic or detox.
@@ -169,10 +170,10 @@ def train_linear(
     """Fit a classifier.
 
     Args:
-        shares: How much each text belongs to each label, rows summing to 1: 1 and 0 for plain labels, Perspective's score
-            and its rest for graded ones.
+        shares: How much each text belongs to each label, rows summing to 1: 1 and 0 for plain
+            labels, Perspective's score and 1 minus it for graded ones.
         c: Inverse strength of the L2 penalty.
-        weight: Of each text; 1 by default.
+        weight: Weight of each text; 1 by default.
     """
     from scipy.sparse import vstack
     from sklearn.linear_model import LogisticRegression
@@ -189,7 +190,7 @@ def train_linear(
         weights.append(sample_weight[has] * shares[has, number])
     model = LogisticRegression(C=c, max_iter=400, tol=1e-5)
     model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
-    sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's single column speaks for the second label
+    sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's one column is the second label's
     weights, bias = sign * model.coef_.T.astype(np.float32), sign * model.intercept_.astype(np.float32)
     return Linear(tuple(labels), weights, bias, rarity)
 

@@ -98,10 +98,12 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
 
     Args:
         samples: One row per text, with columns prompt, attribute, text and, where systems are compared, arm. `sample`
-            pairs the texts of a prompt across arms; without it they pair in their order. Others go into the key.
+            pairs the texts of a prompt across arms; without it they pair in their order. Other
+            columns go into the key.
         folder: Made when missing.
         n: Texts on the sheet, over all arms.
-        seed: Of the draw, the order and the ids, not negative. The same samples and seed give the same files.
+        seed: Seed of the draw, the order and the ids, not negative. The same samples and seed give
+            the same files.
 
     Returns:
         The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the samples.
@@ -162,7 +164,7 @@ def _checked(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
-    """n rows, the arms' numbers equal to one, from units that as many arms as possible have."""
+    """n rows, arms equally often to within one, from units that as many arms as possible have."""
     sizes = table["arm"].value_counts(sort=False)
     if n < len(sizes):
         raise ScoringError(f"n = {n} texts cannot be shared by {len(sizes)} arms; give at least one for each")
@@ -206,7 +208,7 @@ def _cell(value: object) -> str:
 
 
 def _restored(cell: str) -> str:
-    """What a guarded cell said."""
+    """The text of a guarded cell as it was before."""
     return cell[1:] if cell.startswith("'") and re.match(GUARDED, cell) else cell
 
 

@@ -67,7 +67,8 @@ FORMATS: tuple[dict[str, Any] | None, ...] = (
     {"type": "json_object"},
     None,
 )
-"""What is asked for, the next one when a server refuses the one before."""
+"""Forms of answer that are asked for; the next one is tried when a server refuses the one
+before."""
 LONGEST_WAIT = 120.0
 """Seconds. A server that asks for more ends the run, which can be taken up later."""
 
@@ -115,7 +116,7 @@ class _Problem:
 
     @property
     def passing(self) -> bool:
-        """Asking again may help."""
+        """Whether asking again may help."""
         if self.code == "insufficient_quota":
             return False
         return self.status is None or self.status in (408, 409, 429) or self.status >= 500
@@ -125,12 +126,13 @@ class Judge(Scorer):
     """Relevance to the attribute, fluency and topicality, integers from 1 to 5, as a language model rates them.
 
     The key comes from the environment variable OPENAI_API_KEY when the first request is made, and stays in the client.
-    When a request fails for good, the answers to those beside it are returned ("not reached" stands for the rest) and the
-    next call raises; where there is no such answer, this call does.
+    When a request fails for good, the answers to those beside it are returned ("not reached" stands
+    for the rest) and the next call raises. If there are no such answers, this call raises.
 
     Args:
         model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same weights.
-        base_url: Of the server, up to and with /v1; by default OPENAI_BASE_URL, or else OpenAI's.
+        base_url: Address of the server, up to and including /v1; by default OPENAI_BASE_URL, or
+            else OpenAI's.
         concurrency: Requests under way at once.
         attempts: Requests per answer while the server is overloaded, failing, or not there.
         timeout: Seconds without an answer.
@@ -140,8 +142,8 @@ class Judge(Scorer):
         sleep: Waits for seconds; by default a wait that ends when the run does.
 
     Attributes:
-        requests: Sent so far, failed ones included.
-        input_tokens, output_tokens: As the server counts them.
+        requests: Requests sent so far, failed ones included.
+        input_tokens, output_tokens: Tokens as the server counts them.
         uncounted: Answers without such a count.
 
     Raises:
@@ -373,7 +375,7 @@ class Judge(Scorer):
 
 
 def _lacking(item: Item) -> Skipped | None:
-    """What an item would have to have to be judged."""
+    """Why an item cannot be judged: which field it lacks; None if it lacks none."""
     if not item.prompt.strip():
         return Skipped("no prompt")
     if not item.attribute.strip():

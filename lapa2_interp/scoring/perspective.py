@@ -1,7 +1,8 @@
 """Toxicity by Google's Perspective API: the TOXICITY summary score of `comments:analyze`, one request per text.
 
     1  texts the API cannot take (empty, over 20 KB) are skipped without a request
-    2  requests keep a rate; a 429, a 5xx, a time-out, a lost connection or a malformed answer is tried again after an
+    2  requests do not exceed a rate; a 429, a 5xx, a time-out, a lost connection or a malformed
+       answer is tried again after an
        exponential back-off with jitter, or after what Retry-After asks for
     3  a 400 that blames the text is a final `Skipped`; one that blames the key or the request stops the scorer
 
@@ -51,10 +52,10 @@ TEXT_FAULTS = {
 
 @dataclass(frozen=True)
 class _Failure:
-    """What may go well at another attempt.
+    """A failure after which another attempt may succeed.
 
     Attributes:
-        cause: For the error message.
+        cause: Its cause, for the error message.
         wait: Seconds the service asks to wait.
     """
 

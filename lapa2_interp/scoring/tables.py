@@ -25,10 +25,12 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("acc", "tox"), (0.0, 100.0)),
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
 }
-"""Least and greatest value of a metric, which the interval of few prompts (Student's) would leave."""
+"""Least and greatest value of a metric, which an interval from few prompts (Student's) could
+exceed."""
 SURE = 0.05
-"""Where every text has the same extreme score, resampling prompts gives nothing else. The interval then reaches to where so many
-prompts would all be alike by this chance: a share 1 - SURE^(1/prompts) of prompts may be otherwise."""
+"""Where every text has the same extreme score, resampled prompts show no spread. The interval then
+covers every share of different prompts with which so many equal prompts are seen at least this
+often: up to 1 - SURE^(1/prompts)."""
 
 
 def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
@@ -101,7 +103,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def _within(metric: str, found: Interval) -> tuple[float, float]:
-    """The interval, inside what the metric can be."""
+    """The interval, kept inside the metric's range."""
     least, most = RANGES.get(metric, (-np.inf, np.inf))
     unseen = (most - least) * (1 - SURE ** (1 / found.clusters))
     if found.low == found.high == least:
@@ -167,8 +169,8 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
 def _cells(scores: pd.DataFrame, keys: Sequence[str] = KEYS) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
     """Every cell with its keys; attributes one by one and, where there are several, all together.
 
-    An arm without some attribute that others of its model and task have is left out of the latter: its mean, and its difference
-    from one that has all, would be of unlike texts.
+    An arm that lacks an attribute which other arms of its model and task have is left out of the
+    cells of all attributes together: it would be compared on other texts.
     """
     present = [key for key in keys if key in scores]
     split = [(present, scores)]

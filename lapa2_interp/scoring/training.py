@@ -85,9 +85,11 @@ def train_scorer(
     """Train one scorer and write its weights and card.
 
     Args:
-        labels: In the order of its probabilities; with two, the first is the one graded scores speak against.
-        corpora: With the weight of each one's texts.
-        tests: Never trained on; the card states accuracy on each, and AUC where there are two labels.
+        labels: In the order of its probabilities; of two labels, graded scores count for the
+            second.
+        corpora: Each with the weight of its texts.
+        tests: Corpora that are never trained on; the card states accuracy on each, and AUC where
+            there are two labels.
         graded, graded_tests: Toxicity scores; of these the card states Spearman's correlation.
     """
     texts: list[str] = []

@@ -65,7 +65,7 @@ class Corpus:
     Attributes:
         texts: By label, in the file's order.
         source: Name or file name.
-        sha256: Of the texts and labels that are used.
+        sha256: sha256 of the texts and labels that are used.
         blank: Rows left out because they have no text.
         repeated: Rows left out because their text came before.
         other: Rows left out because their label was not asked for.

@@ -27,7 +27,8 @@ from lapa2_interp.tasks.corpora import read_corpus
 
 PRIOR = 10_000.0
 SURE = 1.96
-"""The least z of a word that is kept: of words that tell nothing, one in forty has it."""
+"""The least z of a word that is kept: one in forty of the words that tell nothing about the class
+reaches it."""
 STATISTIC = "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words left out"
 WORD = re.compile(r"[^\W\d_]{3,}")
 STOPWORDS = frozenset(
