@@ -1,1 +1,2 @@
-"""What is about the LaPA2 paper and only about it: its numbers, claims, tables and the study of its propositions."""
+"""What concerns only the LaPA2 paper: its numbers, claims, tables and the study of its
+propositions."""

@@ -61,7 +61,8 @@ class Bench(Findings):
     def attention(self, cells: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Prefix attention against step of every arm, and the same at a few steps for reading.
 
-        Judges on the way: is it higher with LaPA2, and is more of the first step's left at the last one?
+        Also judges two claims: is it higher with LaPA2, and is more of the first step's attention
+        left at the last step?
         """
 
         def curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:

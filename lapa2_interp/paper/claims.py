@@ -1,7 +1,7 @@
 """Claims of the paper and their verdicts.
 
-A claim puts a number in a range. What is found has a 95 % interval, and the verdict says whether
-the whole of it lies in the range, outside, or neither.
+A claim puts a number in a range. The measured number has a 95 % interval. The verdict says whether
+the whole interval lies inside the range, outside it, or neither.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Claim:
         """The verdict on an interval; inconclusive where there is none (NaN).
 
         Args:
-            expected: The number that the relation speaks of.
+            expected: The number that the relation refers to.
         """
         least = -np.inf if self.relation == "less" else expected - self.margin
         most = np.inf if self.relation == "more" else expected + self.margin
@@ -54,15 +54,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim of an item, and what was found of it here: a row of ITEM.claims.csv.
+    """A claim of an item, and what this run says about it: a row of ITEM.claims.csv.
 
     Attributes:
-        item, claim: Where it is made, and in words.
+        item, claim: The item that makes the claim, and the claim in words.
         metric, expected: What is compared, and the relation the paper reports.
-        paper: Its difference, in the metric's unit; NaN where it gives none.
+        paper: The paper's difference, in the metric's unit; NaN where it gives none.
         here, low, high: Ours with its 95 % interval.
-        p: Of a sign-flip permutation.
-        detectable: What these texts could have shown.
+        p: p-value of a sign-flip permutation.
+        detectable: The smallest difference these texts could have shown.
         prompts: Independent clusters.
     """
 
@@ -131,7 +131,8 @@ class Findings:
         metric: str,
         known: Sequence[float],
     ) -> None:
-        """Judge a comparison in the direction of the paper's two numbers; where it has none, it claims nothing.
+        """Judge a comparison in the direction of the paper's two numbers; without them nothing is
+        judged.
 
         Args:
             text: With {more} or {raises} for the direction.

@@ -39,8 +39,8 @@ class ItemData:
         item: The item's name.
         grids: The grids whose cells it shows, without their folder (quick/, paper/).
         scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
-        perplexity_texts: Texts of an arm whose perplexity is measured, about.
-        device: Of scorers that run a model.
+        perplexity_texts: About how many texts of an arm have their perplexity measured.
+        device: Device of scorers that run a model.
         dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever wrote the texts.
     """
 
@@ -69,7 +69,8 @@ class ItemData:
         return found.assign(state=found["state"].where(whole | (found["state"] != "finished"), "incomplete"))
 
     def groups(self, cells: pd.DataFrame, *further: str) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
-        """The cells by model, task, method and what else is named: the columns' values, these in words, the cells."""
+        """The cells grouped by model, task, method and further columns: the columns' values, the
+        values in words, the cells."""
         names = ["model", "task", "method", *further]
         for values, group in cells.groupby(names, sort=False):
             where = dict(zip(names, values, strict=True))
@@ -89,7 +90,7 @@ class ItemData:
             cells: Rows of `cells`.
             lengths: Cut texts to these, each cell up to its own; by default each cell's longest.
             parts: Score texts in this many equal parts.
-            metrics: Of accuracy, toxicity and perplexity; by default what the task has.
+            metrics: Any of accuracy, toxicity and perplexity; by default what the task has.
         """
         frames = []
         with Cache(self.run.home / "scores") as cache:
@@ -148,7 +149,8 @@ class ItemData:
                 yield dict(zip(ARM, values, strict=True)), join_traces(traces, samples), samples
 
     def steps(self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-        """What `make` reads off every arm's trace at the first 16 steps and every fourth after, with the arm's columns."""
+        """What `make` reads from every arm's trace at the first 16 steps and every fourth after,
+        with the arm's columns."""
         frames = []
         for arm, trace, samples in self.curves(cells):
             found = make(trace, samples)

@@ -1,4 +1,4 @@
-"""Drawings of the propositions, each from its table alone."""
+"""Drawings of the propositions, each made from its table only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
 
 
 def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
-    """Slopes against alpha with 95 % intervals; dotted what is predicted.
+    """Slopes against alpha with 95 % intervals; the predictions are dotted.
 
     Args:
         found: From `propositions.synthetic_slopes` or `exponent_table`.

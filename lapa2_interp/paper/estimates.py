@@ -12,19 +12,20 @@ from lapa2_interp.runs.estimates import pace
 from lapa2_interp.runs.grid import Grid
 
 PERPLEXITY_TEXTS = 120
-"""Texts of an arm whose perplexity is measured, about; spread evenly over prompts and attributes."""
+"""About how many texts of an arm have their perplexity measured; spread evenly over prompts and
+attributes."""
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
 READ_AT_FIVE = ("sent_topic", "detox")
-"""Grids whose texts are scored at all of them."""
+"""Grids whose texts are scored at all five lengths."""
 TOKEN = 2e-5
 """Seconds that the embedded classifiers take for a token."""
 ITEM = 6.0
-"""Seconds that the script of a figure or table takes besides: intervals, drawing."""
+"""Seconds that the script of a figure or table takes for all else: intervals, drawing."""
 
 
 def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
-    """What it takes to score the texts of grids by the embedded scorers, and to make tables and figures.
+    """Seconds to score the texts of grids by the embedded scorers, and to make tables and figures.
 
     Args:
         items: Scripts to be run; by default one per grid.

@@ -1,4 +1,4 @@
-"""What an item leaves: its tables as CSV, Markdown, LaTeX and JSON, and its claims."""
+"""The files of an item: its tables as CSV, Markdown, LaTeX and JSON, and its claims."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def write_item(
 
     Args:
         table: Tidy.
-        notes: What stands under it, besides scorers, models and profiles.
-        shown: For reading; by default `wide(table)`.
+        notes: Lines under the table, besides scorers, models and profiles.
+        shown: The table for reading; by default `wide(table)`.
     """
     folder = out / "tables"
     shown = wide(table) if shown is None else shown

@@ -94,8 +94,9 @@ def rate_row(
 ) -> dict[str, object]:
     """The verdict on O(1/l), which says that log(e_P/e_R) stays bounded: about lengths beyond any that were measured.
 
-    The slope over the far half of log l must be 0 or less. Behind an attention sink it is not for long, and the ratio stays
-    bounded all the same: the claim is refuted only if the slope does not get smaller with length, whatever keys are counted.
+    The slope over the far half of log l must be 0 or less. Behind an attention sink the slope is
+    above 0 over a long range, although the ratio stays bounded. The claim is therefore refuted only
+    if the slope does not get smaller with length, whichever keys are counted.
 
     Args:
         ratios: log(e_P/e_R) by which keys are counted: all, and where a sink is known all but the sink. Leaving keys out of e_R
@@ -233,17 +234,22 @@ ENOUGH = 100
 
 
 def _effective(shares: Float[np.ndarray, "*draw"]) -> float:
-    """How many draws a mean rests on, (sum a)^2 / sum a^2: few, however many were drawn, where rare ones carry it."""
+    """How many draws a mean rests on, (sum a)^2 / sum a^2: few if rare draws make up most of the
+    mean."""
     return float(shares.sum() ** 2 / (shares**2).sum())
 
 
 def _unless(seen: bool, row: dict[str, object]) -> dict[str, object]:
-    """The row, inconclusive where the mean was not seen: an interval from draws cannot know of draws that are rarer still."""
+    """The row, made inconclusive unless the mean was seen.
+
+    An interval from draws says nothing about draws that are rarer still.
+    """
     return row if seen else row | {"verdict": "inconclusive"}
 
 
 def _verdict_table(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
-    """Verdict rows as a table that always has a column alpha (NaN: not about one)."""
+    """Verdict rows as a table that always has a column alpha (NaN where a row is about no single
+    alpha)."""
     columns = [
         "claim",
         "source",
@@ -270,7 +276,7 @@ def thinned_steps(n_steps: int, n: int = 48) -> Int[np.ndarray, " step"]:
 
 
 def thin(traces: xr.Dataset) -> xr.Dataset:
-    """The steps of a trace that slopes are read from; a thin trace stays as it is."""
+    """The trace at those steps that slopes are read from; a thin trace stays as it is."""
     steps = traces["step"].to_numpy()
     return traces.isel(step=np.isin(steps, thinned_steps(int(steps[-1]) + 1)))
 
@@ -278,7 +284,8 @@ def thin(traces: xr.Dataset) -> xr.Dataset:
 def by_alpha(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
     """Traces of the same prompts under several alphas as one, along a new axis `alpha`; the branch that is controlled.
 
-    Texts that end early cut all at the shortest one's end, so that a curve never changes its texts on the way.
+    All texts are cut at the end of the shortest, so that every point of a curve is over the same
+    texts.
 
     Raises:
         TraceError: No trace at alpha 0, traces of different size or prefixes, pooled ones, a text without a prefix, or fewer than
@@ -321,7 +328,7 @@ class Curves:
     Attributes:
         share: A'. `odds`: log(A'/(1-A')), -inf where A' is 0.
         log_r: log(l/l_pre) with the paper's l. `log_rest`: log(r - 1) with all keys. `log_l`: log of all keys.
-        texts: What makes texts alike: their prompts, or their numbers.
+        texts: The cluster of each text: its prompt, or its number.
     """
 
     alphas: tuple[float, ...]
@@ -369,10 +376,11 @@ class Curves:
 def curves(traces: xr.Dataset, *, pooled: bool, layer: int | None = None, sink: bool = True) -> Curves:
     """The prefix attention of `by_alpha` traces, pooled over layers and heads as the paper does, or head by head.
 
-    In float64. What the prefix does not get is summed from its parts: 1 - A' would round away what a strong prefix leaves.
+    In float64. The attention outside the prefix is summed from its parts: 1 - A' would lose it to
+    rounding where the prefix has nearly all.
 
     Args:
-        layer: This one alone.
+        layer: Only this layer.
         sink: False leaves BOS out, of attention and of lengths, as if it were no key.
     """
     parts = ["prompt", "generated", *(["bos"] if sink else [])]
@@ -494,19 +502,20 @@ def exponent_table(traces: xr.Dataset) -> pd.DataFrame:
 def prediction_table(traces: xr.Dataset, augmentations: Mapping[float, Augmentation]) -> pd.DataFrame:
     """A' predicted from the baseline by the exact law against A' as measured, layer by layer.
 
-    What the prediction misses came through queries and keys that the bias changed further down; `direct` is the share of the
-    effect that it has.
+    The effect that the prediction misses came through queries and keys that the bias changed in
+    lower layers; `direct` is the share of the effect that is predicted.
 
     Args:
         traces: With the same texts at every alpha (teacher-forced).
-        augmentations: By alpha; where, when and by how much they act is what is predicted with.
+        augmentations: By alpha; the prediction uses where, when and by how much they act.
 
     Returns:
         Columns alpha, layer, baseline, predicted, measured (means over texts, steps and heads), low, high (of measured -
         predicted, over texts), texts, error (largest difference of any head's log-odds, where the baseline is not 0), direct.
 
     Raises:
-        TraceError: An augmentation of other keys than the prefix, whose mass the law does not tell from the trace.
+        TraceError: An augmentation acts on other keys than the prefix, whose mass the trace does
+            not give.
     """
     found = curves(thin(traces), pooled=False)
     steps, base = thin(traces)["step"].to_numpy(), found.base

@@ -35,7 +35,7 @@ class Results(BaseModel):
     dtypes: tuple[str, ...]
     """Precisions of the models that generated."""
     devices: tuple[str, ...]
-    """Where they ran."""
+    """Devices those models ran on."""
     threads: tuple[int, ...]
     """CPU threads of a worker."""
     seeds: tuple[int, ...]
@@ -43,13 +43,13 @@ class Results(BaseModel):
     prefixes: dict[str, str]
     """sha256 of the soft prefixes' files, by what they are."""
     scorers: tuple[str, ...]
-    """Names and versions; the version of one that reads weights says which."""
+    """Names and versions of scorers; the version of one that reads weights names them."""
     texts: int
     """Generated texts."""
     tokens: int
     """Generated tokens."""
     seconds: float
-    """Generating, summed over workers."""
+    """Seconds of generating, summed over workers."""
 
 
 def results_of(run: Run, tables: Path) -> Results:

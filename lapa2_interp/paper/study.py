@@ -1,4 +1,5 @@
-"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with what they were read from.
+"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with the data they
+were read from.
 
 Four sources, each stored: synthetic logits; texts that every alpha generates for itself (as the paper's figures); the baseline's
 texts read again under every alpha, so that alpha alone differs; and, if a file is given, a long text read up to the context.
@@ -67,12 +68,14 @@ class Study:
     """What is verified, and on what.
 
     Attributes:
-        alphas: Read again under each; 0 is always there. `free`: those that generate texts of their own, among them.
+        alphas: The baseline's texts are read again under each; 0 is always there. `free`: those of
+            them that also generate texts of their own.
         length: Tokens of a generated text, its prompt included. `samples`: texts per prompt and attribute.
         synthetic_length: Longest synthetic l; 0 leaves synthetic logits out. `synthetic_texts`: draws per family.
         text: A file whose beginning is read as one long text, or as several.
-        long_length, long_texts: Its tokens per text (0: to the context's end), and how many texts.
-        long_alphas: Read under each, and 0.
+        long_length, long_texts: Tokens per text cut from the file (0: as many as the context has),
+            and how many texts.
+        long_alphas: The long texts are read under each, and under 0.
     """
 
     model: str = "smollm2-135m"
@@ -277,7 +280,8 @@ def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> x
 
 
 def _without_traces(run: Run) -> Run:
-    """The run as one that recorded none: its traces are stored thinned, which a run's readers would take for whole."""
+    """The run without its traces: they are stored thinned, and readers of a run would take them for
+    whole."""
     plan, held = {}, {}
     for key, cell in run.plan.items():
         bare, made = cell.model_copy(update={"trace": "none"}), run.cell(key)
@@ -342,7 +346,8 @@ OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
-    """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV alone."""
+    """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV
+    only."""
     found: dict[str, tuple[str, plots.Drawing]] = {}
     if "synthetic_shares" in tables:
         shares = tables["synthetic_shares"]

@@ -1,4 +1,4 @@
-"""Tables of an item, as pure functions on frames."""
+"""Tables of an item (a figure or table of the paper), computed from the item's cells and scores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_c
 from lapa2_interp.stats import paired_difference
 
 HALVES = {0: "whole", 1: "first", 2: "second"}
-"""Parts of a text in words: of table half."""
+"""Parts of a text in words, as in the paper's table half."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
 ARM = ["model", "task", "method", "variant", "arm"]
 PAPER_SCORERS = {"acc": "Air-Decoding's RoBERTa", "tox": "perspective", "ppl": "gpt2-large", "dist": "roberta-large"}
-"""What a scorer's name says where it is the paper's; differences from its numbers are told for these alone."""
+"""By metric, the name that a scorer contains if it is the one of the paper. Differences from the
+paper's numbers are shown only for these scorers."""
 
 
 # --- tables
@@ -39,10 +40,11 @@ def item_table(
 
     Args:
         item: The item, for its numbers in the paper.
-        scores: Of `paper.data.ItemData.scores`.
+        scores: From `paper.data.ItemData.scores`.
         cells: The rows of `ItemData.cells` they came from.
-        variants: Names in the paper's table of our arms (or variants), to put its numbers beside.
-        tokenizer: Of distinct-n; words by default.
+        variants: By our arm (or variant), its name in the paper's table, to find the paper's
+            numbers.
+        tokenizer: Tokens that distinct-n counts; words by default.
 
     Returns:
         Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
@@ -113,13 +115,17 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def overall(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of all attributes together, or of the only one."""
+    """The rows for all attributes together, or for the only attribute."""
     several = table.groupby(ARM, dropna=False)["attribute"].transform(lambda column: (column == "all").any())
     return table[(table["attribute"] == "all") | ~several]
 
 
 def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
-    """Whether a mean is the best of its method's arms and surely so: better than the runner-up, the whole interval of it."""
+    """By row, whether its mean is surely the best of its method's arms.
+
+    Surely: the whole 95 % interval of the difference from the second best arm is an improvement;
+    for distinct-n, the two arms' intervals do not overlap.
+    """
     best = pd.Series(False, index=table.index)
     group_of = [
         key for key in ("model", "task", "method", "variant", "length", "part", "attribute", "metric") if key in table
@@ -171,7 +177,9 @@ def _number(metric: str, value: float) -> str:
 
 
 def wide(table: pd.DataFrame) -> pd.DataFrame:
-    """For reading: one row per arm, one column per metric with the interval in the cell; bold (**) where it is surely the best.
+    """The table for reading: one row per arm, one column per metric with the interval in the cell.
+
+    A mean that is surely the best is bold (**).
 
     Columns that are the same everywhere are left out; the paper's number follows its metric where there is one.
     """
@@ -224,7 +232,7 @@ def _signed(metric: str, value: float) -> str:
 
 
 def footnotes(table: pd.DataFrame) -> list[str]:
-    """What every table says under itself: units, intervals, scorers, model, profile."""
+    """The notes under every table: units, intervals, scorers, model, profile."""
     if "scorer" not in table:
         return []
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))

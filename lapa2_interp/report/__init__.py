@@ -50,13 +50,14 @@ MARKS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 SIZE = 3_800_000
 """Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
 TOKEN_BYTES = 18
-"""A token with its two masses takes about this much of the page."""
+"""Bytes of the page that a token with its two masses takes, about."""
 ROOM = 4
-"""A drawing reaches so many times as far as the median row of its metric; what is farther out is a triangle at its end."""
+"""The scale of a metric's drawings reaches to this multiple of its median row; a value farther out
+is a triangle at the end of the scale."""
 PROMPTS = 8
 """Prompts whose texts are shown, at most."""
 UNIT = 1e-4
-"""Masses are rounded to this."""
+"""Attention masses are rounded to multiples of this."""
 
 
 def write_report(run: Run, tables: Path | None = None, out: Path | None = None) -> Path:
@@ -155,7 +156,7 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
 
 
 def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
-    """What finished cells were made with: every value there is, once."""
+    """Settings and versions of the finished cells: every value that occurs, once."""
     cards = [each.model for each in manifests]
     plan = run.plan.values()
     found = {
@@ -233,7 +234,8 @@ def _item(name: str, tables: Path, figures: Path, names: Mapping[str, Sequence[s
 
 
 def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
-    """The tasks and methods that are together in an item; a table for reading leaves out what is the same everywhere."""
+    """The pairs of task and method in an item; its table for reading lacks a column that is the
+    same everywhere."""
     try:
         table = pd.read_csv(file, keep_default_na=False, dtype=str, usecols=lambda column: column in names)
     except (OSError, ValueError):  # no such file, or an empty one
@@ -242,7 +244,8 @@ def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _sides(said: Mapping[str, str], pairs: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, str]:
-    """Task and method of a row: what it says, and what follows from it in its item; "" where that leaves several."""
+    """Task and method of a row: as it states them, or as they follow from the pairs of its item; ""
+    where several are possible."""
     left = [pair for pair in pairs if all(pair.get(side, value) == value for side, value in said.items())]
     found = {side: {pair[side] for pair in left if pair.get(side)} for side in names}
     return {side: said.get(side) or (found[side].pop() if len(found[side]) == 1 else "") for side in names}
@@ -313,16 +316,22 @@ def _written(found: Mapping[str, float]) -> dict[str, str]:
 
 
 def _scale(ends: pd.DataFrame) -> tuple[float, float]:
-    """The ends of the drawings of one metric: of all of them, but no row may leave most of the others a point."""
+    """The two ends of the scale that one metric's drawings share.
+
+    It covers all rows, but not so far that one outlier would shrink most others to a point (ROOM).
+    """
     reach = ends.abs().max(axis=1)
     if not (reach > 0).any():
         return 0.0, 0.0
-    far = ROOM * float(reach[reach > 0].median())  # rows without a number, or of no difference, have no say
+    far = ROOM * float(reach[reach > 0].median())  # rows without a difference do not count
     return max(float(np.nanmin(ends)), -far), min(float(np.nanmax(ends)), far)
 
 
 def _forest(found: Mapping[str, float], least: float, most: float, verdict: str) -> Markup | str:
-    """An interval as a line with our difference as a dot, the paper's as a diamond, and zero; triangles lie beyond the ends."""
+    """Draw an interval as a line, our difference as a dot, the paper's as a diamond, and zero.
+
+    A triangle stands for a value beyond the ends of the scale.
+    """
     from markupsafe import Markup
 
     if math.isnan(found["here"]) or most <= least:
@@ -471,7 +480,7 @@ def text_column(cell: FinishedCell, prompts: Sequence[str], tokenizer: PreTraine
 
 
 def _prefix(manifest: Manifest, branch: str) -> str:
-    """The text of a branch's prefix, or what is said of a soft one."""
+    """The text of a branch's prefix, or the name of a soft one."""
     found = manifest.branches.get(manifest.attributes[0], {}).get(branch)
     return f"“{found}”" if isinstance(found, str) else str(found)
 
@@ -481,7 +490,8 @@ def _each_text(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def colour_top(masses: Sequence[Sequence[int]]) -> int:
-    """The end of the colour scale: what only one token in a hundred exceeds, rounded up to .05."""
+    """The end of the colour scale: the mass that only one token in a hundred exceeds, rounded up to
+    .05."""
     if not masses:
         return 0
     step = round(0.05 / UNIT)
