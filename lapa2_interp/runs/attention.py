@@ -1,4 +1,5 @@
-"""The attention that a run recorded, read: curves against step, their decay fits, heads, prefix tokens."""
+"""Reading the attention that a run recorded: curves against step, their decay fits, heads, prefix
+tokens."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class Attention:
     """Recorded attention of the arms of one method on one task.
 
     Attributes:
-        trace: Of all their texts; row i of the samples is sample i.
+        trace: The trace of all their texts; row i of the samples is sample i.
         samples: One row per text.
-        branch: The branch that is read, of `branches`.
+        branch: The branch that is read, one of `branches`.
         part: What its augmentation acts on: "prefix", or "prompt" on the raw model.
         tables: steps, fits, and where they apply prefix_tokens and heads.
         arms: Augmentations by arm.
-        cells: One row per cell, as of `Run.cells`.
+        cells: One row per cell, as in `Run.cells`.
     """
 
     trace: xr.Dataset
@@ -84,7 +85,7 @@ def read_attention(run: Run, only: Mapping[str, Any] | None = None, branch: str 
     """Read what the finished cells of a run recorded.
 
     Args:
-        only: Cells whose columns have these values alone, such as {"method": "prefix"}.
+        only: Only cells whose columns have these values, such as {"method": "prefix"}.
         branch: Which branch of the method; by default the first with a prefix.
 
     Raises:

@@ -1,4 +1,5 @@
-"""What cannot run is refused before anything does: a worker would find it only when it opens the cell."""
+"""Refuse what cannot run before a sweep begins: a worker would find it only when it opens the
+cell."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def check_grids(grids: Sequence[Grid]) -> None:
     """Resolve every cell as far as that needs no weights: the model's configuration, its tokenizer, the cards of prefixes.
 
     Raises:
-        ModelError: A model is unknown, or neither here nor reached.
+        ModelError: A model is unknown, or neither on this machine nor on a hub that can be reached.
         GridError: A cell cannot be made: its grid, the cell, and why.
     """
     for grid in grids:
@@ -56,7 +57,7 @@ def check_device(device: str | None) -> None:
     """Refuse a device this machine does not have.
 
     Raises:
-        ModelError: It does not.
+        ModelError: The machine does not have it.
     """
     import torch
 

@@ -1,11 +1,11 @@
-"""On more than one machine: the workers are actors of a Ray cluster.
+"""Sweeps on more than one machine: the workers are actors of a Ray cluster.
 
 1. Join the cluster, or start one on this machine, and give it this package.
 2. On every machine as many actors as it has room for, each holding a `worker.Worker`: one per GPU (or `gpus_per_worker` of
    them) where the cluster has any, else one per CPU core (or `threads` of them).
-3. Stream jobs to them: an actor has at most one, of the cell it has planned where there is one.
-4. A job whose actor or machine dies goes to another, at most `ATTEMPTS` times. The dead actor is replaced wherever there is
-   room, and machines that join while the run goes on get actors too.
+3. Give them jobs: an actor has at most one at a time, of a cell it has planned already if possible.
+4. A job whose actor or machine dies goes to another, at most `ATTEMPTS` times. The dead actor is
+   replaced where there is room, and machines that join during the run get actors, too.
 
 Outcomes come back to the coordinator, which alone writes, so that no other machine needs the run's folder.
 """
@@ -47,8 +47,9 @@ class RemoteWorker(Worker):
     """A worker in an actor.
 
     Args:
-        folder: Where the coordinator is, for relative paths in cells; machines that do not have it stay where they are.
-        commit: Of the source, which is shipped without its repository.
+        folder: The coordinator's working folder, for relative paths in cells; a machine that does
+            not have it keeps its own.
+        commit: Commit of the source, which is shipped without its repository.
     """
 
     def __init__(self, device: str, threads: int, folder: str, commit: str | None) -> None:
@@ -76,10 +77,10 @@ class RayWorker:
     """An actor, and what it does.
 
     Attributes:
-        node: Of the cluster; empty until the actor has started.
-        job: What it does, and how often that has been tried.
+        node: Its node in the cluster; empty until the actor has started.
+        job: Its job, and how often that job has been tried.
         cell: Key of the cell it has planned.
-        machine, slow: The machine's name, and what there is to say of bfloat16 on it.
+        machine, slow: The machine's name, and a note if bfloat16 is slow on it.
     """
 
     actor: Any
@@ -91,7 +92,7 @@ class RayWorker:
 
 
 class Cluster:
-    """On the machines of a Ray cluster, for one `with` block.
+    """An engine on the machines of a Ray cluster, for one `with` block.
 
     Args:
         workers: By default as many as there is room for, and more when machines join.
@@ -153,7 +154,7 @@ class Cluster:
             )
 
     def _nodes(self) -> list[dict[str, float]]:
-        """What each machine has, used or not."""
+        """The resources of each machine, in use or free."""
         alive = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
         if self._home not in alive:
             raise RunError(
@@ -187,7 +188,7 @@ class Cluster:
         self._ray.shutdown()
 
     def _new_worker(self) -> RayWorker:
-        """A new actor, which takes its place in the cluster when there is room."""
+        """A new actor, which starts when the cluster has room for it."""
         worker = RayWorker(self._new())
         self._refs[worker.actor.place.remote()] = worker
         return worker
@@ -197,7 +198,7 @@ class Cluster:
         self._give()
 
     def _give(self) -> None:
-        """Jobs to the actors that are free."""
+        """Give jobs to the actors that are free."""
         while self._queue and (free := [worker for worker in self._workers if worker.node and worker.job is None]):
             job, attempt = self._queue.popleft()
             mine = [worker for worker in free if worker.cell == job.cell.key]
@@ -224,14 +225,18 @@ class Cluster:
                 )
 
     def _grow(self) -> None:
-        """Actors for machines that have joined."""
+        """Add actors for machines that have joined."""
         more = 0 if self._fixed else self._room() - self.slots
         for _ in range(more):
             self._workers.append(self._new_worker())
             self.slots += 1
 
     def _ended(self, ref: Any) -> tuple[Job, Outcome] | None:
-        """What an actor has to say: an outcome, that it has started (None), or that it died (None, if its job is tried again)."""
+        """Take an answer of an actor.
+
+        Returns:
+            Its job and the outcome; None if it has started, or has died and its job is tried again.
+        """
         from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
         worker = self._refs.pop(ref)
@@ -262,7 +267,7 @@ class Cluster:
                 )
 
     def _lost(self, worker: RayWorker, given: tuple[Job, int] | None, error: Exception) -> tuple[Job, Outcome] | None:
-        """An actor has died: another takes its place, and its job."""
+        """Replace an actor that has died, and give its job to another."""
         with suppress(Exception):
             self._ray.kill(worker.actor)
         self._workers[self._workers.index(worker)] = self._new_worker()
@@ -279,7 +284,7 @@ class Cluster:
 
 
 def _public(versions: dict[str, str]) -> dict[str, str]:
-    """Versions without their builds' marks, such as +cu130."""
+    """Versions without marks of the build, such as +cu130."""
     return {name: version.partition("+")[0] for name, version in versions.items()}
 
 
@@ -323,10 +328,12 @@ def _join(address: str | None) -> Any:
 
 
 def _reach(address: str) -> None:
-    """Whether a cluster can be joined, tried in a process of its own: Ray waits for minutes, then ends the process it is in.
+    """Check that a cluster can be joined.
+
+    This is tried in another process: Ray waits for minutes, then ends the process it is in.
 
     Raises:
-        RunError: It cannot.
+        RunError: It cannot be joined.
     """
     host, mark, port = address.rpartition(":")
     if address != "auto":

@@ -35,17 +35,17 @@ from lapa2_interp.trace.recorder import trace_bytes
 ROWS = (6, 24, 72)
 """Rows of the timed steps."""
 KEYS, MORE_KEYS = 40, 320
-"""Keys they have in front of them; the middle one also has more."""
+"""Keys in front of the timed steps; the middle number of rows is also timed behind MORE_KEYS."""
 STEPS = 5
-"""Steps of each, of which the quickest counts."""
+"""Steps timed at each number of rows; the quickest counts."""
 START = 10.0
 """Seconds until a worker has imported the libraries and loaded a small model."""
 BATCHED = 0.4
 """Share of the timed matrix products' speed that decoding reaches where nothing else was measured."""
 STEP = 40
-"""There, rows that the reading of the weights costs as much as."""
+"""Where nothing was measured: the number of rows that cost as much as reading the weights."""
 LONG = 20.0
-"""Seconds; what takes longer is told before."""
+"""Seconds; longer work is announced with its time."""
 TEXT_BYTES = 5
 """Bytes of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000
@@ -76,7 +76,7 @@ class Estimate:
 def cost(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last, which nothing reads.
 
-    A method that reads its text anew at every step reads all of it every time.
+    A method that recomputes reads its whole text at every step.
     """
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
@@ -96,7 +96,7 @@ def seconds(cell: Cell, at: Pace) -> float:
 
 
 def plan_seconds(todo: Plan, at: Pace) -> float:
-    """The same of a plan."""
+    """What one worker takes for a plan."""
     branches, found = len(todo.branches), 0.0
     longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
     for group in todo.groups:
@@ -160,7 +160,8 @@ class Pace:
     """Seconds of a step of decoding by one worker, which reads one token in every row.
 
     Attributes:
-        rows, seconds: Of some steps behind `KEYS` keys, rows rising; straight lines between and beyond.
+        rows, seconds: Of the timed steps behind `KEYS` keys, in rising order; straight lines
+            between and beyond.
         key: Seconds that one key more costs each row.
         basis: Where the numbers come from.
     """
@@ -186,7 +187,7 @@ class Pace:
 
         Args:
             before, new: Tokens read before the first step, and steps.
-            anew: Every step reads all of its text.
+            anew: Whether every step reads the whole text.
         """
         again = rows * (before + new / 2) * self.row if anew else 0.0
         return (new - 1) * (self.step(rows, before + new / 2) + again) if rows else 0.0
@@ -205,11 +206,14 @@ def pace(
     operations: float = math.inf,
     loaded: Model | None = None,
 ) -> Pace:
-    """A model's pace on this machine: as timed here, now if it never was; else guessed by its number of parameters.
+    """A model's pace on this machine: timed, or guessed from its number of parameters.
+
+    It is timed once on this kind of machine.
 
     Args:
-        threads: Of the CPU that it computes with.
-        operations: Of what is to be estimated; for what is short no step is timed, nor of a model that is not here or large.
+        threads: CPU threads that it computes with.
+        operations: Operations of the work to be estimated. No step is timed for short work, nor
+            with a model that is large or not on this machine.
         loaded: The model, if it is loaded already.
     """
     import torch
@@ -251,7 +255,8 @@ def _timed(
 
 
 def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> float:
-    """Seconds of a step of so many rows, everything included: bias, trace, sampling. The least of some."""
+    """Seconds of a step of so many rows, everything included: bias, trace, sampling. The least of
+    several."""
     clock = _Clock(seconds)
     ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
     prompt = model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])
@@ -272,7 +277,7 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
 
 
 class _Clock(tqdm):
-    """Looks like a bar, and notes when it is advanced."""
+    """A progress bar that shows nothing and notes when it is advanced."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(disable=True)

@@ -73,7 +73,10 @@ def generate(
 
 
 class UnfinishedTextsError(EmptyDistributionError):
-    """Some texts ended because no token was left to draw; `run` holds all texts, those up to their last token."""
+    """Some texts ended because no token was left to draw.
+
+    `run` holds all texts, the ended ones up to their last token.
+    """
 
     def __init__(self, message: str, run: Run) -> None:
         super().__init__(message)
@@ -162,7 +165,7 @@ def _time(model: Model, plans: Sequence[Plan]) -> str:
 
 
 def reading_seconds(model: Model, tokens: int) -> float:
-    """About what it takes to read so many tokens of given texts (`teacher_forced`)."""
+    """About how many seconds it takes to read so many tokens of given texts (`teacher_forced`)."""
     return tokens * _pace(model, tokens).row
 
 

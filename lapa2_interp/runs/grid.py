@@ -42,7 +42,7 @@ method = "none"
 """A complete grid file."""
 
 GRIDS = Path(__file__).parent / "grids"
-"""Those that ship with the package."""
+"""Folder of the grids that ship with the package."""
 
 
 class FromFile(BaseModel):
@@ -91,7 +91,7 @@ FORMS = {
     "prompts": "task, a number of at least 1, the path of a file with one on each line, or { file = ..., n = ... }",
     "augmentation": "none, paper, released, or { alpha = ..., law = ..., ... }",
 }
-"""What the keys of several forms take, for error messages."""
+"""For error messages: the values of keys that take several forms."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _task(block: Block, needs: list[str]) -> Task:
 
 
 def _check_wording(block: Block, task: Task, method: Method, attributes: Sequence[str]) -> None:
-    """A wording that the method does not read would give cells of other keys and the same texts."""
+    """Refuse a wording that the method does not read: its cells would have other keys and the same
+    texts."""
     usual = load_task(block.task)
     if task.attributes == usual.attributes:
         return

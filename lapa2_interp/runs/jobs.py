@@ -1,7 +1,8 @@
-"""What sweeps and workers say to each other: a job, its outcome, and the engine that moves both.
+"""What sweeps and workers exchange: a job, its outcome, and the engine that carries both.
 
-A job is a cell to open, or one group of its rows (`plan.Plan.groups`) to generate. A group is never split: who shares a batch
-belongs to the cell, so any number of workers on any number of machines of one kind makes the same bytes.
+A job is a cell to open, or one group of its rows (`plan.Plan.groups`) to generate. A group is never
+split: which samples share a batch is part of the cell, so any number of workers on any number of
+machines of one kind makes the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 3
-"""Times a job is given out when its workers die."""
+"""How often a job is tried if its workers die."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Opened:
     Attributes:
         groups: Samples of each group.
         facts: Fields of the manifest that only the worker knows.
-        seconds: Loading, preparing and planning.
+        seconds: Seconds of loading, preparing and planning.
     """
 
     groups: tuple[int, ...]
@@ -67,7 +68,7 @@ Outcome = Opened | Part | Failed
 
 @runtime_checkable
 class Engine(Protocol):
-    """Does jobs.
+    """Something that does jobs.
 
     Attributes:
         slots: Jobs it can do at once.

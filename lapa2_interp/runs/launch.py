@@ -51,7 +51,7 @@ def launch(
 
     Raises:
         GridError, ModelError: A grid is malformed, or a cell cannot be made.
-        RunError: The folder is somebody else's or cannot be written, or the engine cannot start.
+        RunError: The folder holds something else or cannot be written, or the engine cannot start.
     """
     out = Path(out)
     if not names:
@@ -100,7 +100,8 @@ def _engine(
 
 @contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """Batch systems stop a program by SIGTERM: as Ctrl-C, workers are closed and what is finished is told."""
+    """Treat SIGTERM, by which batch systems stop a program, as Ctrl-C: close workers and report
+    what is finished."""
 
     def stop(*_: object) -> None:
         sys.exit(128 + signal.SIGTERM)

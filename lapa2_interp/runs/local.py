@@ -20,7 +20,7 @@ from lapa2_interp.runs.worker import Worker
 
 
 class InProcess:
-    """In this process.
+    """An engine in this process.
 
     Args:
         worker: Does the jobs, and keeps its model; by default one that is made for them.
@@ -59,7 +59,8 @@ _worker: Worker | None = None
 
 
 def _begin(device: str | None, threads: int) -> None:
-    """A process of `Processes` starts: its worker, and silence for Ctrl-C, which the coordinator answers."""
+    """Start a process of `Processes`: make its worker, and ignore Ctrl-C, which the coordinator
+    answers."""
     import signal
     import threading
 
@@ -71,7 +72,8 @@ def _begin(device: str | None, threads: int) -> None:
 
 
 def _end_with_coordinator() -> None:
-    """A worker whose coordinator was killed would wait for jobs, and keep its model in memory, for ever."""
+    """End a worker whose coordinator was killed: it would wait for ever, with its model in
+    memory."""
     import multiprocessing
 
     coordinator = multiprocessing.parent_process()
@@ -86,9 +88,9 @@ def _do(job: Job) -> Outcome:
 
 
 class Processes:
-    """In several processes on this machine; with GPUs, process i has the i-th.
+    """An engine in several processes on this machine; with GPUs, process i has the i-th GPU.
 
-    Each process is a pool of its own, so that one that is killed takes no other's job with it.
+    Each process is a separate pool, so that a killed one ends no job of another.
     """
 
     def __init__(self, workers: int, device: str | None = None, threads: int = 1) -> None:
@@ -164,7 +166,8 @@ class Processes:
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Processes started in the block do not hear Ctrl-C, which would reach them while they import, too."""
+    """Processes started in the block ignore Ctrl-C, which would also reach them while they
+    import."""
     import signal
     from multiprocessing import resource_tracker
 

@@ -85,7 +85,7 @@ class Manifest(BaseModel):
     threads: int | None = None
     """CPU threads that computed it, which may decide last bits; None on an accelerator, and where they were not noted."""
     seconds: float
-    """Time spent generating; of a cell with its loading and preparing."""
+    """Seconds spent generating; those of a cell include loading and preparing."""
     new_tokens: int
     """Tokens generated."""
     problems: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Manifest(BaseModel):
         """The manifest of a cell that has just been finished.
 
         Args:
-            facts: Of `facts_of`.
+            facts: From `facts_of`.
         """
         return cls(
             created=datetime.now(UTC),
@@ -127,7 +127,7 @@ class Manifest(BaseModel):
 
 
 def facts_of(model: Model, plan: Plan, threads: int | None) -> dict[str, Any]:
-    """Fields of a manifest that only the process knows that makes the cell.
+    """Fields of a manifest that are known only to the process that makes the cell.
 
     Args:
         threads: Of the CPU; None on an accelerator.

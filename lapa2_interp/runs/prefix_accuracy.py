@@ -1,4 +1,5 @@
-"""Do texts written behind a soft prefix carry its attribute? The number its card gets once there is a scorer."""
+"""Do texts written behind a soft prefix carry its attribute? A scorer tells, and the card states
+it."""
 
 from __future__ import annotations
 

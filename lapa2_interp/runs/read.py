@@ -49,7 +49,7 @@ cell again."""
 
 @dataclass(frozen=True)
 class FinishedCell:
-    """What was made of a cell.
+    """The result of a cell.
 
     Attributes:
         manifest: What decided it.
@@ -65,7 +65,8 @@ class FinishedCell:
 def write_cell(folder: Path, made: FinishedCell) -> None:
     """Write a finished cell's three files into a folder.
 
-    The trace carries the manifest inside, less what is of the day, so that equal cells have equal bytes.
+    The trace carries the manifest inside, without what differs from day to day, so that equal cells
+    have equal bytes.
     """
     text = made.manifest.model_dump_json(indent=1)
     made.samples.to_parquet(folder / SAMPLES, index=False)
@@ -141,7 +142,7 @@ class Failure(BaseModel):
 
     @property
     def reason(self) -> str:
-        """Its last line."""
+        """The last line of the traceback."""
         return self.traceback.strip().splitlines()[-1]
 
 
@@ -150,7 +151,7 @@ class Run:
     """Cells, and what was made of them, in a folder or in memory.
 
     Attributes:
-        folder: Where it is; None for one that is in memory only.
+        folder: Its folder; None for a run that is in memory only.
         listing: Which cells belong to which grid.
         plan: Every cell by its key.
         held: The finished cells that are in memory, by key.
@@ -179,7 +180,7 @@ class Run:
 
     @property
     def finished(self) -> dict[str, Cell]:
-        """Cells that are there, now."""
+        """Cells that are finished now, by key."""
         return {
             key: cell
             for key, cell in self.plan.items()
@@ -212,7 +213,7 @@ class Run:
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell: key, state (of STATES), grids, its settings, and of a finished one tokens, seconds and commit,
-        of a failed one why. As it is when first asked for."""
+        of a failed one why. The table is made once, when it is first asked for."""
         finished, failures, rows = self.finished, self.failures, []
         for key, cell in self.plan.items():
             made: dict[str, Any] = {}
@@ -377,7 +378,10 @@ def is_whole(folder: Path, cell: Cell) -> bool:
 
 @lru_cache(maxsize=8192)
 def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a cell's files can be opened: a table or trace that was cut short cannot. They are looked at again when changed."""
+    """Whether a cell's files can be opened: a table or trace that was cut short cannot.
+
+    Files are opened again when they have changed (`stamps`).
+    """
     import h5py
     import pyarrow.parquet as pq
 
@@ -432,7 +436,7 @@ def load_run(folder: str | Path) -> Run:
 
 
 def finished_of(folder: Path, cells: Mapping[str, Cell]) -> dict[str, Cell]:
-    """Those of these cells, by key, that a run has; none where there is no run.
+    """The finished ones among these cells, by key; none where there is no run.
 
     Raises:
         RunError: What is there is no run, or one of another format.
@@ -474,7 +478,10 @@ def read_listing(folder: Path) -> Listing:
 
 
 def _lone(folder: Path) -> Run:
-    """A folder with a manifest and no run.json. One manifest may be of several arms and attributes: each becomes a cell."""
+    """The run of a folder with a manifest and no run.json.
+
+    One manifest may be about several arms and attributes: each becomes a cell.
+    """
     whole = read_cell(folder)
     manifest, plan, held = whole.manifest, {}, {}
     table = whole.samples.reset_index(drop=True)
@@ -497,7 +504,8 @@ def _lone(folder: Path) -> Run:
 
 
 def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
-    """The settings that a manifest tells of one of its arms and attributes; the wording of other attributes is the task's."""
+    """The settings that a manifest states for one of its arms and attributes; the wording of other
+    attributes is the task's."""
     names = {name: Attribute(prefix=name) for name in manifest.attributes}
     if manifest.task in BUILT_IN_TASKS:
         names = load_task(manifest.task).attributes | {}

@@ -146,7 +146,7 @@ def _score(
 
 
 def _gaps(source: Path) -> str:
-    """What of a run has no texts yet."""
+    """A note on the cells of a run that have no texts yet."""
     if not source.is_dir():
         return ""
     run = load_run(source)

@@ -54,12 +54,12 @@ from lapa2_interp.runs.read import (
 
 OURS = ("plan", "cells", "parts", "failed")
 OPENED = "opened.json"
-"""How the groups of an unfinished cell are made."""
+"""Name of the file that says how the groups of an unfinished cell are made."""
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say what an operating system has against writing a run.
+    """Turn errors of the operating system while a run is written into a `RunError`.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -76,7 +76,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes off the run; the operating system lets go when this one ends, however it ends."""
+    """Lock the run against other processes. The operating system unlocks it when this process ends,
+    however it ends."""
     with _writing(folder):
         file = (folder / ".lock").open("a+", encoding="utf-8")
     with file:
@@ -102,7 +103,8 @@ def load_grids(
     dtype: str | None = None,
     device: str | None = None,
 ) -> list[Grid]:
-    """Grids as they go on in a run folder: where they leave the dtype to the machine, it is that of the cells the run has.
+    """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
+    run's cells.
 
     A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made twice.
 
@@ -137,7 +139,8 @@ def load_grids(
 
 
 def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
-    """Dtypes of a run's cells by grid and model; a damaged plan is passed over, as the sweep writes it anew."""
+    """Dtypes of a run's cells by grid and model; a damaged plan is ignored, because the sweep
+    writes it again."""
     found: dict[tuple[str, str], set[str]] = {}
     for grid, keys in (read_listing(folder).grids if (folder / "run.json").is_file() else {}).items():
         for key in keys:
@@ -180,7 +183,8 @@ def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[
         notify: Told about cells that fail.
 
     Raises:
-        RunError: The folder is somebody else's, or cannot be written (a full disk); what is finished stays.
+        RunError: The folder holds something else, or cannot be written (a full disk); what is
+            finished stays.
     """
     with _writing(folder):
         if folder.is_dir() and not (folder / "run.json").exists() and any(not _ours(each) for each in folder.iterdir()):
@@ -195,12 +199,12 @@ def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[
 
 
 def _ours(path: Path) -> bool:
-    """What a process that was killed before it wrote run.json leaves."""
+    """Whether a path was left by a process that was killed before it wrote run.json."""
     return path.name in (".lock", "plan") or path.name.startswith(ASIDE)
 
 
 def _tidy(run: Run) -> None:
-    """Take away what a process that was killed left half done."""
+    """Remove what a killed process left unfinished."""
     for left in run.home.glob(f"{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)
     for name in OURS:
@@ -212,7 +216,7 @@ def _tidy(run: Run) -> None:
 
 
 class _Sweep:
-    """The coordinator: keeps the engine busy, and alone writes."""
+    """The coordinator: keeps the engine busy, and is the only one that writes."""
 
     def __init__(self, run: Run, wanted: Sequence[str], engine: Engine, notify: Callable[[str], None]) -> None:
         self.run, self.engine, self.notify = run, engine, notify
@@ -250,7 +254,7 @@ class _Sweep:
         return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began)
 
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
-        """Keep an outcome; the jobs it gives rise to."""
+        """Keep an outcome; returns the jobs that follow from it."""
         key = job.cell.key
         match outcome:
             case _ if key in self.failed:
@@ -283,7 +287,7 @@ class _Sweep:
         return []
 
     def _share(self, key: str, group: int) -> int:
-        """Row-tokens of a group, of which the bar shows no more than its cell has ahead."""
+        """Row-tokens by which a group advances the bar: its share of the cost of its cell."""
         total, sizes = self.costs[key], self.opened[key].groups
         share = total * sum(sizes[: group + 1]) // sum(sizes) - total * sum(sizes[:group]) // sum(sizes)
         self.ahead[key] -= share
@@ -330,7 +334,7 @@ class _Sweep:
             new_tokens=int(table["n_tokens"].sum()),
             problems=[problem for each in facts for problem in each["problems"]],
         )
-        # Where a file of it was taken away, the folder is replaced.
+        # Where one of its files was removed, the folder is replaced.
         with whole_folder(self.run.place(key)) as fresh:
             write_cell(fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None))
         shutil.rmtree(parts)
@@ -338,7 +342,7 @@ class _Sweep:
         self.made += 1
 
     def _check_same_weights(self, cell: Cell, opened: Opened) -> None:
-        """A model whose weights changed since other cells of the run were made does not belong to it."""
+        """Refuse a model whose weights have changed since other cells of the run were made."""
         now = opened.facts["model"].weights
         if cell.model not in self.weights:
             others = (key for key, other in self.run.finished.items() if other.model == cell.model)

@@ -1,4 +1,4 @@
-"""A worker: holds one model and does jobs, one at a time, on whatever machine it is."""
+"""A worker: holds one model and does jobs, one at a time, on any machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lapa2_interp.runs.manifest import facts_of
 from lapa2_interp.soft_prefix import SoftName
 
 PLANS = 8
-"""Plans a worker keeps: groups of several cells may come in turns."""
+"""Plans a worker keeps: groups of several cells may alternate."""
 
 
 class Worker:
@@ -28,7 +28,7 @@ class Worker:
 
     Args:
         device: cpu, cuda, ...; CUDA when there is one, by default.
-        threads: Of a worker on the CPU. Another number may change the last bits of a logit.
+        threads: Threads of a worker on the CPU. Another number may change the last bits of a logit.
     """
 
     def __init__(self, device: str | None = None, threads: int = 1) -> None:
@@ -42,7 +42,7 @@ class Worker:
         self._plans: dict[str, Plan] = {}
 
     def do(self, job: Job) -> Outcome:
-        """A job's outcome; every error is one."""
+        """Do a job and return its outcome; every error becomes one."""
         try:
             return self._open(job.cell) if job.group is None else self._generate(job.cell, job.group)
         except Exception as error:
@@ -92,7 +92,8 @@ class Worker:
 
 
 def check_files(cell: Cell, todo: Plan) -> None:
-    """A file that is another one here than where the grid was resolved would make other texts under the cell's key.
+    """Refuse a file that differs from the one the grid was resolved with: its texts would be other
+    ones.
 
     Raises:
         RunError: A soft prefix or a word list has another sha256 than the cell says.
