@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lapa2: {error}", file=sys.stderr)
     except CycloptsError as error:
         print(f"lapa2: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:  # a half-made run is already gone; `prefix train` keeps its checkpoints

@@ -71,8 +71,9 @@ def generate(
         prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
         length: Tokens of a text, its prompt included where the task counts it.
         samples: Continuations per prompt.
-        seed: Of the random streams, one per seed, prompt and sample: other prompts and samples do not change a text.
-        top_k: Tokens kept of the controlled weights; temperature is 1.
+        seed: Seed of the random streams. Every prompt and sample has one of its own, so that other
+            prompts and samples do not change a text.
+        top_k: How many tokens of largest controlled weight are kept; temperature is 1.
         eos: keep an end token as any other (the paper), stop the text there, or block it.
         trace: full (every layer and head), pooled (their mean) or none.
         patterns: layer.head pairs whose whole attention rows are kept, such as 3.1,4.0.
@@ -155,7 +156,8 @@ def trace(
 
     Args:
         run: A run with traces.
-        only: Cells with these values alone, as COLUMN=VALUE: of a run of several methods or tasks one is read at a time.
+        only: Only cells with these values, as COLUMN=VALUE: of a run of several methods or tasks
+            one is read at a time.
         branch: Which branch of the method; by default the first with a prefix.
         out: Also write tables (CSV) and figures (PNG) into this new folder.
         force: Replace an earlier such folder.

@@ -58,12 +58,12 @@ def layout(
 ) -> None:
     """Show which keys a prefix covers, what l is, and the bias of every step.
 
-    Spans are where such work goes wrong: look here before you generate. Loads only the tokenizer.
+    Mistakes are most often made in spans: look here before you generate. Loads only the tokenizer.
 
     Args:
         prefix: The hard prefix, joined to the prompt as it stands; leave it out for the raw model.
         prompt: The prompt.
-        model: Whose tokenizer.
+        model: The model whose tokenizer is used.
         soft: Slots of a soft prefix, instead of a hard one.
         steps: Generation steps to show.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
@@ -136,7 +136,7 @@ def list_methods(*names: str) -> None:
     """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented.
 
     Args:
-        names: These alone; by default all.
+        names: Only these; by default all.
     """
     from dataclasses import asdict
 

@@ -62,7 +62,7 @@ class AugmentationOptions:
 
 
 def pairs(option: str, text: str, mark: str) -> Any:
-    """ "3.1,4.0" as pairs of numbers; words stay as they are for the augmentation to judge."""
+    """ "3.1,4.0" as pairs of numbers; words stay as they are, and the augmentation checks them."""
     if not text[:1].isdigit():
         return text
     try:
@@ -82,7 +82,8 @@ def layer_numbers(text: str) -> Any:
 
 
 def settings(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE options of --set; the types of what they set convert and check the values."""
+    """NAME=VALUE options of --set; the types of the fields they set convert and check the
+    values."""
     return _assignments(texts, "set", "NAME=VALUE, such as omega=60", MethodError)
 
 

@@ -28,7 +28,7 @@ def propositions(
     seed: int = 1,
     force: bool = False,
 ) -> None:
-    """Put the paper's propositions to the test, on logits made to fit or break them and on a model: a verdict per claim.
+    """Test the paper's propositions on logits made to fit or break them, and on a model.
 
     Does prefix attention decay as O(1/l)? Does the bias turn that into l^(alpha-1)? Where do the assumptions break? Verdicts are
     95 % intervals against a margin around the claim: supported, not supported, or inconclusive. For example
@@ -45,7 +45,7 @@ def propositions(
         samples: Texts per prompt and attribute.
         synthetic_length: Longest l of the synthetic logits; 0 leaves them out.
         text: A UTF-8 text file to read as one long text, behind the prefix "Very positive:" and the prompt "The".
-        long_length: Its tokens; 0 fills the model's context.
+        long_length: Tokens of the long text; 0 fills the model's context.
         long_texts: Cut the file into as many texts; intervals need several.
         long_alphas: Alphas of the long texts.
         dtype: Precision of weights and computation. In bfloat16 attention is rounded to 3 digits, and so is the exact law.
@@ -71,8 +71,8 @@ def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None)
     """Write a run's page: tables and figures, the paper's claims judged, texts side by side with tokens coloured by attention.
 
     One file that loads nothing, to open in a browser or send to somebody. It shows what is there, and lists the cells that are
-    missing. Tables and claims are those of the paper's items (`python analyses/ITEM.py RUN`); a run of grids of one's own has its
-    texts and cells, and its scores from `lapa2 score RUN`. For example
+    missing. Tables and claims are those of the paper's items (`python analyses/ITEM.py RUN`); a run
+    of your own grids has its texts and cells, and its scores from `lapa2 score RUN`. For example
 
         lapa2 report results/quick
         lapa2 report results/quick --tables /tmp/again/tables --out /tmp/again/report.html

@@ -90,7 +90,7 @@ def evaluate(
 
     Args:
         folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes are measured once for all.
-        data: As of `lapa2 prefix train`; of corpora on the hub the test split is read.
+        data: As in `lapa2 prefix train`; of corpora on the hub the test split is read.
         task: The task; the one the set was trained for, by default.
         limit: Texts per attribute, shared evenly among the data.
         max_tokens: Tokens of each text that are read, from its beginning.
@@ -126,11 +126,11 @@ def score_generated(
         folders: Sets: folders of `lapa2 prefix train --out`.
         samples: Texts per prompt of the task.
         length: Tokens of a text, the prompt's included where the task counts them.
-        alpha: Of LaPA2.
+        alpha: Strength of LaPA2.
         classifier: embedded, or a sequence classifier: hub id or folder.
         dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        seed: Of the random streams.
+        seed: Seed of the random streams.
         trust_remote_code: Run code that comes with a model.
     """
     from lapa2_interp.runs.prefix_accuracy import prefix_accuracy

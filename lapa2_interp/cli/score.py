@@ -60,14 +60,16 @@ def score(
         out: The folder of tables.
         column: The file's column of texts.
         attribute: What the texts of a file without such a column were steered towards.
-        task: Whose classifier the embedded accuracy is: sentiment, topic or detox; by default the run's.
+        task: The task whose classifier gives the embedded accuracy: sentiment, topic or detox; by
+            default the run's.
         lengths: Score a run's texts as they were at these lengths.
         parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
         judge_url: Base URL of the judge's endpoint.
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
-        only: Texts with these values alone, as COLUMN=VALUE.
-        cache: Folder that keeps every score (default: in the user's cache), so that nothing is asked for twice.
+        only: Only texts with these values, as COLUMN=VALUE.
+        cache: Folder that keeps every score (default: in the user's cache), so that nothing is
+            asked for twice.
         dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with a model.
@@ -168,9 +170,10 @@ def sheets(
         source: A run folder, or a file with columns text, prompt, attribute (and arm).
         out: Folder of sheet.csv and sheet.html, for the raters, and key.csv, which stays with you.
         n: Texts, over all arms together (the paper: 100 per task).
-        seed: Of the draw and the order.
+        seed: Seed of the draw and the order.
         column: The file's column of texts.
-        only: Texts with these values alone, as COLUMN=VALUE: task=sentiment method=prefix attribute=positive.
+        only: Only texts with these values, as COLUMN=VALUE: task=sentiment method=prefix
+            attribute=positive.
     """
     from lapa2_interp.runs.score import sheet_texts
     from lapa2_interp.scoring.human import make_sheets

@@ -90,8 +90,8 @@ def sweep(
 ) -> None:
     """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
 
-    Stop it as you like: finished cells, and finished groups of rows of the others, are never made again, and what comes out is
-    the same as without the stop. For example
+    You may stop it at any time: finished cells, and finished groups of rows of the others, are
+    never made again, and the result is the same as without the stop. For example
 
         lapa2 sweep quick/sent_topic quick/scaling --out results/quick
         lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
@@ -107,7 +107,8 @@ def sweep(
         dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the run, else bfloat16 or float32,
             whichever this machine computes faster. Grids that name a dtype keep it.
         threads: CPU threads of a worker. Another number may change the last bits of a logit, and so a text.
-        address: Of a Ray cluster to join ("auto": the one this machine belongs to); by default one on this machine.
+        address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
+            default one on this machine.
         gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span several.
     """
     from lapa2_interp.runs.estimates import shown_time

@@ -20,7 +20,8 @@ def words(
 ) -> None:
     """Derive a task's word lists from labelled texts, for FreeCtrl: the words that tell an attribute from the others.
 
-    By the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and Quinn 2008); function words are left out. For
+    Words are ranked by the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and
+    Quinn 2008); function words are left out. For
     example
 
         lapa2 words --task sentiment --data sst2 --data imdb --out words.json
@@ -32,7 +33,7 @@ def words(
         out: The list, a JSON file.
         n: Words per attribute.
         least: Occurrences a word must have.
-        sure: The least z of a word; 1.96 is reached by one in forty of those that tell nothing.
+        sure: The least z of a word; 1.96 is reached by one in forty of the words that tell nothing.
         force: Replace the file.
     """
     from lapa2_interp.methods import load_task
