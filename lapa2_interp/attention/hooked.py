@@ -53,14 +53,14 @@ class _Bias:
         ]
         n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
         width = max(len(each) for each in layouts)
-        keys = np.zeros((len(layouts), width))
-        heads = np.zeros((n_layers, len(layouts), n_heads))
+        keys = np.zeros((len(layouts), width))  # row key
+        heads = np.zeros((n_layers, len(layouts), n_heads))  # layer row head
         chosen = {a: a.selects(n_layers, n_heads) for a in {a for a, _ in self.rows} if a is not None}
         for row, (augmentation, each) in enumerate(self.rows):
             if augmentation is not None:
                 for span in each.spans(augmentation.span):
                     keys[row, span.start : span.stop] = 1
-                heads[:, row] = chosen[augmentation]
+                heads[:, row] = chosen[augmentation]  # layer head
         self.layers = [layer for layer in range(n_layers) if heads[layer].any()]
         self.last_key = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys = torch.from_numpy(keys[:, : self.last_key])
@@ -74,6 +74,7 @@ class _Bias:
         # Samples of one prompt share its layout.
         distinct = {(id(augmentation), id(each)): (augmentation, each) for augmentation, each in self.rows}
         of = {key: nothing if a is None else each.bias(a, slots) for key, (a, each) in distinct.items()}
+        # row query
         table = np.stack([of[id(augmentation), id(each)] for augmentation, each in self.rows])
         if not table.any():
             return None
@@ -102,11 +103,13 @@ class _Bias:
         queries = range(first, first + n_queries)
         if self.of_queries[0] != queries:
             self.of_queries = queries, self._compute(queries, scores.device)
-        of_queries = self.of_queries[1]
+        of_queries = self.of_queries[1]  # row query
         if of_queries is None:
             return scores
+        # row 1 query key
         bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(self.keys, "row key -> row 1 1 key")
         if not self.every_head:
+            # row head query key
             bias = bias * rearrange(self.heads[layer], "row head -> row head 1 1")
         wide = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(wide, copy=True)

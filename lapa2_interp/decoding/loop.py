@@ -130,6 +130,7 @@ def run_plan(
             recorder = None
             if cell.trace != "none":
                 recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, cell.trace, cell.patterns)  # type: ignore[arg-type]
+            # sample step
             tokens = torch.stack(list(_decode(model, plan, batch, ending, recorder, bar)), dim=1)
             tables.append(_table(model, plan, batch, tokens, ending))
             problems += [
@@ -165,7 +166,7 @@ def _decode(
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     of_prompts = [augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)]
-    expansion = torch.tensor(batch.expansion)
+    expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
     rows = open_rows(model, recompute=method.recomputes)
@@ -174,24 +175,26 @@ def _decode(
     state: Any = method.begin(Start(batch.prepared, None, n_prompt))
     keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
     with augmented(model, of_prompts, batch.layouts, recorder), with_neurons_set(model, method.intervene(state), len(branches)):
+        # row query vocab; row = branch x prompt
         read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
     rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
     state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
-    logits = read[expansion, -1]
+    logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
     del read
 
-    uniform = torch.from_numpy(batch.uniform).to(logits.device)
+    uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
     with augmented(model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder):
         for step in range(max(batch.steps)):
-            log_probs = _of_branches(logits, branches)
-            log_weights = method.combine(log_probs, state)
+            log_probs = _of_branches(logits, branches)  # by branch: sample vocab
+            log_weights = method.combine(log_probs, state)  # sample vocab
             if plan.cell.eos == "block":
                 log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
-            empty = ~log_weights.max(dim=1).values.isfinite()
+            empty = ~log_weights.max(dim=1).values.isfinite()  # sample
             ending.stop(empty, step, "empty")
             # An ended sample's row runs on with the others; what it draws is not read.
+            # sample
             tokens = draw(log_weights.masked_fill(empty[:, None], 0.0), uniform[:, step], top_k=plan.cell.top_k)
             state = method.advance(state, log_probs, tokens)
             yield tokens.cpu()
@@ -201,6 +204,7 @@ def _decode(
             if not ending.running(step + 1):
                 return
             with with_neurons_set(model, method.intervene(state), len(branches)):
+                # sample -> row 1 -> row vocab
                 logits = rows.read(tokens.repeat(len(branches))[:, None])
 
 
@@ -215,7 +219,9 @@ def _start(
     owner = torch.tensor(batch.owner)
     found = None
     if read is not None:
+        # by branch: prompt
         of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
+        # by branch: prompt -> sample
         found = {name: each[owner.to(each.device)] for name, each in zip(branches, of_prompts, strict=True)}
     device = "cpu" if read is None else read.device
     return Start([batch.prepared[i] for i in batch.owner], found, n_prompt[owner].to(device))
@@ -224,6 +230,7 @@ def _start(
 def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:
     """Log-probabilities by branch, in at least float32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # row vocab -> by branch: sample vocab
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 

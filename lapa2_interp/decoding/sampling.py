@@ -29,16 +29,17 @@ def uniforms(seed: int, prompt: str, sample: int, steps: int) -> Float[np.ndarra
 def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor, "sample kept"]:
     """Ids of the k largest log-weights of each sample, ascending; ties at rank k go to the smaller id."""
     k = min(k, log_weights.shape[1])
-    ranked, ids = log_weights.topk(min(k + 1, log_weights.shape[1]), dim=1)
+    ranked, ids = log_weights.topk(min(k + 1, log_weights.shape[1]), dim=1)  # sample rank
     if ranked.shape[1] > k:
         ids = ids[:, :k]
         tied = ranked[:, k - 1] == ranked[:, k]  # the common case of bfloat16 logits
         if tied.any():
+            # tied_sample vocab, tied_sample 1
             weights, last = log_weights[tied], ranked[tied, k - 1 : k]
             kept = ~(weights < last)  # nan ranks first, as in topk
-            row, token = (weights == last).nonzero(as_tuple=True)
+            row, token = (weights == last).nonzero(as_tuple=True)  # tie: its tied_sample and its id
             from_end = torch.searchsorted(row, row, right=True) - torch.arange(len(row), device=row.device)
-            above = (~(ranked[tied] <= last)).sum(dim=1)
+            above = (~(ranked[tied] <= last)).sum(dim=1)  # tied_sample
             surplus = from_end <= (above + row.bincount(minlength=len(last)) - k)[row]
             kept[row[surplus], token[surplus]] = False
             ids[tied] = kept.nonzero()[:, 1].view(-1, k)
@@ -59,15 +60,16 @@ def draw(
         EmptyDistributionError: A sample has no token of positive weight, or its weights are not numbers.
     """
     kept = keep_top_k(log_weights, top_k)
-    chosen = log_weights.gather(1, kept).double()
-    best = chosen.max(dim=1, keepdim=True).values
+    chosen = log_weights.gather(1, kept).double()  # sample vocab -> sample kept
+    best = chosen.max(dim=1, keepdim=True).values  # sample 1
     bad = ~torch.isfinite(best[:, 0])
     if bad.any():
         row = int(bad.nonzero()[0, 0])
         raise EmptyDistributionError(
             f"no token of sample {row} has positive, finite weight; weaken the method's parameters"
         )
-    cumulative = (chosen - best).exp().cumsum(dim=1)
+    cumulative = (chosen - best).exp().cumsum(dim=1)  # sample kept
     # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the total.
+    # sample 1
     place = torch.searchsorted(cumulative, uniform[:, None].double() * cumulative[:, -1:], right=True)
-    return kept.gather(1, place.clamp(max=kept.shape[1] - 1))[:, 0]
+    return kept.gather(1, place.clamp(max=kept.shape[1] - 1))[:, 0]  # sample 1 -> sample

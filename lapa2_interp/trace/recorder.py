@@ -71,14 +71,15 @@ class Recorder:
         start, stop = spans["prefix"].T[:, :, None]
         single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
         named = [inside[name] for name in SUMS if name in inside]
-        self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)
+        self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)  # row key sum
         # The live keys outside the prefix in order; for each query the last 8 of them up to its
         # own.
-        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]
-        order = torch.argsort(~near, dim=1, stable=True)
-        age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))
+        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]  # row key
+        order = torch.argsort(~near, dim=1, stable=True)  # row key
+        age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))  # row query last
+        # row 1 query last
         self.nearest = order[:, None].expand(-1, len(self.slots), -1).gather(2, age.clamp(min=0))[:, None].to(device)
-        self.is_near = (age >= 0)[:, None].to(device)
+        self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
         self.layers: list[Tensor] = []
         self.kept: dict[tuple[int, int], Tensor] = {}
 
@@ -87,28 +88,35 @@ class Recorder:
         n_keys = first + pattern.shape[2]
         if layer == 0:
             self._begin_pass(n_keys, first, pattern.device)
+        # row head query key, of the queries that are steps
         steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(self.weights.device, torch.float32)
+        # row head query sum
         parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
+        # row head query last
         last = torch.where(self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0)
-        nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]
+        nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]  # row head query sum
         n_parts = len(SUMS) - len(NEAREST)
         self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
+        # by pair: row query key
         self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
         if layer == self.n_layers - 1:
             self._close_pass()
 
     def _close_pass(self) -> None:
         sums = torch.stack(self.layers, dim=1)  # row layer head query sum
-        mean = sums.mean((1, 2))
+        mean = sums.mean((1, 2))  # row query sum
+        # row query layer head sum, or row query sum
         of_head = sums[..., : len(SUMS)].permute(0, 3, 1, 2, 4) if self.kind == "full" else mean[..., : len(SUMS)]
         self.steps += self._of_samples(of_head)
         self.tokens += self._of_samples(mean[..., len(SUMS) :])
         if self.patterns:
+            # row query pair key -> by query: sample pair key
             rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
             self.rows += [row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)]
         self.layers, self.kept = [], {}
 
     def _of_samples(self, found: Float[Tensor, "row query *rest"]) -> list[Float[Tensor, "sample *rest"]]:
+        # here and in `steps`, `tokens` and `rows`: sample = branch x sample, stacked
         return list((found if self.index is None else found[self.index]).cpu().unbind(1))
 
     def dataset(self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]) -> xr.Dataset:
@@ -125,20 +133,21 @@ class Recorder:
         alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
 
         def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
-            found = torch.stack(list(per_step), dim=1).numpy()
+            found = torch.stack(list(per_step), dim=1).numpy()  # branch x sample, step, *rest
+            # branch sample step *rest
             found = found.reshape(n_branches, n_samples, *found.shape[1:])
             return np.where(alive.reshape(1, n_samples, n_seen, *[1] * (found.ndim - 3)), found, np.float32(np.nan))
 
         axes = ("branch", "sample", "step")
         heads = ("layer", "head") if self.kind == "full" else ()
-        sums = unstack(self.steps)
+        sums = unstack(self.steps)  # branch sample step *heads sum
         data: dict[str, tuple] = {
             name: ((*axes, *heads), sums[..., i], {"long_name": f"attention on {name.replace('_', ' ')}"})
             for i, name in enumerate(SUMS)
         }
-        tokens = unstack(self.tokens)
+        tokens = unstack(self.tokens)  # branch sample step prefix_token
         l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
-        outside = np.arange(self.l_pre) >= l_pre[:, :, None]
+        outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
         data["prefix_tokens"] = ((*axes, "prefix_token"), np.where(outside[:, :, None], np.float32(np.nan), tokens))
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
@@ -164,7 +173,7 @@ class Recorder:
         widest = self.rows[-1].shape[-1]
         found = []
         for rows in self.rows:
-            live = torch.full((*rows.shape[:2], widest), float("nan"))
+            live = torch.full((*rows.shape[:2], widest), float("nan"))  # row pair key
             for row, each in enumerate(layouts):
                 live[row, :, : each.soft] = rows[row, :, : each.soft]
                 live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[row, :, each.soft + each.pad :]
