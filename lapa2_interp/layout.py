@@ -275,7 +275,7 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
         "prompt": (layout.prompt,),
     }
     spans["boosted"] = layout.spans(augmentation.span) if augmentation else ()
-    inside = {name: {slot for span in found for slot in range(*span)} for name, found in spans.items()}
+    inside = {name: {slot for span in parts for slot in range(*span)} for name, parts in spans.items()}
     last = len(layout) - 1
     early = augmentation is not None and augmentation.phase == "all_queries"
     queries = np.arange(min(last, max(inside["boosted"]) + 1) if early else last, last + steps)
@@ -288,7 +288,7 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
         "n_bos": layout.n_bos,
         "n": layout.n(augmentation.span) if augmentation else layout.controlled.size,
         "merged": layout.merged,
-        "spans": {name: [list(span) for span in found] for name, found in spans.items()},
+        "spans": {name: [list(span) for span in parts] for name, parts in spans.items()},
         "tokens": [
             {
                 "slot": slot,

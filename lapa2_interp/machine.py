@@ -58,13 +58,13 @@ def kind_of(device: str = "cpu") -> str:
 def _processor() -> str:
     """Name, family, model and stepping: clouds give several processors one name."""
     wanted = ("model name", "cpu family", "model", "stepping")
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in wanted:
-                found.setdefault(name.strip(), value.strip())
-    return " ".join(found[name] for name in wanted if name in found) or platform.processor() or platform.machine()
+                fields.setdefault(name.strip(), value.strip())
+    return " ".join(fields[name] for name in wanted if name in fields) or platform.processor() or platform.machine()
 
 
 # --- what was measured

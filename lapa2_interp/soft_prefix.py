@@ -172,14 +172,14 @@ class SoftPrefix:
     card: PrefixCard
 
     def __post_init__(self) -> None:
-        for name, found in (("keys", self.keys), ("values", self.values)):
+        for name, tensor in (("keys", self.keys), ("values", self.values)):
             shape = self.card.shape
             wanted = (shape.n_layers, shape.n_kv_heads, shape.n_slots, shape.d_head)
-            if tuple(found.shape) != wanted:
+            if tuple(tensor.shape) != wanted:
                 raise PrefixError(
-                    f"the card says {wanted} but {name} are {tuple(found.shape)}; one of them is another prefix's"
+                    f"the card says {wanted} but {name} are {tuple(tensor.shape)}; one of them is another prefix's"
                 )
-            if not bool(found.isfinite().all()):
+            if not bool(tensor.isfinite().all()):
                 raise PrefixError(f"{name} of {self.card.attribute!r} hold values that are not finite numbers")
 
     def __len__(self) -> int:
@@ -195,11 +195,11 @@ class SoftPrefix:
         Raises:
             PrefixError: Another shape, or other weights.
         """
-        found, card = kv_shape(model, len(self)), model_card(model)
-        if found != self.card.shape:
+        shape, card = kv_shape(model, len(self)), model_card(model)
+        if shape != self.card.shape:
             raise PrefixError(
                 f"the soft prefix {self.card.attribute!r} was made for {self.card.model} ({self.card.shape}); {card.name} needs "
-                f"{found}; train or import one for it (`lapa2 prefix train --model {card.name}`)"
+                f"{shape}; train or import one for it (`lapa2 prefix train --model {card.name}`)"
             )
         if card.weights != self.card.weights:
             raise PrefixError(
@@ -223,9 +223,9 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
     import torch
     from safetensors.torch import save_file
 
-    kept = {name: found.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, found in
+    kept = {name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in
             (("keys", prefix.keys), ("values", prefix.values))}  # fmt: skip
-    if not all(bool(found.isfinite().all()) for found in kept.values()):
+    if not all(bool(tensor.isfinite().all()) for tensor in kept.values()):
         raise PrefixError(f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32")
     weights, card_file = _files(folder, prefix.card.attribute)
     with whole_file(weights) as fresh:
@@ -291,9 +291,9 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
     Raises:
         PrefixError: No such set or attribute, damaged, or of another model.
     """
-    found = load_prefix(set_folder(model_card(model).name, task, which), attribute)
-    found.check(model)
-    return found
+    prefix = load_prefix(set_folder(model_card(model).name, task, which), attribute)
+    prefix.check(model)
+    return prefix
 
 
 def set_folder(model: str, task: str, which: str) -> Path:

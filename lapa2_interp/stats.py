@@ -47,13 +47,13 @@ def resampled_means(
     sums = np.zeros((len(names), *values.shape[1:]))
     np.add.at(sums, codes, values)
     sizes, n = np.bincount(codes), len(names)
-    rng, found = np.random.default_rng(seed), []
+    rng, means = np.random.default_rng(seed), []
     for first in range(0, resamples, size := max(1, CHUNK // n)):
         count = min(size, resamples - first)
         drawn = rng.integers(0, n, (count, n)) + n * np.arange(count)[:, None]
         picks = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
-        found.append(np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1)))
-    return np.concatenate(found)
+        means.append(np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1)))
+    return np.concatenate(means)
 
 
 def tails(clusters: int) -> list[float]:
@@ -102,11 +102,11 @@ def mean_interval(
     Raises:
         ValueError: No values, or not one cluster label per value.
     """
-    found = np.asarray(values, dtype=np.float64)
-    if not len(found) or len(clusters) != len(found):
-        raise ValueError(f"need one cluster label per value and at least one; found {len(found)} and {len(clusters)}")
-    low, high = bounds(found, clusters, resamples, seed)
-    return Interval(float(found.mean()), float(low), float(high), len(found), len(pd.unique(np.asarray(clusters))))
+    numbers = np.asarray(values, dtype=np.float64)
+    if not len(numbers) or len(clusters) != len(numbers):
+        raise ValueError(f"need one cluster label per value and at least one; found {len(numbers)} and {len(clusters)}")
+    low, high = bounds(numbers, clusters, resamples, seed)
+    return Interval(float(numbers.mean()), float(low), float(high), len(numbers), len(pd.unique(np.asarray(clusters))))
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,12 @@ def lengths_up_to(longest: int, l_pre: int, shortest: int = 64, n: int = 24) -> 
         TraceError: Fewer than 3 remain.
     """
     first = max(shortest, 2 * l_pre)
-    found = np.unique(np.geomspace(first, max(longest, 1), n).round().astype(np.int64))
-    if longest < first or len(found) < 3:
+    lengths = np.unique(np.geomspace(first, max(longest, 1), n).round().astype(np.int64))
+    if longest < first or len(lengths) < 3:
         raise TraceError(
             f"lengths from {first} to {longest} are too few to fit a slope (3 are needed); give a larger longest length"
         )
-    return found
+    return lengths
 
 
 def log_sums(
@@ -165,7 +165,7 @@ def draw_log_odds(
         raise TraceError(
             f"the prefix must have 1 to {int(lengths[0]) - 1} keys (one fewer than the shortest length), found {l_pre}"
         )
-    found = {}
+    odds = {}
     with progress_bar(len(families) * texts, "synthetic logits", "text") as bar:
         for number, (name, family) in enumerate(families.items()):
             drawn = []
@@ -173,8 +173,8 @@ def draw_log_odds(
                 prefix, others = log_sums(family, np.random.default_rng([seed, number, text]), lengths, l_pre)
                 drawn.append(prefix - others)
                 bar.update()
-            found[name] = np.stack(drawn)
-    return found
+            odds[name] = np.stack(drawn)
+    return odds
 
 
 def as_dataset(

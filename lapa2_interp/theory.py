@@ -209,9 +209,9 @@ def fit_decay(t: Real[np.ndarray, " step"], attention: Float[np.ndarray, " step"
     bounds = (np.log(1e-3), np.log(100 * (1 + t.max())))
     grid = np.linspace(*bounds, 60)
     start = int(np.argmin([loss(x) for x in grid]))
-    found = minimize_scalar(loss, bounds=(grid[max(start - 1, 0)], grid[min(start + 1, 59)]), method="bounded")
-    if not found.success or start in (0, 59):
+    fit = minimize_scalar(loss, bounds=(grid[max(start - 1, 0)], grid[min(start + 1, 59)]), method="bounded")
+    if not fit.success or start in (0, 59):
         return DecayFit(np.nan, np.nan, np.nan)
     spread = float(((attention - attention.mean()) ** 2).sum())
-    d = float(np.exp(found.x))
-    return DecayFit(best_c(d), d, 1 - float(found.fun) / spread if spread > 0 else np.nan)
+    d = float(np.exp(fit.x))
+    return DecayFit(best_c(d), d, 1 - float(fit.fun) / spread if spread > 0 else np.nan)

@@ -99,13 +99,13 @@ def soft_slots(
         return None
     shape = next(iter(distinct.values())).card.shape
     slots = max(map(len, distinct.values()))
-    found = torch.zeros(2, shape.n_layers, len(layouts), shape.n_kv_heads, slots, shape.d_head, dtype=model.cfg.dtype)
+    stacked = torch.zeros(2, shape.n_layers, len(layouts), shape.n_kv_heads, slots, shape.d_head, dtype=model.cfg.dtype)
     for prefix in distinct.values():
         prefix.check(model)
         rows = [row for row, each in enumerate(given) if each is prefix]
-        both = torch.stack([prefix.keys, prefix.values]).to(found)
-        found[:, :, rows, :, : len(prefix)] = both[:, :, None]
-    return found.to(model.cfg.device)
+        both = torch.stack([prefix.keys, prefix.values]).to(stacked)
+        stacked[:, :, rows, :, : len(prefix)] = both[:, :, None]
+    return stacked.to(model.cfg.device)
 
 
 def first_positions(layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None) -> list[int]:
@@ -127,9 +127,9 @@ def soft_inputs(model: Model, layouts: Sequence[Layout], prefixes: Sequence[Soft
 
     ids, mask = padded_ids(layouts, model.cfg.device)
     cache = DynamicCache()
-    found = soft_slots(model, layouts, prefixes)
-    if found is not None:
-        for layer, (keys, values) in enumerate(zip(*found, strict=True)):
+    soft = soft_slots(model, layouts, prefixes)
+    if soft is not None:
+        for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
             cache.update(keys, values, layer)
     return {
         "input": ids,

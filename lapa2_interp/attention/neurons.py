@@ -134,9 +134,9 @@ def promoters(
         for layer in range(done, n_layers):
             for first in range(0, n_neurons, ROWS):
                 neurons = torch.arange(first, min(first + ROWS, n_neurons))
-                found = _with_each(model, ids, layer, neurons)[:, columns].T.cpu()
+                log_probs = _with_each(model, ids, layer, neurons)[:, columns].T.cpu()
                 at = torch.stack([torch.full_like(neurons, layer), neurons], dim=1).expand(len(tokens), -1, -1)
-                values, places = torch.cat([best, found], dim=1), torch.cat([where, at], dim=1)
+                values, places = torch.cat([best, log_probs], dim=1), torch.cat([where, at], dim=1)
                 order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
                 best = values.gather(1, order)
                 where = places.gather(1, order[:, :, None].expand(-1, -1, 2))

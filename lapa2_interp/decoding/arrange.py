@@ -91,7 +91,7 @@ def arrange(
     for branch, augmentation in zip(branches, augmentations, strict=True):
         if augmentation is not None:
             augmentation.selects(size.n_layers, size.n_heads)
-        found = []
+        of_branch = []
         for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
             text = _text(branch, own, open_texts)
             slots = soft_slots.get(branch.name, 0)
@@ -103,8 +103,8 @@ def arrange(
                 )
             if augmentation is not None and not open_texts:
                 each.spans(augmentation.span)
-            found.append(each)
-        rows.append(tuple(found))
+            of_branch.append(each)
+        rows.append(tuple(of_branch))
     return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
 
 

@@ -217,14 +217,14 @@ def _start(
     """The start of the batch's samples; `read` holds the logits of their prompts, if they are
     needed."""
     owner = torch.tensor(batch.owner)
-    found = None
+    log_likelihood = None
     if read is not None:
         # by branch: prompt
         of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
         # by branch: prompt -> sample
-        found = {name: each[owner.to(each.device)] for name, each in zip(branches, of_prompts, strict=True)}
+        log_likelihood = {name: each[owner.to(each.device)] for name, each in zip(branches, of_prompts, strict=True)}
     device = "cpu" if read is None else read.device
-    return Start([batch.prepared[i] for i in batch.owner], found, n_prompt[owner].to(device))
+    return Start([batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device))
 
 
 def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:

@@ -189,45 +189,45 @@ def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
     )
     names = tuple(branch.name for branch in cell.branches)
     slots = {name: len(prefix) for name, prefix in zip(names, prefixes, strict=True) if prefix is not None}
-    found = arrange(cell, model.tokenizer, card, slots)
+    arrangement = arrange(cell, model.tokenizer, card, slots)
     prepared = (Prepared(),) * len(cell.prompts)
     if type(method).prepare is not Method.prepare:
         if kit is None:
             raise MethodError(f"{method.name} prepares for its prompts; give plan or generate a kit (lapa2_interp.kit)")
         prepared = _prepare(method, kit, cell)
-        found = arrange(cell, model.tokenizer, card, slots, prepared)
-    rows = cell.max_rows or _default_rows(model, method, found)
+        arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
+    rows = cell.max_rows or _default_rows(model, method, arrangement)
     pairs = [(prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)]
     size = max(1, rows // len(names))
     return Plan(
         cell=cell,
         branches=names,
-        layouts=found.layouts,
+        layouts=arrangement.layouts,
         prefixes=prefixes,
-        augmentations=found.augmentations,
-        steps=found.steps,
+        augmentations=arrangement.augmentations,
+        steps=arrangement.steps,
         prepared=prepared,
-        groups=_groups(pairs, size, found.longest, found.steps, model.cfg.n_ctx),
+        groups=_groups(pairs, size, arrangement.longest, arrangement.steps, model.cfg.n_ctx),
     )
 
 
 def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...]:
-    found = []
+    prepared = []
     with progress_bar(len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt") as bar:
         for prompt in cell.prompts:
-            found.append(method.prepare(kit, cell.task, cell.attribute, prompt))
+            prepared.append(method.prepare(kit, cell.task, cell.attribute, prompt))
             bar.update()
-    return tuple(found)
+    return tuple(prepared)
 
 
-def _default_rows(model: Model, method: Method, found: Arrangement) -> int:
+def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
     """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
-    keys = max(a + b for a, b in zip(found.longest, found.steps, strict=True))
+    keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
     heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
     row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
     # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
     # again.
-    positions = max(found.prompt_tokens) + 1 if method.reads_prompt else 0
+    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
     positions = keys if method.recomputes and not is_bridge(model) else positions
     row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
     return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))

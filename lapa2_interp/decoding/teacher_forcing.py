@@ -70,9 +70,9 @@ def teacher_forced(
     rows = [[int(token) for token in text] for text in texts]
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
     if trace == "none" or not rows or not all(rows):
-        found = "trace 'none'" if trace == "none" else f"{len(rows)} texts" + (", one empty" if rows else "")
+        given_texts = "trace 'none'" if trace == "none" else f"{len(rows)} texts" + (", one empty" if rows else "")
         raise TraceError(
-            f"a teacher-forced trace needs texts of at least one token, and trace pooled or full; found {found}"
+            f"a teacher-forced trace needs texts of at least one token, and trace pooled or full; found {given_texts}"
         )
     if len(given) != len(rows):
         raise LayoutError(f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all")

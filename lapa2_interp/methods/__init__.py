@@ -378,11 +378,11 @@ def assign(
     """
     steered = any(branch.prefix is not None for branch in branches)
     on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
-    found = tuple(
+    of_branches = tuple(
         augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None for branch in branches
     )
-    if augmentation is not None and not any(found):
+    if augmentation is not None and not any(of_branches):
         raise AugmentationError(
             f"{method.name} has no prefix for an augmentation to act on; generate without one (alpha 0, augmentation none)"
         )
-    return found
+    return of_branches

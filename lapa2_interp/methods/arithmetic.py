@@ -82,7 +82,7 @@ class Arithmetic(Method):
             **{name: (Branch(name, text, "\n"),) for name, text in texts.items()},
         }
         known["opponents"] = tuple(branch for other in others if other not in names for branch in known[other])
-        found: dict[str, Branch] = {}
+        chosen: dict[str, Branch] = {}
         for name in names:
             if name not in known:
                 # A name such as very-calm would read as a difference.
@@ -93,8 +93,8 @@ class Arithmetic(Method):
                     f"arithmetic: {attribute!r} has no opponents on task {task.name!r} that the formula {self.formula!r} "
                     "does not name itself; give --set formula=..., such as 'base + 1.5 * (target - base)'"
                 )
-            found |= {branch.name: branch for branch in known[name]}
-        return tuple(found.values())
+            chosen |= {branch.name: branch for branch in known[name]}
+        return tuple(chosen.values())
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         names = _names(self.formula)

@@ -106,15 +106,15 @@ class Datg(Method):
                 f"datg: none of {len(drafts)} drafts of {prompt!r} could be scored by {self.scorer}; give another scorer"
             )
         positive, negative = dual_graphs([([kit.text([i]) for i in ids], q) for ids, q in scored])
-        found = words_of(kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes))
-        if not found.positive and not found.negative:
+        words = words_of(kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes))
+        if not words.positive and not words.negative:
             raise MethodError(
                 f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not punctuation, a number or a stopword; "
                 "give more drafts (--set drafts=60) or longer ones (--set draft_tokens=64)"
             )
-        sentence = SENTENCE.format(positive=", ".join(found.positive), negative=", ".join(found.negative))
-        summary = {"positive": list(found.positive), "negative": list(found.negative), "drafts": len(scored)}
-        return Prepared(found, {"target": sentence} if self.form == "P" else {}, summary)
+        sentence = SENTENCE.format(positive=", ".join(words.positive), negative=", ".join(words.negative))
+        summary = {"positive": list(words.positive), "negative": list(words.negative), "drafts": len(scored)}
+        return Prepared(words, {"target": sentence} if self.form == "P" else {}, summary)
 
     def begin(self, start: Start) -> Sequence[Words]:
         return [each.known for each in start.prepared]

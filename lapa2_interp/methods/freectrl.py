@@ -178,19 +178,19 @@ class FreeCtrl(Method):
         lists = self._lists(task)
         names = {c: task.texts(self.name, c).get("class", c) for c in task.attributes}
         classes = {c: embedding[kit.ids(name)].mean(dim=0) for c, name in names.items()}
-        found: dict[str, dict[str, int]] = {}
+        ids_of: dict[str, dict[str, int]] = {}
         for c in task.attributes:
-            found[c] = {}
+            ids_of[c] = {}
             for word in lists[c]:
                 ids = in_text(kit, word)
                 if len(ids) == 1 and noise_ratio(classes, embedding[ids[0]], c) > self.noise:
-                    found[c][word] = ids[0]
-            if not found[c]:
+                    ids_of[c][word] = ids[0]
+            if not ids_of[c]:
                 raise MethodError(
                     f"freectrl: none of {len(lists[c])} words for {c!r} is one token and nearer to its class than "
                     f"noise={self.noise:g}; give another list (--set words=FILE) or lower --set noise"
                 )
-        return found
+        return ids_of
 
     def _lists(self, task: Task) -> Mapping[str, Sequence[str]]:
         """The word lists, one per attribute of the task."""
@@ -235,8 +235,8 @@ class FreeCtrl(Method):
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         if state is None:
             return None
-        found = state.control.embedding[tokens]
-        latest = {c: found @ keywords.T for c, keywords in state.control.keywords.items()}
+        embedded = state.control.embedding[tokens]
+        latest = {c: embedded @ keywords.T for c, keywords in state.control.keywords.items()}
         nearest = {c: torch.maximum(state.nearest[c], each) for c, each in latest.items()}
         return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
 

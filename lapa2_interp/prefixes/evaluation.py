@@ -48,7 +48,7 @@ def score_texts(
     elif prefix is not None:
         start += tokenizer(prefix, add_special_tokens=False).input_ids
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    found = np.zeros(len(texts))
+    totals = np.zeros(len(texts))
     for i in range(0, len(order), BATCH):
         part = order[i : i + BATCH]
         rows = TextRows.of([texts[j] for j in part], start, network.device)
@@ -57,10 +57,10 @@ def score_texts(
         else:
             spread = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
             nll = text_nll(network, rows, spread[0], spread[1], isinstance(prefix, SoftPrefix) and prefix.card.shifted)
-        found[part] = nll.double().sum(1).cpu().numpy()
+        totals[part] = nll.double().sum(1).cpu().numpy()
         if bar is not None:
             bar.update(len(part))
-    return found
+    return totals
 
 
 def held_out_table(
@@ -139,12 +139,12 @@ def evaluate_sets(
     sets = {
         folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)} for folder in folders
     }
-    for folder, found in sets.items():
-        if not found:
+    for folder, of_set in sets.items():
+        if not of_set:
             raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
-        for name in found:
+        for name in of_set:
             task.prefix(name)
-    kinds = {(p.card.model, p.card.weights, tuple(sorted(found))) for found in sets.values() for p in found.values()}
+    kinds = {(p.card.model, p.card.weights, tuple(sorted(of_set))) for of_set in sets.values() for p in of_set.values()}
     if len(kinds) > 1:
         raise PrefixError(
             f"the sets differ in model, weights or attributes: {' | '.join(str(kind) for kind in sorted(kinds))}"
@@ -168,7 +168,7 @@ def evaluate_sets(
     table = held_out_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
     hard = max(
         (likeliest(table, {name: f"hard {name}{how}" for name in names}) for how in JOINS),
-        key=lambda found: found.mean(),
+        key=lambda right: right.mean(),
     )
     data = "; ".join(f"{corpus.source} (sha256 {corpus.sha256[:12]})" for corpus in corpora)
     rows = []
@@ -181,7 +181,7 @@ def evaluate_sets(
             held_out = HeldOut(
                 data=data,
                 max_tokens=max_tokens,
-                nll={behind: found for (label, behind), found in intervals.items() if label == name},
+                nll={behind: interval for (label, behind), interval in intervals.items() if label == name},
                 accuracy=_share(right[right.index.get_level_values("label") == name]),
                 accuracy_of_set=_share(right),
                 hard_accuracy_of_set=_share(hard),
@@ -190,9 +190,9 @@ def evaluate_sets(
             stored = str(prefix.keys.dtype).removeprefix("torch.")
             save_prefix(SoftPrefix(prefix.keys, prefix.values, card), folder, stored)
         rows += [
-            {"set": str(folder), "label": label, "prefix": behind} | {key: getattr(found, key) for key in ("low", "high", "n")}
-            | {"nll": found.mean}
-            for (label, behind), found in intervals.items()
+            {"set": str(folder), "label": label, "prefix": behind} | {key: getattr(interval, key) for key in ("low", "high", "n")}
+            | {"nll": interval.mean}
+            for (label, behind), interval in intervals.items()
         ]  # fmt: skip
     return pd.DataFrame(rows)[["set", "label", "prefix", "nll", "low", "high", "n"]]
 

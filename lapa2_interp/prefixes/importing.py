@@ -108,10 +108,10 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
 
     file = source
     if source.is_dir():
-        found = [source / name for name in WEIGHTS if (source / name).is_file()]
-        if not found:
+        files = [source / name for name in WEIGHTS if (source / name).is_file()]
+        if not files:
             raise PrefixError(f"{source} has no weights; expected one of {', '.join(WEIGHTS)}")
-        file = found[0]
+        file = files[0]
     if not file.is_file():
         raise PrefixError(f"no such file or folder: {source}")
     try:
@@ -162,9 +162,9 @@ def _air(tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path)
     maps: dict[int, tuple[Tensor, Tensor]] = {}
     for name, table in tensors.items():
         if (match := pattern.search(name)) is not None:
-            layer, part, found = int(match[1]), match[2], int(match[3])
-            numbers.add(found)
-            if found == number:
+            layer, part, its_number = int(match[1]), match[2], int(match[3])
+            numbers.add(its_number)
+            if its_number == number:
                 tables[layer, part] = table
                 stem = f"{name[: match.start(2)]}mlp_n{number}"
                 if f"{stem}.weight" in tensors:

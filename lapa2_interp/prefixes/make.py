@@ -116,16 +116,16 @@ def measure_sets(
         PrefixError: A folder holds no soft prefixes.
         Lapa2Error: As `read_corpus` and `evaluate_sets`.
     """
-    found = [card for folder in folders for card in cards(folder)]
-    if not found:
+    set_cards = [card for folder in folders for card in cards(folder)]
+    if not set_cards:
         raise PrefixError(
             f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train --out` makes a set"
         )
     tell_if_slow(dtype, device)
-    corpora = _read(data, list(dict.fromkeys(card.attribute for card in found)), "test", notify)
+    corpora = _read(data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", notify)
     return evaluate_sets(
         folders,
-        load_task(task or found[0].task),
+        load_task(task or set_cards[0].task),
         corpora,
         limit=limit,
         max_tokens=max_tokens,
@@ -137,7 +137,7 @@ def measure_sets(
 
 def _read(sources: Sequence[str], labels: Sequence[str], split: str, notify: Notify) -> list[Corpus]:
     """Corpora, each reported in a line."""
-    found = [read_corpus(source, labels, split) for source in sources]
-    for corpus in found:
+    corpora = [read_corpus(source, labels, split) for source in sources]
+    for corpus in corpora:
         notify(corpus.summary)
-    return found
+    return corpora

@@ -524,19 +524,19 @@ def tokenise(
     """Pieces of an attribute's texts: the first of every text, then the second of those that have one, ..."""
     texts = [text for corpus in corpora for text in corpus.texts.get(attribute, ())]
     waiting = [pieces(text, tokenizer, max_tokens) for text in texts]
-    found: list[list[int]] = []
+    kept: list[list[int]] = []
     while waiting:
         going = []
         for each in waiting:
-            if limit is not None and len(found) == limit:
-                return found
+            if limit is not None and len(kept) == limit:
+                return kept
             if (ids := next(each, None)) is not None:
-                found.append(ids)
+                kept.append(ids)
                 going.append(each)
         waiting = going
-    if not found:
+    if not kept:
         raise DataError(f"there is no text of {attribute!r}; give --data with that label")
-    return found
+    return kept
 
 
 def _firsts(

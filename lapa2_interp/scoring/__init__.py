@@ -129,15 +129,15 @@ class Cache:
 
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         """The scores of those keys that are known."""
-        found: dict[str, Score] = {}
+        scores: dict[str, Score] = {}
         with closing(self._open.cursor()) as cursor:
             for part in _parts(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
                     stored = json.loads(value)
-                    found[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
-        return found
+                    scores[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
+        return scores
 
     def put(self, scores: Iterable[tuple[str, Score]]) -> None:
         """Keep scores; skipped ones whose reason is not final are left out."""
@@ -175,14 +175,14 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     with progress_bar(len(order), scorer.name, "text") as bar:
         for part in _parts(order, scorer.batch_size):
             try:
-                found = scorer.score([waiting[key] for key in part])
+                new_scores = scorer.score([waiting[key] for key in part])
             except ScoringError as error:
                 kept = {key for key, score in known.items() if not isinstance(score, Skipped) or score.final}
                 done = sum(key in kept for key in keys)
                 raise ScoringStoppedError(
                     f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept: {error}"
                 ) from error
-            scores = list(zip(part, found, strict=True))
+            scores = list(zip(part, new_scores, strict=True))
             cache.put(scores)
             known.update(scores)
             bar.update(len(part))

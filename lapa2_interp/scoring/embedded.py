@@ -139,10 +139,10 @@ class EmbeddedScorer(Scorer):
         self.version = f"embedded {task} {self.card.sha256[:12]}"
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        found = self.linear.probabilities([item.text for item in items])
+        probabilities = self.linear.probabilities([item.text for item in items])
         return [
             tuple(map(float, row)) if item.text.strip() else Skipped("empty text")
-            for item, row in zip(items, found, strict=True)
+            for item, row in zip(items, probabilities, strict=True)
         ]
 
 
@@ -180,12 +180,12 @@ def train_linear(
 
     parts = damped_counts(texts)
     rarity = rarity_of(parts)
-    found = features(parts, rarity)
+    all_rows = features(parts, rarity)
     sample_weight = np.ones(len(texts)) if weight is None else np.asarray(weight, dtype=float)
     rows, label, weights = [], [], []
     for number in range(len(labels)):
         has = np.flatnonzero(shares[:, number] > 0)
-        rows.append(found[has])
+        rows.append(all_rows[has])
         label.append(np.full(len(has), number))
         weights.append(sample_weight[has] * shares[has, number])
     model = LogisticRegression(C=c, max_iter=400, tol=1e-5)

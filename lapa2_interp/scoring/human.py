@@ -246,9 +246,9 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
             answered row names no annotator; an annotator answers a question twice.
     """
     texts = {row["id"]: row for _, row in _rows(key, ("id", "arm", "prompt", "attribute"))}
-    found: dict[tuple[str, str, str], tuple[float, str]] = {}  # (annotator, id, metric): rating and where it stands
+    answered: dict[tuple[str, str, str], tuple[float, str]] = {}  # (annotator, id, metric): rating and where it stands
     for file in files:
-        before = len(found)
+        before = len(answered)
         for line, row in _rows(file, ("id", *METRICS, "annotator")):
             place, text, annotator = f"{file} line {line}", row["id"].strip(), row["annotator"].strip()
             if text not in texts:
@@ -263,18 +263,18 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
                     raise ScoringError(f"{what}; allowed: 1, 2, 3, 4, 5, or nothing; correct it")
                 if not annotator:
                     raise ScoringError(f"{what} and annotator is ''; write a name on every answered row")
-                if (answer := (annotator, text, metric)) in found:
-                    old, where = found[answer]
+                if (answer := (annotator, text, metric)) in answered:
+                    old, where = answered[answer]
                     raise ScoringError(
                         f"{what}, but {annotator!r} has answered {old:g} in {where}; keep one, or tell two people of "
                         "one name apart"
                     )
-                found[answer] = float(cell), place
-        if len(found) == before:
+                answered[answer] = float(cell), place
+        if len(answered) == before:
             raise ScoringError(
                 f"{file} has no rating; expected 1 to 5 in {', '.join(METRICS)}; fill it in or leave it out"
             )
-    if not found:
+    if not answered:
         raise ScoringError("no files of answers were given; give at least one filled sheet")
     rows = [
         {
@@ -285,11 +285,11 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
             "annotator": annotator,
             "metric": metric,
         }
-        for annotator in dict.fromkeys(name for name, _, _ in found)
+        for annotator in dict.fromkeys(name for name, _, _ in answered)
         for text, row in texts.items()
         for metric in METRICS
     ]
-    ratings = [found.get((row["annotator"], row["id"], row["metric"]), (np.nan, ""))[0] for row in rows]
+    ratings = [answered.get((row["annotator"], row["id"], row["metric"]), (np.nan, ""))[0] for row in rows]
     return pd.DataFrame(rows).assign(rating=ratings)
 
 
@@ -350,12 +350,12 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
         for metric in METRICS:
             asked = of_arm[of_arm["metric"] == metric]
             given = asked[asked["rating"].notna()]
-            found = mean_interval(given["rating"].to_numpy(), given["prompt"]) if len(given) else None
+            interval = mean_interval(given["rating"].to_numpy(), given["prompt"]) if len(given) else None
             rows.append(
                 {
                     "arm": arm,
                     "metric": metric,
-                    **{name: getattr(found, name, np.nan) for name in ("mean", "low", "high")},
+                    **{name: getattr(interval, name, np.nan) for name in ("mean", "low", "high")},
                     "n": len(given),
                     **{f"{name}s": given[name].nunique() for name in ("prompt", "annotator")},
                     "texts": given["id"].nunique(),

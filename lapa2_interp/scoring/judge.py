@@ -98,10 +98,10 @@ def parse(answer: str) -> tuple[float, float, float] | None:
         return None
     if not isinstance(pairs, tuple) or sorted(name for name, _ in pairs) != sorted(COLUMNS):
         return None
-    found = dict(pairs)
-    if not all(type(found[column]) is int and 1 <= found[column] <= 5 for column in COLUMNS):
+    ratings = dict(pairs)
+    if not all(type(ratings[column]) is int and 1 <= ratings[column] <= 5 for column in COLUMNS):
         return None
-    relevance, fluency, topicality = (float(found[column]) for column in COLUMNS)
+    relevance, fluency, topicality = (float(ratings[column]) for column in COLUMNS)
     return relevance, fluency, topicality
 
 
@@ -387,15 +387,15 @@ def _host(base_url: str) -> str:
     """Host and port of an address, without a name and password in it."""
     try:
         parts = urlsplit(base_url)
-        found = parts.hostname if parts.scheme in ("http", "https") else None
+        host = parts.hostname if parts.scheme in ("http", "https") else None
         port = f":{parts.port}" if parts.port else ""
     except ValueError:
-        found = None
-    if not found:
+        host = None
+    if not host:
         raise ScoringError(
             f"base_url {base_url!r} is not the address of a server; give one such as http://localhost:8000/v1"
         )
-    return f"{found}{port}"
+    return f"{host}{port}"
 
 
 def _wait(headers: Mapping[str, str], clock: Callable[[], float]) -> float | None:

@@ -52,14 +52,14 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
                 f"the classifier {scorer.version!r} has the labels {', '.join(scorer.columns)}, not {wrong[0]!r}; map its "
                 "labels (--labels), or choose another: --scorers accuracy=MODEL"
             )
-    found = run_scorer(scorer, items, cache)
-    numbers = found[list(scorer.columns)]
+    scored = run_scorer(scorer, items, cache)
+    numbers = scored[list(scorer.columns)]
     if scorer.name == "accuracy":
         right = (numbers.fillna(-1).idxmax(axis=1) == samples["attribute"].to_numpy()).astype(float)
         numbers = pd.DataFrame({"accuracy": right.where(numbers.notna().all(axis=1))})
     own = samples.reset_index(drop=True)
     frames = [
-        own.assign(metric=str(metric), value=numbers[metric].to_numpy(), skipped=found["skipped"].to_numpy())
+        own.assign(metric=str(metric), value=numbers[metric].to_numpy(), skipped=scored["skipped"].to_numpy())
         for metric in numbers
     ]
     return pd.concat(frames, ignore_index=True).assign(scorer=f"{scorer.name} ({scorer.version})")
@@ -93,24 +93,24 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                     nothing = {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
-                found = mean_interval(table["value"].to_numpy(), _clusters(table))
-                low, high = _within(str(name), found)
+                interval = mean_interval(table["value"].to_numpy(), _clusters(table))
+                low, high = _within(str(name), interval)
                 rows.append(
-                    {**keys, "metric": name, "mean": found.mean, "low": low, "high": high, "n": found.n,
-                     "prompts": found.clusters, **facts}
+                    {**keys, "metric": name, "mean": interval.mean, "low": low, "high": high, "n": interval.n,
+                     "prompts": interval.clusters, **facts}
                 )  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _within(metric: str, found: Interval) -> tuple[float, float]:
+def _within(metric: str, interval: Interval) -> tuple[float, float]:
     """The interval, kept inside the metric's range."""
     least, most = RANGES.get(metric, (-np.inf, np.inf))
-    unseen = (most - least) * (1 - SURE ** (1 / found.clusters))
-    if found.low == found.high == least:
+    unseen = (most - least) * (1 - SURE ** (1 / interval.clusters))
+    if interval.low == interval.high == least:
         return least, least + unseen
-    if found.low == found.high == most:
+    if interval.low == interval.high == most:
         return most - unseen, most
-    low, high = np.clip([found.low, found.high], least, most)
+    low, high = np.clip([interval.low, interval.high], least, most)
     return float(low), float(high)
 
 
@@ -131,17 +131,17 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
             for arm, after in texts[texts["arm"] != baseline].groupby("arm", sort=False):
                 if not set(before["prompt"]) & set(after["prompt"]):
                     continue
-                found = paired_difference(
+                change = paired_difference(
                     before["value"].to_numpy(),
                     before["prompt"].to_numpy(),
                     after["value"].to_numpy(),
                     after["prompt"].to_numpy(),
                 )
                 least, most = RANGES.get(str(metric), (-np.inf, np.inf))
-                low, high = np.clip([found.low, found.high], least - most, most - least)
+                low, high = np.clip([change.low, change.high], least - most, most - least)
                 rows.append(
-                    {**keys, "arm": arm, "metric": metric, "difference": found.mean, "low": low, "high": high,
-                     "p": found.p, "detectable": found.detectable, "prompts": found.clusters, "scorer": scorer}
+                    {**keys, "arm": arm, "metric": metric, "difference": change.mean, "low": low, "high": high,
+                     "p": change.p, "detectable": change.detectable, "prompts": change.clusters, "scorer": scorer}
                 )  # fmt: skip
     return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
 

@@ -114,8 +114,8 @@ def train_scorer(
     for each in graded_tests:
         from scipy.stats import spearmanr
 
-        found = linear.probabilities(each.texts)[:, 1]
-        held_out[f"{each.source} Spearman"] = float(spearmanr(found, each.scores).statistic)
+        toxic = linear.probabilities(each.texts)[:, 1]
+        held_out[f"{each.source} Spearman"] = float(spearmanr(toxic, each.scores).statistic)
     return save_linear(
         linear,
         folder,
@@ -135,10 +135,10 @@ def _results(linear: Linear, corpus: Corpus) -> dict[str, float]:
 
     texts = [text for label in linear.labels for text in corpus.texts[label]]
     truth = np.repeat(np.arange(len(linear.labels)), [len(corpus.texts[label]) for label in linear.labels])
-    found = linear.probabilities(texts)
-    results = {f"{corpus.source} accuracy": float((found.argmax(axis=1) == truth).mean())}
+    probabilities = linear.probabilities(texts)
+    results = {f"{corpus.source} accuracy": float((probabilities.argmax(axis=1) == truth).mean())}
     if len(linear.labels) == 2:
-        results[f"{corpus.source} AUC"] = float(roc_auc_score(truth, found[:, 1]))
+        results[f"{corpus.source} AUC"] = float(roc_auc_score(truth, probabilities[:, 1]))
     return results
 
 

@@ -62,7 +62,7 @@ class Perplexity(Scorer):
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
         bos = text_markers(self.tokenizer).start
-        found: list[Score] = []
+        scores: list[Score] = []
         ids = [self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens] for item in items]
         scored = [
             i
@@ -77,14 +77,14 @@ class Perplexity(Scorer):
             values = dict(zip(scored, nll.exp().tolist(), strict=True))
         for i, item in enumerate(items):
             if not item.text.strip():
-                found.append(Skipped("empty text"))
+                scores.append(Skipped("empty text"))
             elif i not in values:
-                found.append(Skipped(f"under {self.min_words} words"))
+                scores.append(Skipped(f"under {self.min_words} words"))
             elif not math.isfinite(values[i]):
-                found.append(Skipped("probability 0"))
+                scores.append(Skipped("probability 0"))
             else:
-                found.append((values[i],))
-        return found
+                scores.append((values[i],))
+        return scores
 
 
 class Classifier(Scorer):
@@ -129,12 +129,12 @@ class Classifier(Scorer):
             [item.text for item in items], truncation=True, max_length=limit, padding=True, return_tensors="pt"
         ).to(self.network.device)
         logits = self.network(**batch).logits.double()
-        found = logits.sigmoid() if self.several else logits.softmax(1)
+        probabilities = logits.sigmoid() if self.several else logits.softmax(1)
         if self.column is not None:
-            found = found[:, [self.labels.index(self.column)]]
+            probabilities = probabilities[:, [self.labels.index(self.column)]]
         return [
             tuple(row) if item.text.strip() else Skipped("empty text")
-            for item, row in zip(items, found.tolist(), strict=True)
+            for item, row in zip(items, probabilities.tolist(), strict=True)
         ]
 
 

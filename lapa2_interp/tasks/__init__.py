@@ -193,18 +193,18 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         at, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
         raise TaskError(f"{path} line {at}: the bytes {bad!r} are not UTF-8; save the file as UTF-8") from None
     read = _prompt_of_json if path.suffix == ".jsonl" else str
-    found = []
+    prompts = []
     for number, line in enumerate(lines, start=1):
         try:
-            found += [read(line)] if line.strip() else []
+            prompts += [read(line)] if line.strip() else []
         except (ValueError, RecursionError):
             raise TaskError(
                 f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as RealToxicityPrompts has it, '
                 f'in "prompt"."text"), found {line[:60]!r}{"..." * (len(line) > 60)}'
             ) from None
-    if not found:
+    if not prompts:
         raise TaskError(f"{path} has no prompts; give one per line")
-    return tuple(found)
+    return tuple(prompts)
 
 
 def _prompt_of_json(line: str) -> str:

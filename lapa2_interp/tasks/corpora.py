@@ -193,10 +193,10 @@ def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterat
     ids: list[int] = []
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
         longer = f"{now} {sentence}".strip()
-        found = tokenizer(longer, add_special_tokens=False).input_ids
-        if ids and len(found) > length:
+        new_ids = tokenizer(longer, add_special_tokens=False).input_ids
+        if ids and len(new_ids) > length:
             yield ids
-            longer, found = sentence, tokenizer(sentence, add_special_tokens=False).input_ids
-        now, ids = longer, found[:length]
+            longer, new_ids = sentence, tokenizer(sentence, add_special_tokens=False).input_ids
+        now, ids = longer, new_ids[:length]
     if ids:
         yield ids

@@ -84,7 +84,7 @@ def derive_words(
                         + (f", no words for {', '.join(empty)}" if empty else ""))  # fmt: skip
     everything = sum(counts.values(), Counter())
     total = sum(everything.values())
-    found = {}
+    words_of = {}
     for c, own in counts.items():
         n_own = sum(own.values())
         z = {
@@ -93,8 +93,8 @@ def derive_words(
             if count >= least and word not in STOPWORDS
         }
         best = sorted(z, key=lambda word: (-z[word], word))[:n]
-        found[c] = [(word, z[word]) for word in best if z[word] >= sure]
-    return found
+        words_of[c] = [(word, z[word]) for word in best if z[word] >= sure]
+    return words_of
 
 
 def z_score(own: int, other: int, n_own: int, n_other: int, prior: float) -> float:

@@ -133,10 +133,10 @@ class Recorder:
         alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
 
         def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
-            found = torch.stack(list(per_step), dim=1).numpy()  # branch x sample, step, *rest
+            stacked = torch.stack(list(per_step), dim=1).numpy()  # branch x sample, step, *rest
             # branch sample step *rest
-            found = found.reshape(n_branches, n_samples, *found.shape[1:])
-            return np.where(alive.reshape(1, n_samples, n_seen, *[1] * (found.ndim - 3)), found, np.float32(np.nan))
+            stacked = stacked.reshape(n_branches, n_samples, *stacked.shape[1:])
+            return np.where(alive.reshape(1, n_samples, n_seen, *[1] * (stacked.ndim - 3)), stacked, np.float32(np.nan))
 
         axes = ("branch", "sample", "step")
         heads = ("layer", "head") if self.kind == "full" else ()
@@ -171,14 +171,14 @@ class Recorder:
     def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
         """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the live keys."""
         widest = self.rows[-1].shape[-1]
-        found = []
+        live_rows = []
         for rows in self.rows:
             live = torch.full((*rows.shape[:2], widest), float("nan"))  # row pair key
             for row, each in enumerate(layouts):
                 live[row, :, : each.soft] = rows[row, :, : each.soft]
                 live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[row, :, each.soft + each.pad :]
-            found.append(live)
-        return found
+            live_rows.append(live)
+        return live_rows
 
 
 def trace_bytes(kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int) -> int:

@@ -140,9 +140,10 @@ def prefix_token_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | N
         masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
         for key, values in masses.items():
             has = ~np.isnan(values)
-            found = mean_interval(values[has], members["prompt"].to_numpy()[has])
+            interval = mean_interval(values[has], members["prompt"].to_numpy()[has])
             rows.append(
-                {"arm": arm, "key": key, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+                {"arm": arm, "key": key, "mean": interval.mean, "low": interval.low,
+                 "high": interval.high, "n": interval.n}
             )
     return pd.DataFrame(rows)
 
