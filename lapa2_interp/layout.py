@@ -59,7 +59,8 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     """The one place that decides how plain text starts and ends for a tokenizer.
 
     Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS where there is none.
-    Ends: EOS, and `<|endoftext|>` wherever the vocabulary has it; a model's generation config may add more
+    Ends: EOS, and `<|endoftext|>` where the vocabulary has it; a model's generation config may add
+    more
     (`models.ModelCard`).
 
     Raises:

@@ -264,7 +264,7 @@ def load_prefix(folder: Path, attribute: str) -> SoftPrefix:
 
 
 def read_card(file: Path) -> PrefixCard:
-    """A prefix's card alone.
+    """The card of a prefix, without its tensors.
 
     Raises:
         PrefixError: It is not there or not a card.

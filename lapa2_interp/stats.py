@@ -97,7 +97,7 @@ def mean_interval(
 
     Args:
         values: One number per text.
-        clusters: The text's prompt, or whatever makes texts alike.
+        clusters: The text's prompt, or another label that dependent texts share.
 
     Raises:
         ValueError: No values, or not one cluster label per value.

@@ -51,7 +51,7 @@ def propositions(
         dtype: Precision of weights and computation. In bfloat16 attention is rounded to 3 digits, and so is the exact law.
         long_dtype: The same for the long texts.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        seed: Of texts and synthetic logits.
+        seed: Seed of texts and synthetic logits.
         force: Replace a finished folder.
     """
     from lapa2_interp.machine import tell_if_slow

@@ -117,7 +117,7 @@ def _tree(formula: str) -> ast.Expression:
     """The formula, parsed and checked to be one; no part of it is ever executed.
 
     Raises:
-        MethodError: It is not a formula over names, or is a number alone.
+        MethodError: It is not a formula over names, or is only a number.
     """
     try:
         tree = ast.parse(formula.strip(), mode="eval")

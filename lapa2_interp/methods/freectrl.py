@@ -3,7 +3,8 @@
 Once per model and word list:
 
 1. keywords: from each class's list the words that are one token with a space in front and whose
-   embedding is nearer to the word of their class than to those of the other classes, noise ratio
+   embedding is nearer to the word of their class than to those of the others:
+   noise ratio
    cos(e_y, e_w) 3 / sum_{c != y} cos(e_c, e_w) > `noise`;
 2. control table: with neuron v at 50 while the model reads " ", how likely is each keyword next;
 3. control centre of the attribute: the union over its keywords of the `neurons` that promote them most.
@@ -26,7 +27,8 @@ is set. In lower layers a value of 50 there does not promote a word, but breaks 
 layers compute. Therefore only the upper half of the layers is searched, with fewer neurons per
 keyword (`gated_neurons`) at a larger value (`gated_lam`).
 
-1e-20 turns the centre off; it does not leave it alone. The released script re-encodes the text at every step, and throws away
+A value of 1e-20 turns the centre off; it does not leave the neurons as they were. The released
+script re-encodes the text at every step, and throws away
 whole texts that fail a last test; here tokens stay as they were drawn, and every text is kept.
 """
 

@@ -1,8 +1,9 @@
 """The paper item by item: scores of a run's cells as a table with intervals, beside the paper's numbers, and its claims judged.
 
-An item is a figure or table of the paper. Its script in `analyses/` opens a `Bench` on a run folder, scores the cells of the
-item's grid (scores are kept in RUN/scores, so nothing is scored twice), writes RUN/tables/ITEM.csv, .md and .tex, and judges
-the claims the paper makes with it (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here
+An item is a figure or table of the paper. Its script in `analyses/` opens a `Bench` on a run folder
+and scores the cells of the item's grid (scores are kept in RUN/scores, so nothing is scored twice).
+It writes RUN/tables/ITEM.csv, .md and .tex, and judges the claims the paper makes with the item
+(RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here
 generates.
 """
 

@@ -117,7 +117,7 @@ class Findings:
             scores: One row per text (`paper.data.ItemData.scores`).
             before, after: Columns of the two arms and their values.
             metric: What is compared: after - before.
-            expected, margin: As of `Claim`.
+            expected, margin: As in `Claim`.
             paper: The paper's difference.
         """
         self.note(text, metric, expected, compare(scores, before, after, metric), paper, margin)

@@ -138,7 +138,7 @@ class ItemData:
     def curves(self, cells: pd.DataFrame) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
         """Traces of finished cells, those of one arm (all its attributes) together: its columns, the trace, the samples.
 
-        The trace is that of the branch behind the steered attribute's prefix, alone.
+        The trace has only the branch behind the steered attribute's prefix.
         """
         for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
             runs = [self.run.cell(key) for key in group["key"]]

@@ -601,7 +601,8 @@ def trace_verdicts(
         where: What they are, for the table ("smollm2-135m, the same texts").
         first_layer: The first augmented layer, where queries and keys are still the baseline's.
         same_texts: Every alpha read the same texts, so that the law is exact there.
-        dtype: Of the model; in half precision attention is rounded, and the law holds to that.
+        dtype: Precision of the model; in half precision attention is rounded, and the law holds to
+            that.
     """
     thinned = thin(traces)
     found, first = curves(thinned, pooled=True), curves(thinned, pooled=False, layer=first_layer)

@@ -261,7 +261,8 @@ def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
 
 
 def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> xr.Dataset:
-    """The texts of a run's baseline under every alpha, axes as of `propositions.by_alpha`; alpha 0 is the run's own trace.
+    """The texts of a run's baseline under every alpha, axes as in `propositions.by_alpha`; alpha 0
+    is the run's own trace.
 
     Args:
         model: The one that made the run, which has hard prefixes and full traces.

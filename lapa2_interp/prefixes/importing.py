@@ -209,7 +209,7 @@ def add_to_set(
     """Import a soft prefix into the folder of a set.
 
     Args:
-        source, set_name, number: As of `import_prefix`.
+        source, set_name, number: As in `import_prefix`.
         out: The set's folder.
         model: The name of the model it was trained for.
 

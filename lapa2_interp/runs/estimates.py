@@ -160,7 +160,8 @@ class Pace:
     """Seconds of a step of decoding by one worker, which reads one token in every row.
 
     Attributes:
-        rows, seconds: Of the timed steps behind `KEYS` keys, in rising order; straight lines
+        rows, seconds: Rows and seconds of the timed steps behind `KEYS` keys, in rising order;
+            straight lines
             between and beyond.
         key: Seconds that one key more costs each row.
         basis: Where the numbers come from.

@@ -130,7 +130,7 @@ def facts_of(model: Model, plan: Plan, threads: int | None) -> dict[str, Any]:
     """Fields of a manifest that are known only to the process that makes the cell.
 
     Args:
-        threads: Of the CPU; None on an accelerator.
+        threads: CPU threads; None on an accelerator.
     """
     card, attribute = model_card(model), plan.cell.attribute
     return {

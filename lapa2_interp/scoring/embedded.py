@@ -1,8 +1,9 @@
 """The scorers that ship with the package: linear classifiers on hashed n-grams, for sentiment, topic and toxicity.
 
-1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within words, each set hashed to 2^18
-   columns, damped (log(1 + count)), weighted by how rare a column is among the training texts (inverse document frequency) and
-   scaled to length 1, so that 20 words and 500 words weigh alike.
+1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within
+   words, each set hashed to 2^18 columns. The counts are damped (log(1 + count)), weighted by how
+   rare a column is among the training texts (inverse document frequency), and scaled to length 1:
+   texts of 20 and of 500 words have the same weight.
 2. Logistic regression (scikit-learn) gives a probability per label.
 
 They are small, fast and need no download, and are less accurate than the paper's RoBERTa

@@ -69,7 +69,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Means with 95 % intervals, per cell and for all attributes together.
 
     Args:
-        scores: Of `score_table`, of one or several scorers.
+        scores: From `score_table`, for one or several scorers.
 
     Returns:
         The cell's keys and metric, mean, low, high (inside RANGES; never a point at their ends, see SURE), n, prompts, skipped
@@ -161,7 +161,7 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:
-    """What makes texts alike: the prompt; each text by itself where none is known."""
+    """The cluster of each text: its prompt, or the text itself where no prompt is known."""
     prompts = table["prompt"].to_numpy()
     return np.where(prompts == "", np.arange(len(table)).astype(str), prompts)
 

@@ -93,7 +93,7 @@ class Classifier(Scorer):
     Args:
         model: A hub id or a folder.
         labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default, in lower case.
-        column: Keep this label's probability alone, as `name` (a toxicity classifier's).
+        column: Keep only this label's probability, as `name` (a toxicity classifier's).
         name: accuracy or toxicity.
     """
 

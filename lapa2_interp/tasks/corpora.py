@@ -93,7 +93,7 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     Args:
         source: A name (imdb, sst2, agnews) that is read from the hub, or a file.
         labels: Those to keep.
-        split: Of a corpus on the hub: train or test.
+        split: Which split of a corpus on the hub: train or test.
 
     Raises:
         DataError: No such name or file, not readable, fields missing, or a label has no text.

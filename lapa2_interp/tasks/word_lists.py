@@ -1,7 +1,8 @@
 """Word lists: the words by which corpora tell attributes apart, and the statistic that says how sure that is.
 
-For every word and class, the log-odds of the word in the class's texts against those in the other classes' texts, both smoothed
-by the counts of all texts together (a Dirichlet prior of `PRIOR` words in all), divided by its standard error:
+For every word and class, z is the log-odds of the word in the class's texts minus those in the
+other classes' texts, divided by its standard error. Both log-odds are smoothed by the counts of all
+texts together (a Dirichlet prior of `PRIOR` words in all):
 
     d(w) = log (y + a) / (n + A - y - a) - log (y' + a) / (n' + A - y' - a)       z(w) = d / sqrt(1 / (y + a) + 1 / (y' + a))
 
@@ -139,7 +140,7 @@ def make_word_list(
         labels: The attributes; each is a label of the texts.
         data: Corpora, as `corpora.read_corpus` takes them.
         out: The list, a JSON file.
-        n, least, sure: As of `derive_words`.
+        n, least, sure: As in `derive_words`.
         force: Replace the file.
 
     Returns:

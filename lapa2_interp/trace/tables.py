@@ -75,7 +75,7 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and step.
 
     Args:
-        trace: Of a run; its samples are the rows of `samples`.
+        trace: The trace of a run; its samples are the rows of `samples`.
         samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
         branch: Which branch; by default the first with a prefix.
 
