@@ -11,7 +11,7 @@ from cyclopts import App
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.machine import Dtype
-from lapa2_interp.scoring.named import NAMES
+from lapa2_interp.scoring import NAMES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,282 +1,53 @@
-"""Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
+"""Decoding methods by name: the registry, methods for a task, and what an augmentation acts on.
 
-A method names its branches and combines their next-token distributions. It never sees a model, so
-that it can be tried on a made-up vocabulary:
-
-    method = methods.get("preadd", lam=-1.0)
-    log_probs = {"base": ..., "prefix": ...}                  # by branch, [sample, vocab], any float dtype
-    log_weights = method.combine(log_probs, state=None)       # [sample, vocab], need not be normalised
-    state = method.advance(None, log_probs, tokens)           # tokens [sample]; what the next step's combine is given
-
-The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature 1.
-
-Two methods need more than log-probabilities, and two small protocols give it to them:
-
-    prepare(kit, ...)    once per prompt, before its first token: work out what the method must know
-    intervene(state)     before every pass of the model: which neurons to set, given the text so far
-
-`prepare` is given a `PrepareKit`; `begin` makes the first step's state from what was prepared.
+One file each; `base` says what a method states and may ask.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
-import torch
-from jaxtyping import Float, Int
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import AugmentationError, MethodError, TaskError, first_problem, one_of
+from lapa2_interp.methods.air_decoding import AirDecoding
+from lapa2_interp.methods.arithmetic import Arithmetic
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    Intervention,
+    LogLikelihoods,
+    LogProbs,
+    Method,
+    Prepared,
+    PrepareKit,
+    Soft,
+    Start,
+    State,
+    attribute_prefix,
+    checked,
+    contrast,
+    nucleus,
+)
+from lapa2_interp.methods.con_prefix import ConPrefix
+from lapa2_interp.methods.datg import Datg
+from lapa2_interp.methods.dexperts import Dexperts
+from lapa2_interp.methods.freectrl import FreeCtrl
+from lapa2_interp.methods.gedi import Gedi
+from lapa2_interp.methods.palette import Palette
+from lapa2_interp.methods.preadd import Preadd
+from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
+from lapa2_interp.methods.rose import Rose
+from lapa2_interp.methods.rsa_control import RsaControl
 from lapa2_interp.tasks import Task, read_task
-
-State = Any
-T = TypeVar("T")
-LogProbs = Mapping[str, Float[Tensor, "sample vocab"]]
-LogLikelihoods = Mapping[str, Float[Tensor, " sample"]]
-FLOOR = -1e4
-"""Log-probability given to impossible tokens where a method subtracts branches, so that no infinities meet."""
-
-
-@dataclass(frozen=True)
-class Soft:
-    """A soft prefix by name: a set of soft prefixes for the task, and an attribute of the set."""
-
-    set: str
-    attribute: str
-
-    def __str__(self) -> str:
-        return f"<soft {self.set} {self.attribute}>"
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One conditional model call.
-
-    Attributes:
-        name: "base" for the raw model; prefix branches have other names.
-        prefix: The text in front of the prompt, or a soft prefix; None for the raw model.
-        join: What stands between text and prompt; it counts as prompt.
-    """
-
-    name: str
-    prefix: str | Soft | None = None
-    join: str = ""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a method worked out about one prompt.
-
-    Attributes:
-        known: What the method's `begin` reads.
-        prefixes: By branch, the text in front of this prompt, if it replaces the branch's text.
-        summary: What the run stores of it for its readers, as JSON.
-    """
-
-    known: Any = None
-    prefixes: Mapping[str, str] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What is known about a batch of samples before its first step.
-
-    Attributes:
-        prepared: What was prepared for the prompt of each sample.
-        log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are read, and for methods that do
-            not ask for it (`reads_prompt`).
-        n_prompt: Number of prompt tokens, [sample].
-    """
-
-    prepared: Sequence[Prepared]
-    log_likelihood: LogLikelihoods | None
-    n_prompt: Int[Tensor, " sample"]
-
-
-@dataclass(frozen=True)
-class Intervention:
-    """MLP neurons to set to one value, at every position.
-
-    Attributes:
-        neurons: Numbers of the neurons, by layer.
-        value: The value, one per sample.
-        at: Before the activation function, or after it (always after it in gated MLPs).
-    """
-
-    neurons: Mapping[int, Int[Tensor, " neuron"]]
-    value: Float[Tensor, " sample"]
-    at: Literal["pre", "post"] = "pre"
-
-
-@runtime_checkable
-class PrepareKit(Protocol):
-    """What `prepare` may ask of a model (`lapa2_interp.kit.ModelKit`).
-
-    Attributes:
-        end_ids: Tokens that end a text.
-        gated: Whether its MLPs are gated.
-    """
-
-    end_ids: tuple[int, ...]
-    gated: bool
-
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, called only the first time for a name: for what the prompts
-        share."""
-
-    def ids(self, text: str) -> list[int]:
-        """The token ids of a text, without BOS."""
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-
-    def embedding(self) -> Float[Tensor, "vocab d_model"]:
-        """The rows of the token embedding."""
-
-    def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
-        """Continuations of the bare prompt by a method without prefixes."""
-
-    def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
-        """P(attribute | text) by a scorer; None for a text it cannot score."""
-
-    def promoters(self, tokens: Sequence[int], k: int, upper: bool = False) -> Int[Tensor, "token k two"]:
-        """The (layer, neuron) pairs that raise each token's probability most, of all layers or of the upper half."""
-
-
-def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = "") -> str | Soft:
-    """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a soft set.
-
-    Args:
-        prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of one.
-    """
-    text = task.prefix(attribute)
-    return task.texts(method, attribute).get("prefix", text) if prefixes == "hard" else Soft(prefixes, attribute)
-
-
-class Method(ABC):
-    """A decoding method.
-
-    Attributes:
-        name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it combines its branches.
-        alpha: The paper's strength of LaPA2 for it (section 5.1).
-        pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor Reinforcement, Eq. 9).
-        text_names: The texts it reads from a task file; None where it takes any.
-        when_empty: Why no token may have positive weight, and what to change.
-        of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
-        reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
-        recomputes: Whether the whole text is read again at every step, because `intervene` changes what it was.
-    """
-
-    name: ClassVar[str]
-    paper_name: ClassVar[str]
-    equation: ClassVar[str]
-    alpha: ClassVar[float]
-    pro_aug: bool = False
-    text_names: ClassVar[tuple[str, ...] | None] = ()
-    when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
-    of_paper: ClassVar[bool] = True
-    reads_prompt: ClassVar[bool] = False
-    recomputes: ClassVar[bool] = False
-
-    @abstractmethod
-    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        """The model calls that steering to an attribute needs.
-
-        Raises:
-            TaskError: The task lacks the attribute.
-            MethodError: The task lacks a text this method needs.
-        """
-
-    @abstractmethod
-    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        """Log-weights of the next token from the branches' log-probabilities; need not be normalised."""
-
-    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        """The state after these tokens were sampled; the first step's is that of `begin`, None in a stateless method."""
-        return None
-
-    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
-        """Work out what must be known about a prompt before its first token; called once per
-        prompt."""
-        return Prepared()
-
-    def begin(self, start: Start) -> State:
-        """The first step's state."""
-        return None
-
-    def intervene(self, state: State) -> Intervention | None:
-        """What to change in the model's next pass."""
-        return None
-
-
-def checked(log_probs: LogProbs, *names: str, others: int = 0) -> dict[str, Float[Tensor, "sample vocab"]]:
-    """The branches of a step in at least float32.
-
-    Args:
-        names: Branches that must be there.
-        others: How many more must be there at least.
-
-    Raises:
-        MethodError: A branch is missing, or the branches are not [sample, vocab] of one shape.
-    """
-    missing = [name for name in names if name not in log_probs]
-    if missing or len(log_probs) < len(names) + others:
-        wanted = ", ".join(names) + (f" and {others} more" if others else "")
-        raise MethodError(f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}")
-    shapes = {name: tuple(each.shape) for name, each in log_probs.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        raise MethodError(f"every branch must be [sample, vocab] of one shape; found {shapes}")
-    return {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in log_probs.items()}
-
-
-def nucleus(
-    log_weights: Float[Tensor, "sample vocab"], top_p: float, top_k: int | None = None
-) -> Float[Tensor, "sample vocab"]:
-    """Log-weights with -inf outside the nucleus: the top k and, within these, the smallest set that
-    holds `top_p` of the weight.
-
-    The likeliest token always stays; of equally likely tokens the smaller id is kept first.
-    """
-    ranked, ids = log_weights.sort(dim=1, descending=True, stable=True)
-    if top_k is not None:
-        ranked[:, top_k:] = -torch.inf
-    p = ranked.softmax(dim=1)
-    before = p.cumsum(dim=1) - p
-    out = before >= top_p
-    out[:, 0] = False
-    return torch.full_like(log_weights, -torch.inf).scatter(1, ids, ranked.masked_fill(out, -torch.inf))
-
-
-def contrast(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
-    """The branch "target" behind the attribute's prefix, and one per competing attribute, named after it."""
-    return (
-        Branch("target", attribute_prefix(task, attribute, prefixes)),
-        *(Branch(other, attribute_prefix(task, other, prefixes)) for other in task.others(attribute)),
-    )
 
 
 def registry() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
-    from lapa2_interp.methods.air_decoding import AirDecoding
-    from lapa2_interp.methods.arithmetic import Arithmetic
-    from lapa2_interp.methods.con_prefix import ConPrefix
-    from lapa2_interp.methods.datg import Datg
-    from lapa2_interp.methods.dexperts import Dexperts
-    from lapa2_interp.methods.freectrl import FreeCtrl
-    from lapa2_interp.methods.gedi import Gedi
-    from lapa2_interp.methods.palette import Palette
-    from lapa2_interp.methods.preadd import Preadd
-    from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
-    from lapa2_interp.methods.rose import Rose
-    from lapa2_interp.methods.rsa_control import RsaControl
-
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
     known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic)
     return {method.name: method for method in known}
@@ -386,3 +157,6 @@ def assign(
             f"{method.name} has no prefix for an augmentation to act on; generate without one (alpha 0, augmentation none)"
         )
     return of_branches
+
+
+__all__ = ["FLOOR", "Branch", "Intervention", "LogLikelihoods", "LogProbs", "Method", "PrepareKit", "Prepared", "Soft", "Start", "State", "assign", "attribute_prefix", "checked", "contrast", "find", "for_task", "get", "load_task", "name_of", "nucleus", "registry"]

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError, one_of
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
+from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
 from lapa2_interp.tasks import Task
 
 Weighted = tuple[Tensor, Tensor, float]

@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import Branch, LogProbs, Method, Prepared, PrepareKit, Start, State, checked, nucleus
+from lapa2_interp.methods.base import Branch, LogProbs, Method, Prepared, PrepareKit, Start, State, checked, nucleus
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import STOPWORDS
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked, contrast, nucleus
+from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked, contrast, nucleus
 from lapa2_interp.tasks import Task
 
 

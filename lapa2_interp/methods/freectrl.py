@@ -47,7 +47,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import Branch, Intervention, LogProbs, Method, Prepared, PrepareKit, Start, State, checked
+from lapa2_interp.methods.base import (
+    Branch,
+    Intervention,
+    LogProbs,
+    Method,
+    Prepared,
+    PrepareKit,
+    Start,
+    State,
+    checked,
+)
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import read_words
 

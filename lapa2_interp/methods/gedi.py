@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods import FLOOR, Branch, LogLikelihoods, LogProbs, Method, Start, State, checked, contrast
+from lapa2_interp.methods.base import FLOOR, Branch, LogLikelihoods, LogProbs, Method, Start, State, checked, contrast
 from lapa2_interp.tasks import Task
 
 

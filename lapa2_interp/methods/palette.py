@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods import FLOOR, Branch, LogProbs, Method, State, checked
+from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked
 from lapa2_interp.tasks import Task
 
 SMALL = 1e-10

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from lapa2_interp.errors import Lapa2Error, one_of
 from lapa2_interp.machine import Dtype
-from lapa2_interp.scoring.named import NAMES
+from lapa2_interp.scoring import NAMES
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -28,6 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+import lapa2_interp
 from lapa2_interp.errors import RunError, one_of
 from lapa2_interp.machine import cores, slow_note
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Outcome, died
@@ -307,8 +308,6 @@ def _join(address: str | None) -> Any:
         raise RunError(
             "--engine ray needs Ray, which is not installed; pip install 'lapa2-interp[ray]', or use --engine local"
         ) from error
-    import lapa2_interp
-
     given = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     settings: dict[str, Any] = {
         "log_to_driver": False,

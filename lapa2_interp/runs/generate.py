@@ -143,18 +143,11 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
     line += _time(model, plans)
     if trace == "none":
         return line
-    size = sum(
-        trace_bytes(
-            trace,  # type: ignore[arg-type]
-            each.rows,
-            max(each.steps),
-            model.cfg.n_layers,
-            model.cfg.n_heads,
-            patterns,
-            max(len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps))),
-        )
-        for each in plans
-    )
+    size = 0
+    for each in plans:
+        keys = max(len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps)))
+        layers, heads = model.cfg.n_layers, model.cfg.n_heads
+        size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)  # type: ignore[arg-type]
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
 
 

@@ -16,8 +16,8 @@ from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
-from lapa2_interp.scoring import Cache
-from lapa2_interp.scoring.named import NAMES, Options, make_scorer
+from lapa2_interp.scoring import NAMES, Cache, human
+from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
 
 
@@ -168,8 +168,6 @@ def read_answers(key: Path, files: Sequence[Path], out: Path | None = None) -> d
         ScoringError: A file is malformed, or belongs to other sheets.
         RunError: `out` cannot be written.
     """
-    from lapa2_interp.scoring import human
-
     if not files:
         raise ScoringError("give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv")
     found = human.read_answers(key, files)

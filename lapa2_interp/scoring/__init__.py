@@ -54,6 +54,14 @@ class Skipped:
     final: bool = True
 
 
+NAMES = {
+    "accuracy": "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or folder)",
+    "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
+    "distinct": "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)",
+    "toxicity": "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label of toxic text",
+    "judge": "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint (OPENAI_API_KEY, --judge-url)",
+}
+"""Scorers by name, and the models or services each takes."""
 Score = tuple[float, ...] | Skipped
 
 

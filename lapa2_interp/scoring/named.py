@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import ScoringError, one_of
-
-if TYPE_CHECKING:
-    from lapa2_interp.scoring import Scorer
-
-NAMES = {
-    "accuracy": "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or folder)",
-    "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
-    "distinct": "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)",
-    "toxicity": "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label of toxic text",
-    "judge": "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint (OPENAI_API_KEY, --judge-url)",
-}
+from lapa2_interp.scoring import NAMES, Scorer
+from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
+from lapa2_interp.scoring.judge import Judge
+from lapa2_interp.scoring.perspective import Perspective
+from lapa2_interp.scoring.transformer import Classifier, Perplexity
 
 
 @dataclass(frozen=True)
@@ -36,11 +29,6 @@ class Options:
 
 def make_scorer(name: str, model: str, options: Options) -> Scorer:
     """The scorer of a NAME or NAME=MODEL option."""
-    from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
-    from lapa2_interp.scoring.judge import Judge
-    from lapa2_interp.scoring.perspective import Perspective
-    from lapa2_interp.scoring.transformer import Classifier, Perplexity
-
     match name, model:
         case "accuracy", "" | "embedded":
             if options.task is None:
