@@ -1,6 +1,7 @@
 """What a user installs: the wheel alone, the lock, the notebook."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def test_the_wheel_holds_the_package_and_its_data(wheel):
     for path in (ROOT / "lapa2_interp").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert str(path.relative_to(ROOT)) in names
+    assert "lapa2_interp/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"lapa2_interp", "lapa2_interp-0.1.0.dist-info"}
 
 
@@ -112,6 +114,26 @@ def test_running_installs_nothing_that_it_does_not_need():
         needed |= new
         todo += new
     assert locked("requirements-run.lock").keys() == needed
+
+
+def test_the_workflow_makes_what_the_check_makes():
+    """Each target in a job of its own there, one after the other in .ci/run."""
+    targets = re.findall(r"^make (\S+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert targets == re.search(r"target: \[(.+)\]", workflow)[1].split(", ")
+    assert "make ${{ matrix.target }}" in workflow
+
+
+def test_ruff_is_of_one_version():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.search(r"rev: v(\S+)", hooks)[1] == locked("requirements.lock")["ruff"]
+
+
+def test_the_citation_names_this_version():
+    citation = (ROOT / "CITATION.cff").read_text()
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert re.search(r"^version: (\S+)$", citation, re.MULTILINE)[1] == declared["version"]
+    assert declared["urls"]["Paper"] in citation
 
 
 def test_the_notebook_runs_on_a_small_model(tmp_path):
