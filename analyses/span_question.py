@@ -12,7 +12,7 @@
 # # The span question: which keys should be boosted?
 #
 # The paper boosts the prefix. Its released code counts slots from 0, so it boosts BOS, the attention sink, and misses the last
-# prefix token. InProcess the bias alpha * log(l/n) goes to different keys and nothing else changes: the exact prefix, the released
+# prefix token. Here the bias alpha * log(l/n) goes to different keys and nothing else changes: the exact prefix, the released
 # slots, BOS alone, prefix and BOS, each prefix token by itself, and a sham span (two prompt tokens). For every arm: where the
 # mass goes, how well the texts carry their attribute, and how fluent they are; then control against mass, so that arms are
 # compared where they put as much attention on the prefix.

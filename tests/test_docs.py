@@ -18,7 +18,7 @@ KEEPS_THE_MODEL = "# needs smollm2-135m"
 """In a block of Python that a tiny model cannot run, such as one with shipped soft prefixes."""
 SMALL, TINY = "smollm2-135m", "tiny-gpt2"
 SHELL = ("sh", "bash", "console")
-PLAIN = ("text", "toml", "json", "yaml")
+PLAIN = ("text", "toml", "json", "yaml", "math", "mermaid")
 """Languages of blocks that are not run: everything else is Python or commands."""
 
 

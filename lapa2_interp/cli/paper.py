@@ -31,7 +31,7 @@ def propositions(
     """Test the paper's propositions on logits made to fit or break them, and on a model.
 
     Does prefix attention decay as O(1/l)? Does the bias turn that into l^(alpha-1)? Where do the assumptions break? Verdicts are
-    95 % intervals against a margin around the claim: supported, not supported, or inconclusive. For example
+    95 % intervals against a margin around the claim: as in the paper, against the paper, or inconclusive. For example
 
         lapa2 propositions --out results/propositions
         lapa2 propositions --text book.txt --out results/long      # and one text up to the model's context
