@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Figure alpha: how strong should the bias be?
 #
-# Control and perplexity against alpha for a direct, a Bayesian and a contrastive method. The paper (a figure without
-# numbers): 1/2 is best for GPT-2+Prefix and Air-Decoding, 2 for PREADD.
+# Control and perplexity against alpha for a direct, a Bayesian and a contrastive method. The paper
+# (a figure without numbers): 1/2 is best for GPT-2+Prefix and Air-Decoding, 2 for PREADD.
 #
 #     python analyses/alpha.py results/quick && python figures/alpha.py results/quick
 
@@ -26,14 +26,18 @@ sys.excepthook = in_one_line
 bench = open_bench("alpha", "The strength of the bias")
 cells = bench.cells
 scores = bench.scores(cells)
-table = bench.table(scores, cells, {"baseline": "none", "alpha 0.5 paper": "log", "alpha 2 paper": "log"})
+table = bench.table(
+    scores, cells, {"baseline": "none", "alpha 0.5 paper": "log", "alpha 2 paper": "log"}
+)
 table["alpha"] = table["arm"].map(cells.drop_duplicates("arm").set_index("arm")["alpha"])
 
 # %%
 BEST = {"prefix": 0.5, "air-decoding": 0.5, "preadd": 2.0}
 for where, words, group in bench.groups(cells):
     metric, better = ("tox", "less") if where["task"] == "detox" else ("acc", "more")
-    sides = {alpha: where | {"arm": arm} for alpha, arm in zip(group["alpha"], group["arm"], strict=True)}
+    sides = {
+        alpha: where | {"arm": arm} for alpha, arm in zip(group["alpha"], group["arm"], strict=True)
+    }
     best = BEST[where["method"]]
     # 1/2 is the paper's best trade with perplexity, 2 is PREADD's least toxic.
     for other in (0.0,) if best < 2 else sorted(set(sides) - {best}):

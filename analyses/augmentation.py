@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Figure augmentation: what does LaPA2 do to the attention on the prefix?
 #
-# Prefix attention against step with and without LaPA2. The paper: it is higher throughout and falls more slowly, for all
-# methods.
+# Prefix attention against step with and without LaPA2. The paper: it is higher throughout and falls
+# more slowly, for all methods.
 #
 #     python analyses/augmentation.py results/quick && python figures/augmentation.py results/quick
 
@@ -23,10 +23,19 @@ from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("augmentation", "Attention on the prefix with and without LaPA2: sentiment and topic", "sent_topic")
+bench = open_bench(
+    "augmentation",
+    "Attention on the prefix with and without LaPA2: sentiment and topic",
+    "sent_topic",
+)
 cells = bench.cells
-table, shown = bench.attention(cells[cells["method"].isin(["prefix", "con-prefix", "air-decoding"])])
+table, shown = bench.attention(
+    cells[cells["method"].isin(["prefix", "con-prefix", "air-decoding"])]
+)
 
 # %%
-note = "Mean over layers and heads of the exact prefix span; of methods with several prefixes, the target's."
+note = (
+    "Mean over layers and heads of the exact prefix span; of methods with several prefixes, the"
+    " target's."
+)
 bench.write(table, [note], shown)

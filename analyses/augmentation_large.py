@@ -11,9 +11,11 @@
 # %% [markdown]
 # # Figure augmentation_large: what does LaPA2 do to the attention on the prefix?
 #
-# NegPrompt and PREADD on detoxification (the paper: LLaMA-2 7B). It decays without LaPA2 and stays higher with it.
+# NegPrompt and PREADD on detoxification (the paper: LLaMA-2 7B). It decays without LaPA2 and stays
+# higher with it.
 #
-#     python analyses/augmentation_large.py results/quick && python figures/augmentation_large.py results/quick
+#     python analyses/augmentation_large.py results/quick && python figures/augmentation_large.py
+#     results/quick
 
 # %%
 import sys
@@ -22,10 +24,15 @@ from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox")
+bench = open_bench(
+    "augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox"
+)
 cells = bench.cells
 table, shown = bench.attention(cells[cells["method"].isin(["negprompt", "preadd"])])
 
 # %%
-note = "Mean over layers and heads of the exact prefix span; of methods with several prefixes, the target's."
+note = (
+    "Mean over layers and heads of the exact prefix span; of methods with several prefixes, the"
+    " target's."
+)
 bench.write(table, [note], shown)

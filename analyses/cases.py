@@ -11,9 +11,10 @@
 # %% [markdown]
 # # Case studies: the same random stream with and without LaPA2
 #
-# The paper shows hand-picked texts. InProcess a rule picks: of all pairs of texts of one prompt and sample number, that
-# whose change in the classifier's probability of the attribute (or in toxicity) is the median of its method and task.
-# So what is shown is the usual case, not the best one. At 64 tokens, as in the paper.
+# The paper shows hand-picked texts. InProcess a rule picks: of all pairs of texts of one prompt and
+# sample number, that whose change in the classifier's probability of the attribute (or in toxicity)
+# is the median of its method and task. So what is shown is the usual case, not the best one. At 64
+# tokens, as in the paper.
 #
 #     python analyses/cases.py results/quick
 
@@ -29,12 +30,20 @@ from lapa2_interp.scoring import Cache, Item, run_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 
 sys.excepthook = in_one_line
-bench = open_bench("cases", "Case studies: the pair of texts at the median of LaPA2's change", "sent_topic", "detox")
+bench = open_bench(
+    "cases",
+    "Case studies: the pair of texts at the median of LaPA2's change",
+    "sent_topic",
+    "detox",
+)
 LENGTH, TARGETS = 64, {"sentiment": "positive", "topic": "world", "detox": "nontoxic"}
 cells = bench.cells
 cells = cells[(cells["state"] == "finished") & ~cells["method"].isin(["freectrl", "datg"])]
 cells = cells[
-    [TARGETS.get(task) == attribute for task, attribute in zip(cells["task"], cells["attribute"], strict=True)]
+    [
+        TARGETS.get(task) == attribute
+        for task, attribute in zip(cells["task"], cells["attribute"], strict=True)
+    ]
 ]
 
 # %%
@@ -53,7 +62,11 @@ with Cache(bench.run.folder / "scores") as cache:
             found = run_scorer(scorer, items, cache)
         value = found["toxicity"] if task == "detox" else found[TARGETS[task]]
         both = texts.assign(value=value.to_numpy()).pivot_table(
-            index=["prompt", "sample"], columns="arm", values=["text", "value"], aggfunc="first", sort=False
+            index=["prompt", "sample"],
+            columns="arm",
+            values=["text", "value"],
+            aggfunc="first",
+            sort=False,
         )
         arm = next(name for name in both["value"].columns if name != "baseline")
         change = (both["value"][arm] - both["value"]["baseline"]).dropna()
@@ -62,22 +75,45 @@ with Cache(bench.run.folder / "scores") as cache:
         at = change.sort_values(kind="stable").index[(len(change) - 1) // 2]
         for name in ("baseline", arm):
             rows.append(
-                {"model": model, "task": task, "attribute": TARGETS[task], "method": method, "arm": name, "prompt": at[0],
-                 "sample": at[1], "value": both["value"][name][at], "median change": change.median(), "pairs": len(change),
-                 "text": both["text"][name][at]}
-            )  # fmt: skip
-columns = ["model", "task", "attribute", "method", "arm", "prompt", "sample", "value", "median change", "pairs", "text"]
+                {
+                    "model": model,
+                    "task": task,
+                    "attribute": TARGETS[task],
+                    "method": method,
+                    "arm": name,
+                    "prompt": at[0],
+                    "sample": at[1],
+                    "value": both["value"][name][at],
+                    "median change": change.median(),
+                    "pairs": len(change),
+                    "text": both["text"][name][at],
+                }
+            )
+columns = [
+    "model",
+    "task",
+    "attribute",
+    "method",
+    "arm",
+    "prompt",
+    "sample",
+    "value",
+    "median change",
+    "pairs",
+    "text",
+]
 table = pd.DataFrame(rows, columns=columns)
 
 # %%
 shown = table.assign(
-    value=[f"{x:.2f}" for x in table["value"]], text=table["text"].astype(str).str.replace("\n", " ⏎ ")
+    value=[f"{x:.2f}" for x in table["value"]],
+    text=table["text"].astype(str).str.replace("\n", " ⏎ "),
 )
 bench.write(
     table,
     [
-        "value: P(attribute) by the embedded classifier, toxicity on detox. The texts are a model's, unedited, of at most "
-        f"{LENGTH} tokens."
+        "value: P(attribute) by the embedded classifier, toxicity on detox. The texts are a"
+        f" model's, unedited, of at most {LENGTH} tokens."
     ],
     shown[["model", "task", "method", "arm", "prompt", "sample", "value", "text"]],
 )

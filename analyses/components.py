@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Table components: Pre-Aug and Pro-Aug on Air-Decoding
 #
-# The bias on the prefix alone (Pre-Aug), and on the prompt of the base branch too (Pro-Aug). The paper: Pro-Aug helps
-# on sentiment and topic, and hurts detoxification, whose prompts are toxic.
+# The bias on the prefix alone (Pre-Aug), and on the prompt of the base branch too (Pro-Aug). The
+# paper: Pro-Aug helps on sentiment and topic, and hurts detoxification, whose prompts are toxic.
 #
 #     python analyses/components.py results/quick
 
@@ -27,9 +27,14 @@ sys.excepthook = in_one_line
 bench = open_bench("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = bench.cells
 cells = cells[cells["method"] == "air-decoding"].copy()
-on = {key: bool(cell.parameters["pro_aug"]) for key, cell in bench.run.plan.items() if cell.method == "air-decoding"}
+on = {
+    key: bool(cell.parameters["pro_aug"])
+    for key, cell in bench.run.plan.items()
+    if cell.method == "air-decoding"
+}
 cells["component"] = [
-    "none" if not a else "pre+pro" if on[key] else "pre" for key, a in zip(cells["key"], cells["alpha"], strict=True)
+    "none" if not a else "pre+pro" if on[key] else "pre"
+    for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
 cells = cells.sort_values("component", kind="stable")
 component = cells.set_index("key")["component"]
@@ -45,7 +50,9 @@ for where, words, _ in bench.groups(rows):
     for one, two in (("none", "pre"), ("pre", "pre+pro")):
         known = [paper_number(**at, variant=each) for each in (one, two)]
         sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
-        bench.as_reported(f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known)
+        bench.as_reported(
+            f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known
+        )
 
 # %%
 bench.write(table)

@@ -11,7 +11,8 @@
 # %% [markdown]
 # # Figure decay: does control fade as the text grows?
 #
-# Attribute accuracy of the base methods against length. The paper: it declines for all three methods on both tasks.
+# Attribute accuracy of the base methods against length. The paper: it declines for all three
+# methods on both tasks.
 #
 #     python analyses/decay.py results/quick && python figures/decay.py results/quick
 
@@ -39,7 +40,13 @@ for where, words, group in bench.groups(cells):
     longest = int(group["max_length"].max())
     first = min(length for length in lengths if length <= longest)
     sides = [where | {"length": length} for length in (first, longest)]
-    at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "lapa2": False, "metric": "acc"}
+    at = {
+        "table": "sent_topic",
+        "task": where["task"],
+        "method": where["method"],
+        "lapa2": False,
+        "metric": "acc",
+    }
     known = [paper_number(**at, length=length) for length in (64, 512)]
     text = f"accuracy falls from {first} to {longest} tokens: {words} (paper: 64 to 512)"
     bench.claim(text, scores, *sides, "acc", "less", known[1] - known[0])

@@ -3,12 +3,15 @@
     python analyses/demo.py                              # results/demo/report.html
     python analyses/demo.py --model gpt2 --out results/demo-gpt2
 
-1. SmolLM2 writes 60 short texts: 6 of the paper's prompts, 2 attributes, and 5 arms (demo/demo.toml): without LaPA2, at alpha 1/2
-   and 1, and at 1/2 in the bottom or the top half of the layers. They are a run, which `lapa2 runs`, `report` and `score` read.
-2. It reads long texts, which it wrote before (demo/texts.json), under alpha 0, 1/2 and 1: attention against length, same texts.
+1. SmolLM2 writes 60 short texts: 6 of the paper's prompts, 2 attributes, and 5 arms
+   (demo/demo.toml): without LaPA2, at alpha 1/2 and 1, and at 1/2 in the bottom or the top half of
+   the layers. They are a run, which `lapa2 runs`, `report` and `score` read.
+2. It reads long texts, which it wrote before (demo/texts.json), under alpha 0, 1/2 and 1: attention
+   against length, same texts.
 3. Scores, fits and verdicts are taken from these, and the page is drawn.
 
-What is finished is never made again: stop it as you like, the same command goes on. Nothing is asked of the network.
+What is finished is never made again: stop it as you like, the same command goes on. Nothing is
+asked of the network.
 """
 
 from __future__ import annotations
@@ -44,14 +47,28 @@ MOST_THREADS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; 0, or 2 with one line that says what is wrong, or 130 when it was interrupted."""
-    parser = ScriptOptions(str(__doc__), prog="demo.py", formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/demo"), help="the run folder (default: results/demo)")
-    parser.add_argument("--model", default=MODEL, help="a name of `lapa2 models`, a hub id or a folder")
-    parser.add_argument(
-        "--length", type=count(8), default=400, help="read the stored texts so far, in tokens (default: 400)"
+    """Run the demo: 0, or 2 with one line that says what is wrong, or 130 when interrupted."""
+    parser = ScriptOptions(
+        str(__doc__), prog="demo.py", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=count(), help="of the CPU (default: its cores, 4 at most)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/demo"),
+        help="the run folder (default: results/demo)",
+    )
+    parser.add_argument(
+        "--model", default=MODEL, help="a name of `lapa2 models`, a hub id or a folder"
+    )
+    parser.add_argument(
+        "--length",
+        type=count(8),
+        default=400,
+        help="read the stored texts so far, in tokens (default: 400)",
+    )
+    parser.add_argument(
+        "--threads", type=count(), help="of the CPU (default: its cores, 4 at most)"
+    )
     options = parser.parse_args(arguments)
     if options.model == MODEL:  # which is here
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -78,7 +95,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
               2 the layers and heads it comes from                                   6 LaPA2 in half of the layers
               3 the same prompt's texts side by side, coloured by attention          7 every decoding method, with a text
               4 accuracy, perplexity and diversity, with intervals
-"""
+"""  # noqa: E501
     )
     _stage(1, f"the model, {model}")
     from lapa2_interp.files import write_text
@@ -90,7 +107,9 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     (grid,) = load_grids(out, [str(GRID)], {"model": model})
     worker = Worker(threads=threads or min(MOST_THREADS, cores()))
     _stage(
-        2, f"{_count(grid)} texts of {grid.cells[0].length} tokens, in {len(grid.cells)} cells ({grid.cells[0].dtype})"
+        2,
+        f"{_count(grid)} texts of {grid.cells[0].length} tokens, in {len(grid.cells)} cells"
+        f" ({grid.cells[0].dtype})",
     )
     _write_texts(out, grid, worker)
     _stage(3, f"stored texts, read under alpha {', '.join(f'{a:g}' for a in ALPHAS)}")
@@ -102,21 +121,23 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     measured = panels.measure(out, grid)
     _stage(5, "the page")
     write_text(page, panels.page(out, grid, measured, read, perf_counter() - began))
-    _say(
-        f"""
+    _say(f"""
 {page.resolve()}
 
 Try next{_where()}:
   lapa2 generate --attribute positive --prompt "Your own words" --alpha 0.5 --samples 4 --out results/mine
   lapa2 propositions --length 64 --out results/propositions
   make reproduce SCALE=tiny
-"""
-    )
+""")  # noqa: E501
 
 
 def _where() -> str:
     """Where the command is, if the shell does not find it."""
-    return "" if shutil.which("lapa2") else f" (source {Path(sys.executable).parent / 'activate'}, then)"
+    return (
+        ""
+        if shutil.which("lapa2")
+        else f" (source {Path(sys.executable).parent / 'activate'}, then)"
+    )
 
 
 def _say(text: str) -> None:
@@ -150,8 +171,8 @@ def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
     done = sweep(out, [grid], InProcess(worker=worker), _say)
     if done.failed:
         raise RunError(
-            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says why, and the same command tries "
-            "them again"
+            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says why,"
+            " and the same command tries them again"
         )
 
 
@@ -186,11 +207,11 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
 
 
 def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
-    """The trace of a stored text under every alpha, axes of `propositions.by_alpha`; all alphas share a batch.
+    """The trace of a stored text under every alpha, axes of `propositions.by_alpha`; all alphas
+    share a batch.
 
-    Args:
-        text: prompt, attribute, text, and the tokens it was written with, which the model that wrote it reads as they are.
-        length: Tokens, at most.
+    Args: text: prompt, attribute, text, and the tokens it was written with, which the model that
+        wrote it reads as they are. length: Tokens, at most.
     """
     from lapa2_interp.augmentation import Augmentation
     from lapa2_interp.decoding.teacher_forcing import teacher_forced
@@ -204,11 +225,15 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     branch = Layout.of(model.tokenizer, prefix, text["prompt"])
     ids = text["tokens"]
     if model_card(model).name != SMOLLM2:
-        ids = model.tokenizer(text["text"][len(text["prompt"]) :], add_special_tokens=False, verbose=False).input_ids
+        ids = model.tokenizer(
+            text["text"][len(text["prompt"]) :], add_special_tokens=False, verbose=False
+        ).input_ids
     ids = ids[: min(length, model.cfg.n_ctx - branch.n_live + 1)]
     rules = [Augmentation(alpha=alpha) if alpha else None for alpha in ALPHAS]
     read = teacher_forced(model, branch, [ids] * len(ALPHAS), rules)
-    alone = {alpha: read.isel(sample=[i]).assign_coords(sample=[0]) for i, alpha in enumerate(ALPHAS)}
+    alone = {
+        alpha: read.isel(sample=[i]).assign_coords(sample=[0]) for i, alpha in enumerate(ALPHAS)
+    }
     return by_alpha(alone).assign_coords(prompt_text=("sample", [text["prompt"]]))
 
 

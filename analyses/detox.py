@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Table detox: detoxification by negative and contrastive prompts
 #
-# NegPrompt, PREADD and Palette with and without LaPA2, and DATG. The paper: LaPA2 lowers toxicity everywhere, and
-# PREADD's perplexity too.
+# NegPrompt, PREADD and Palette with and without LaPA2, and DATG. The paper: LaPA2 lowers toxicity
+# everywhere, and PREADD's perplexity too.
 #
 #     python analyses/detox.py results/quick
 
@@ -38,7 +38,13 @@ for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
     at = {"table": "detox", "model": theirs, "method": where["method"], "length": 512}
     for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):
         known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
-        bench.as_reported(f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)", scores, *sides, metric, known)
+        bench.as_reported(
+            f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)",
+            scores,
+            *sides,
+            metric,
+            known,
+        )
 
 # %%
 bench.write(table)

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # Figure dilution: does attention on the prefix fade as 1/l?
 #
-# Prefix attention of the base methods, mean over layers and heads, against step, with C/(t + D) fitted to each curve.
-# The paper: it decays monotonically and the fit is close (it gives no numbers).
+# Prefix attention of the base methods, mean over layers and heads, against step, with C/(t + D)
+# fitted to each curve. The paper: it decays monotonically and the fit is close (it gives no
+# numbers).
 #
 #     python analyses/dilution.py results/quick && python figures/dilution.py results/quick
 
@@ -55,14 +56,27 @@ for arm, trace, samples in bench.curves(cells):
     fit = fit_decay(np.arange(last + 1), mean)
     falls = float((np.diff(mean) < 0).mean())
     place = {name: arm[name] for name in ("model", "task", "method")}
-    fits.append(place | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)})
+    fits.append(
+        place | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)}
+    )
     found = paired_difference(prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"])
-    text = f"attention on the prefix is less at step {last} than at step 0: {words[tuple(place.values())]}"
+    text = (
+        f"attention on the prefix is less at step {last} than at step 0:"
+        f" {words[tuple(place.values())]}"
+    )
     bench.note(text, "prefix attention", "less", found)
 fits = pd.DataFrame(fits)
 
 # %%
-shown = fits.assign(**{name: [f"{value:.3f}" for value in fits[name]] for name in ("C", "D", "R2", "steps that fall")})
-note = "Mean over layers and heads of the exact prefix span, 95 % bands over prompts; C/(t + D) by least squares."
+shown = fits.assign(
+    **{
+        name: [f"{value:.3f}" for value in fits[name]]
+        for name in ("C", "D", "R2", "steps that fall")
+    }
+)
+note = (
+    "Mean over layers and heads of the exact prefix span, 95 % bands over prompts; C/(t + D) by"
+    " least squares."
+)
 bench.write(table, [note], shown)
 fits.to_csv(bench.out / "tables" / "dilution.fits.csv", index=False, float_format="%.6g")

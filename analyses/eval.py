@@ -11,15 +11,17 @@
 # %% [markdown]
 # # Figure eval: what people and a judge model say
 #
-# Ratings from 1 to 5 on relevance, fluency and topicality. They are read from the run's folder, where there are any:
+# Ratings from 1 to 5 on relevance, fluency and topicality. They are read from the run's folder,
+# where there are any:
 #
-#     lapa2 score results/quick --scorers judge=MODEL --out results/quick/judge       # a model under the paper's prompt
-#     lapa2 scorers sheets results/quick --out results/quick/sheets                   # people: give out sheets, then
-#     lapa2 scorers answers results/quick/sheets/key.csv *.csv --out results/quick/human
-#     python analyses/eval.py results/quick && python figures/eval.py results/quick
+#     lapa2 score results/quick --scorers judge=MODEL --out results/quick/judge       # a model
+#     under the paper's prompt lapa2 scorers sheets results/quick --out results/quick/sheets
+#     # people: give out sheets, then lapa2 scorers answers results/quick/sheets/key.csv *.csv --out
+#     results/quick/human python analyses/eval.py results/quick && python figures/eval.py
+#     results/quick
 #
-# Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22 on sentiment
-# (GPT-2+Prefix), +.24 on topic (Air-Decoding).
+# Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22
+# on sentiment (GPT-2+Prefix), +.24 on topic (Air-Decoding).
 
 # %%
 import sys
@@ -47,7 +49,9 @@ MARGIN = 0.25  # "comparable" as a number: a quarter of a point
 PAPER = {("people", "sentiment", "prefix"): 0.22, ("people", "topic", "air-decoding"): 0.24}
 for values, part in ratings.groupby(places, sort=False):
     where = dict(zip(places, values, strict=True))
-    words = ", ".join(str(where[name]) for name in ("method", "task", "variant", "length", "model") if where[name])
+    words = ", ".join(
+        str(where[name]) for name in ("method", "task", "variant", "length", "model") if where[name]
+    )
     for arm in dict.fromkeys(part["arm"][part["arm"] != "baseline"]):
         arms = ({"arm": "baseline"}, {"arm": arm})
         known = PAPER.get((where["rater"], where["task"], where["method"]), float("nan"))
@@ -57,7 +61,9 @@ for values, part in ratings.groupby(places, sort=False):
                 text = f"relevance is higher with LaPA2: {words} ({where['rater']})"
                 bench.claim(text, scores, *arms, criterion, "more", known)
             else:
-                text = f"fluency is the same within {MARGIN:g} with LaPA2: {words} ({where['rater']})"
+                text = (
+                    f"fluency is the same within {MARGIN:g} with LaPA2: {words} ({where['rater']})"
+                )
                 bench.claim(text, scores, *arms, criterion, "same", margin=MARGIN)
 
 # %%

@@ -11,11 +11,13 @@
 # %% [markdown]
 # # First look: one prefix, one prompt, every head
 #
-# Where does a language model look while it writes behind the prefix "Very positive:"? What does LaPA2 change, and what do
-# the next-token logits do when a single head is kept from reading the prefix?
+# Where does a language model look while it writes behind the prefix "Very positive:"? What does
+# LaPA2 change, and what do the next-token logits do when a single head is kept from reading the
+# prefix?
 #
-# Everything here is TransformerLens as you know it; `augmented(...)` is a context manager around any forward pass. Set the
-# environment variable `LAPA2_MODEL`, or give `--model`, to look at another model.
+# Everything here is TransformerLens as you know it; `augmented(...)` is a context manager around
+# any forward pass. Set the environment variable `LAPA2_MODEL`, or give `--model`, to look at
+# another model.
 
 # %%
 import os
@@ -41,7 +43,9 @@ from lapa2_interp import (
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
 parser = ScriptOptions("One prefix, one prompt, every head.")
-parser.add_argument("--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`")
+parser.add_argument(
+    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
+)
 sys.excepthook = in_one_line
 options = parser.read()
 torch.set_grad_enabled(False)
@@ -51,8 +55,8 @@ print(model_card(model))
 # %% [markdown]
 # ## Which keys are the prefix?
 #
-# `layout` tokenises prefix and prompt together and finds the spans from character offsets. The bias of Eq. 7 goes to the
-# slots `prefix`; `released` is what the paper's code boosts instead.
+# `layout` tokenises prefix and prompt together and finds the spans from character offsets. The bias
+# of Eq. 7 goes to the slots `prefix`; `released` is what the paper's code boosts instead.
 
 # %%
 branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
@@ -67,8 +71,8 @@ pd.DataFrame(
 # %% [markdown]
 # ## `run_with_cache`, with and without
 #
-# `last_query` (the default phase) augments the query that predicts the first new token. The exact law: in the first layer,
-# every head's log-odds of attending to the prefix move by exactly b.
+# `last_query` (the default phase) augments the query that predicts the first new token. The exact
+# law: in the first layer, every head's log-odds of attending to the prefix move by exactly b.
 
 # %%
 augmentation = Augmentation(alpha=1.0)
@@ -84,7 +88,10 @@ def on_prefix(cache, layer):
 
 b = branch.bias(augmentation, np.array([len(branch) - 1]))[0]
 moved = torch.logit(on_prefix(boosted, 0)) - torch.logit(on_prefix(plain, 0))
-print(f"b = {b:.4f}; log-odds moved by {moved.min():.4f} to {moved.max():.4f} over the heads of layer 0")
+print(
+    f"b = {b:.4f}; log-odds moved by {moved.min():.4f} to {moved.max():.4f} over the heads of"
+    " layer 0"
+)
 assert (moved - b).abs().max() < 1e-3
 
 # %%
@@ -111,7 +118,11 @@ plots.head_maps(maps)
 # %%
 prompts = load_task("sentiment").prompts.texts[:4]
 runs = {
-    arm: generate(model, attribute="positive", prompts=prompts, alpha=alpha, length=64, samples=2).cell()
+    arm: (
+        generate(
+            model, attribute="positive", prompts=prompts, alpha=alpha, length=64, samples=2
+        ).cell()
+    )
     for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }
 for arm, run in runs.items():
@@ -129,7 +140,12 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for (arm, run), colour in zip(runs.items(), plots.COLOURS, strict=False):
     curve = run.trace["prefix"].isel(branch=0, layer=layer, head=head)
     axes.plot(curve.mean("sample"), color=colour, label=f"{arm}, head {layer}.{head}")
-    axes.plot(np.nanmean(pooled(run.trace, "prefix")[0], axis=0), color=colour, ls=":", label=f"{arm}, all heads")
+    axes.plot(
+        np.nanmean(pooled(run.trace, "prefix")[0], axis=0),
+        color=colour,
+        ls=":",
+        label=f"{arm}, all heads",
+    )
 axes.set(xlabel="generation step", ylabel="attention on the prefix", ylim=(0, None))
 axes.legend(frameon=False, fontsize=8)
 axes.spines[["top", "right"]].set_visible(False)
@@ -137,8 +153,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## Blocked
 #
-# Keep that one head from reading the prefix (its scores there to -inf at every query after it) and compare next-token
-# log-probabilities: what did the model get through this head?
+# Keep that one head from reading the prefix (its scores there to -inf at every query after it) and
+# compare next-token log-probabilities: what did the model get through this head?
 
 
 # %%
@@ -149,7 +165,9 @@ def block(scores, hook):
 
 
 before = model(branch.tensor)[0, -1].log_softmax(-1)
-after = model.run_with_hooks(branch.tensor, fwd_hooks=[(f"blocks.{layer}.attn.hook_attn_scores", block)])
+after = model.run_with_hooks(
+    branch.tensor, fwd_hooks=[(f"blocks.{layer}.attn.hook_attn_scores", block)]
+)
 change = after[0, -1].log_softmax(-1) - before
 likely = before.topk(200).indices
 ranked = likely[change[likely].argsort()]

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Table half: is the second half of a text less on target than the first?
 #
-# Air-Decoding without LaPA2. The paper does not say how it cuts; here the tokens of the whole text, prompt included,
-# are cut evenly. With LaPA2 beside it, which the paper does not show.
+# Air-Decoding without LaPA2. The paper does not say how it cuts; here the tokens of the whole text,
+# prompt included, are cut evenly. With LaPA2 beside it, which the paper does not show.
 #
 #     python analyses/half.py results/quick
 
@@ -26,7 +26,11 @@ from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("half", "Attribute relevance of the first and the second half of Air-Decoding's texts", "sent_topic")
+bench = open_bench(
+    "half",
+    "Attribute relevance of the first and the second half of Air-Decoding's texts",
+    "sent_topic",
+)
 cells = bench.cells
 cells = cells[cells["method"] == "air-decoding"]
 longest = int(cells["max_length"].max())
@@ -50,4 +54,6 @@ for where, words, group in bench.groups(cells[cells["alpha"] == 0]):
         bench.claim(text, scores, one, two, "acc", "less", known[1] - known[0])
 
 # %%
-bench.write(table, ["first and second: the halves of a text (in the CSV parts 1 and 2, and 0 the whole)."])
+bench.write(
+    table, ["first and second: the halves of a text (in the CSV parts 1 and 2, and 0 the whole)."]
+)

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Table hard_prefix_robustness: does the wording of the prefix matter?
 #
-# "Very positive:", "Positive:" and "A positive text:", with and without LaPA2. The paper: LaPA2 helps under each, most
-# under the first.
+# "Very positive:", "Positive:" and "A positive text:", with and without LaPA2. The paper: LaPA2
+# helps under each, most under the first.
 #
 #     python analyses/hard_prefix_robustness.py results/quick
 
@@ -30,7 +30,11 @@ sys.excepthook = in_one_line
 bench = open_bench("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
 cells = bench.cells
 scores = bench.scores(cells)
-THEIRS = {"": "Very positive:", "prefix {Attribute}:": "Positive:", "prefix A {attribute} text:": "A positive text:"}
+THEIRS = {
+    "": "Very positive:",
+    "prefix {Attribute}:": "Positive:",
+    "prefix A {attribute} text:": "A positive text:",
+}
 table = bench.table(scores, cells, THEIRS)
 table["variant"] = table["variant"].map(THEIRS)
 
@@ -39,10 +43,19 @@ WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
 for where, words, group in bench.groups(cells, "variant"):
     sides = [where | {"arm": arm} for arm in dict.fromkeys(group["arm"])]
-    at = {"table": "hard_prefix", "method": where["method"], "variant": THEIRS[where["variant"]], "metric": "acc"}
+    at = {
+        "table": "hard_prefix",
+        "method": where["method"],
+        "variant": THEIRS[where["variant"]],
+        "metric": "acc",
+    }
     known = [paper_number(**at, lapa2=lapa2) for lapa2 in (False, True)]
-    bench.as_reported(f"LaPA2 {{raises}} accuracy under {at['variant']!r}: {words}", scores, *sides, "acc", known)
-    part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1) & (scores["metric"] == "acc")]
+    bench.as_reported(
+        f"LaPA2 {{raises}} accuracy under {at['variant']!r}: {words}", scores, *sides, "acc", known
+    )
+    part = scores[
+        (scores[list(where)] == pd.Series(where)).all(axis=1) & (scores["metric"] == "acc")
+    ]
     by = part.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
     if len(by.columns) == 2:
         gains[words, where["variant"]] = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
@@ -50,9 +63,13 @@ for where, words, group in bench.groups(cells, "variant"):
 for words in dict.fromkeys(name for name, _ in gains):
     if all((words, each) in gains for each in WORDINGS):
         last, first = (gains[words, each] for each in WORDINGS)
-        found = paired_difference(last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy())
+        found = paired_difference(
+            last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy()
+        )
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
-        bench.note(text, "acc", "more", found, paper=reported[words, ""] - reported[words, WORDINGS[0]])
+        bench.note(
+            text, "acc", "more", found, paper=reported[words, ""] - reported[words, WORDINGS[0]]
+        )
 
 # %%
 bench.write(table)

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # Head scope: must every head be augmented?
 #
-# Not in the paper, which augments all heads of all layers. InProcess all of them, the quarter with most attention on the prefix in the
-# baseline, all the others, and a random quarter (the grid quick/heads names them).
+# Not in the paper, which augments all heads of all layers. InProcess all of them, the quarter with
+# most attention on the prefix in the baseline, all the others, and a random quarter (the grid
+# quick/heads names them).
 #
 #     python analyses/heads.py results/quick
 
@@ -24,9 +25,16 @@ from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("heads", "Head scope: the heads with most attention on the prefix, the others, a random quarter")
+bench = open_bench(
+    "heads", "Head scope: the heads with most attention on the prefix, the others, a random quarter"
+)
 cells = bench.cells
-WORDS = ("all heads", "quarter with most prefix attention", "the other three quarters", "random quarter")
+WORDS = (
+    "all heads",
+    "quarter with most prefix attention",
+    "the other three quarters",
+    "random quarter",
+)
 augmented = list(dict.fromkeys(cells["arm"][cells["arm"] != "baseline"]))
 words = {"baseline": "baseline"} | dict(zip(augmented, WORDS, strict=True))
 scores = bench.scores(cells)
@@ -34,9 +42,14 @@ scores["arm"], cells["arm"] = scores["arm"].map(words), cells["arm"].map(words)
 table = bench.table(scores, cells)
 
 # %%
-known = [paper_number("layers", method="prefix", variant=which, metric="acc") for which in ("none", "all")]
+known = [
+    paper_number("layers", method="prefix", variant=which, metric="acc")
+    for which in ("none", "all")
+]
 arms = ({"arm": "baseline"}, {"arm": WORDS[0]})
-bench.claim("all heads control better than none: prefix", scores, *arms, "acc", "more", known[1] - known[0])
+bench.claim(
+    "all heads control better than none: prefix", scores, *arms, "acc", "more", known[1] - known[0]
+)
 
 # %%
 bench.write(table)

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Table layers: which layers should be augmented?
 #
-# All, the bottom or top half, the even or odd ones (the paper has no odd). The paper: all of them, save for PREADD,
-# where the bottom half has slightly lower toxicity.
+# All, the bottom or top half, the even or odd ones (the paper has no odd). The paper: all of them,
+# save for PREADD, where the bottom half has slightly lower toxicity.
 #
 #     python analyses/layers.py results/quick
 
@@ -27,8 +27,17 @@ sys.excepthook = in_one_line
 bench = open_bench("layers", "The layers that are augmented")
 cells = bench.cells
 scores = bench.scores(cells)
-THEIRS = {"all": "all", "bottom": "bottom half", "top": "top half", "even": "even layers", "": "none"}
-names = {arm: THEIRS.get(layers, "") for arm, layers in cells.drop_duplicates("arm").set_index("arm")["layers"].items()}
+THEIRS = {
+    "all": "all",
+    "bottom": "bottom half",
+    "top": "top half",
+    "even": "even layers",
+    "": "none",
+}
+names = {
+    arm: THEIRS.get(layers, "")
+    for arm, layers in cells.drop_duplicates("arm").set_index("arm")["layers"].items()
+}
 table = bench.table(scores, cells, names)
 
 # %%

@@ -11,10 +11,11 @@
 # %% [markdown]
 # # Figure local_attn: does LaPA2 disturb the attention on near tokens?
 #
-# The share of the nearest k keys in the attention outside the prefix, against step. The paper: the curves nearly
-# overlap. The exact law says they must in the first layer, where a bias on the prefix cannot change what the others
-# share; deeper down queries and keys change. Two denominators: 1 - prefix (the paper's words), and without BOS, the
-# attention sink, as the released code comes close to.
+# The share of the nearest k keys in the attention outside the prefix, against step. The paper: the
+# curves nearly overlap. The exact law says they must in the first layer, where a bias on the prefix
+# cannot change what the others share; deeper down queries and keys change. Two denominators: 1 -
+# prefix (the paper's words), and without BOS, the attention sink, as the released code comes close
+# to.
 #
 #     python analyses/local_attn.py results/quick && python figures/local_attn.py results/quick
 
@@ -34,7 +35,10 @@ from lapa2_interp.trace.tables import local_ratio
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
 sys.excepthook = in_one_line
 bench = open_bench(
-    "local_attn", "Share of the nearest k keys in the attention outside the prefix", "sent_topic", "detox"
+    "local_attn",
+    "Share of the nearest k keys in the attention outside the prefix",
+    "sent_topic",
+    "detox",
 )
 cells = bench.cells
 cells = cells[cells["method"] == cells["task"].map({"detox": "preadd"}).fillna("air-decoding")]
@@ -48,7 +52,12 @@ def ratios(trace, samples):
             found = local_ratio(trace, k, without_bos=without_bos)[0]
             found = found[:, ~np.isnan(found).any(axis=0)]
             low, high = bounds(found, samples["prompt"])
-            columns = {"step": np.arange(found.shape[1]), "mean": found.mean(0), "low": low, "high": high}
+            columns = {
+                "step": np.arange(found.shape[1]),
+                "mean": found.mean(0),
+                "low": low,
+                "high": high,
+            }
             frames.append(pd.DataFrame(columns).assign(k=k, without_bos=without_bos, n=len(found)))
     return pd.concat(frames, ignore_index=True)
 

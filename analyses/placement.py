@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Which keys does the released code boost, and does it matter?
 #
-# Not in the paper: its Algorithm 1 boosts the prefix; its released code counts slots from 0, so it boosts BOS and
-# misses the last prefix token (profile "released"). The same methods and alphas under both; attention on prefix and BOS
-# beside control.
+# Not in the paper: its Algorithm 1 boosts the prefix; its released code counts slots from 0, so it
+# boosts BOS and misses the last prefix token (profile "released"). The same methods and alphas
+# under both; attention on prefix and BOS beside control.
 #
 #     python analyses/placement.py results/quick
 
@@ -30,7 +30,9 @@ from lapa2_interp.stats import mean_interval
 from lapa2_interp.trace.tables import pooled
 
 sys.excepthook = in_one_line
-bench = open_bench("placement", "The paper's placement of the bias and that of its released code", "profile")
+bench = open_bench(
+    "placement", "The paper's placement of the bias and that of its released code", "profile"
+)
 cells = bench.cells
 scores = bench.scores(cells)
 table = bench.table(scores, cells)
@@ -39,17 +41,35 @@ table = bench.table(scores, cells)
 masses = []
 for arm, trace, samples in bench.curves(cells):
     for name in ("prefix", "bos"):
-        found = mean_interval(np.nanmean(pooled(trace, name)[0], axis=1), samples["prompt"].to_numpy())
-        masses.append(arm | {"metric": name, "mean": found.mean, "low": found.low, "high": found.high, "n": found.n})
+        found = mean_interval(
+            np.nanmean(pooled(trace, name)[0], axis=1), samples["prompt"].to_numpy()
+        )
+        masses.append(
+            arm
+            | {
+                "metric": name,
+                "mean": found.mean,
+                "low": found.low,
+                "high": found.high,
+                "n": found.n,
+            }
+        )
 masses = pd.DataFrame(masses, columns=[*ARM, "metric", "mean", "low", "high", "n"])
 
 # %%
-text = masses.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in masses[["mean", "low", "high"]].to_numpy()])
-beside = text.pivot_table(index=["task", "method", "arm"], columns="metric", values="cell", aggfunc="first", sort=False)
+text = masses.assign(
+    cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in masses[["mean", "low", "high"]].to_numpy()]
+)
+beside = text.pivot_table(
+    index=["task", "method", "arm"], columns="metric", values="cell", aggfunc="first", sort=False
+)
 shown = wide(table).merge(
-    beside.reset_index().rename(columns={"arm": "augmentation", "prefix": "attention on prefix", "bos": "on BOS"}),
+    beside.reset_index().rename(
+        columns={"arm": "augmentation", "prefix": "attention on prefix", "bos": "on BOS"}
+    ),
     how="left",
 )
 bench.write(
-    pd.concat([table, masses.assign(attribute="all", state="finished")], ignore_index=True), shown=shown.fillna("")
+    pd.concat([table, masses.assign(attribute="all", state="finished")], ignore_index=True),
+    shown=shown.fillna(""),
 )

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # Table prefix-preadd-components: Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD
 #
-# The paper: Pro-Aug slightly hurts GPT-2+Prefix and ruins PREADD. GPT-2+Prefix has no raw branch for Pro-Aug to act on,
-# and the paper does not say what its third row is, so that row is not made here.
+# The paper: Pro-Aug slightly hurts GPT-2+Prefix and ruins PREADD. GPT-2+Prefix has no raw branch
+# for Pro-Aug to act on, and the paper does not say what its third row is, so that row is not made
+# here.
 #
 #     python analyses/prefix_preadd_components.py results/quick
 
@@ -25,7 +26,9 @@ from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components")
+bench = open_bench(
+    "prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components"
+)
 cells = bench.cells
 cells = cells[cells["method"].isin(["prefix", "preadd"])].copy()
 on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in bench.run.plan.items()}
@@ -46,7 +49,9 @@ for where, words, _ in bench.groups(rows):
     for one, two in pairwise(STEPS[where["method"]]):
         known = [paper_number(**at, variant=each) for each in (one, two)]
         sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
-        bench.as_reported(f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known)
+        bench.as_reported(
+            f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known
+        )
 
 # %%
 bench.write(table, ["GPT-2+Prefix with Pro-Aug is not defined: the method has no raw branch."])

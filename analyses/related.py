@@ -11,8 +11,9 @@
 # %% [markdown]
 # # LaPA2 on decoders the paper does not run
 #
-# ROSE, RSA-Control, GeDi, DExperts and Model Arithmetic in prefix-conditioned form on sentiment, with and without LaPA2
-# at our alpha for them (`lapa2 methods`). Nobody has reported this, so nothing is judged.
+# ROSE, RSA-Control, GeDi, DExperts and Model Arithmetic in prefix-conditioned form on sentiment,
+# with and without LaPA2 at our alpha for them (`lapa2 methods`). Nobody has reported this, so
+# nothing is judged.
 #
 #     lapa2 sweep quick/related --out results/quick && python analyses/related.py results/quick
 

@@ -1,12 +1,14 @@
-"""Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts, write the report.
+"""Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts,
+write the report.
 
     python analyses/reproduce.py --scale tiny     # a quarter to half an hour of two cores: everything, far too small to tell
     python analyses/reproduce.py --scale quick    # the embedded model, hours of two cores (`lapa2 grids`)
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 
-What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what a scale takes. The analysis
-scripts get --scorers, --perplexity and --device, such as --scorers accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
-"""
+What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what
+a scale takes. The analysis scripts get --scorers, --perplexity and --device, such as --scorers
+accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,14 +34,35 @@ from lapa2_interp.runs.sweep import load_run
 
 HERE = Path(__file__).resolve().parent
 ITEMS = (
-    "sent_topic", "half", "detox", "prefix_types", "scaling", "layers", "components", "prefix_preadd_components",
-    "hard_prefix_robustness", "decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval", "cases",
-    "placement", "heads", "related",
-)  # fmt: skip
+    "sent_topic",
+    "half",
+    "detox",
+    "prefix_types",
+    "scaling",
+    "layers",
+    "components",
+    "prefix_preadd_components",
+    "hard_prefix_robustness",
+    "decay",
+    "dilution",
+    "alpha",
+    "augmentation",
+    "augmentation_large",
+    "local_attn",
+    "eval",
+    "cases",
+    "placement",
+    "heads",
+    "related",
+)
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
 EXTRA = ("heads", "related")
 """Ours, whose grids not every scale has."""
-SCALES = {"tiny": ("quick", ["samples=1", "prompts=4", "length=48"]), "quick": ("quick", []), "paper": ("paper", [])}
+SCALES = {
+    "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),
+    "quick": ("quick", []),
+    "paper": ("paper", []),
+}
 """The grids of a scale, and what is changed in them."""
 
 
@@ -62,18 +85,26 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     """All claims of all items as one table, verdicts.csv and .md."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
     frames = [found for file in files if file.is_file() and len(found := pd.read_csv(file))]
-    claims = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["item", "verdict"])
+    claims = (
+        pd.concat(frames, ignore_index=True)
+        if frames
+        else pd.DataFrame(columns=["item", "verdict"])
+    )
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
     if len(claims):
         shown = shown_claims(claims)
         shown.insert(1, "item", claims["item"])
-        counts = ", ".join(f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items())
-        note = (
-            f"{counts}. 95 % intervals, paired on prompts, not corrected for their number: one in twenty claims without any "
-            "effect would still get a verdict."
+        counts = ", ".join(
+            f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items()
         )
-        (tables / "verdicts.md").write_text(as_markdown("The paper's claims", shown, [note]), "utf-8")
+        note = (
+            f"{counts}. 95 % intervals, paired on prompts, not corrected for their number: one in"
+            " twenty claims without any effect would still get a verdict."
+        )
+        (tables / "verdicts.md").write_text(
+            as_markdown("The paper's claims", shown, [note]), "utf-8"
+        )
     return claims
 
 
@@ -83,10 +114,19 @@ def main() -> int:
     parser.add_argument("--scale", choices=SCALES, default="quick")
     parser.add_argument("--out", type=Path, help="the run folder; by default results/SCALE")
     parser.add_argument(
-        "--items", nargs="+", choices=ITEMS, default=ITEMS, metavar="ITEM", help=f"these alone, of {', '.join(ITEMS)}"
+        "--items",
+        nargs="+",
+        choices=ITEMS,
+        default=ITEMS,
+        metavar="ITEM",
+        help=f"these alone, of {', '.join(ITEMS)}",
     )
-    parser.add_argument("--no-sweep", action="store_true", help="take the run as it is; tables show what is missing")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="of `lapa2 sweep`")
+    parser.add_argument(
+        "--no-sweep", action="store_true", help="take the run as it is; tables show what is missing"
+    )
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="of `lapa2 sweep`"
+    )
     parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, PERPLEXITY_TEXTS)
@@ -121,7 +161,10 @@ def main() -> int:
     failed = {}
     for number, item in enumerate(items, 1):
         print(f"[{number}/{len(items)}] {item}", file=sys.stderr)
-        for file, more in ((HERE / f"{item}.py", asked_of_scripts), (HERE.parent / "figures" / f"{item}.py", ())):
+        for file, more in (
+            (HERE / f"{item}.py", asked_of_scripts),
+            (HERE.parent / "figures" / f"{item}.py", ()),
+        ):
             if file.is_file() and (problem := run_script(file, str(out), *more)):
                 failed[f"{file.parent.name}/{file.name}"] = problem
                 break

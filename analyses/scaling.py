@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Table scaling: which law should the bias follow?
 #
-# log (LaPA2), linear, sqrt and constant (frozen at l0 = 128) at the method's alpha. The paper: linear and sqrt destroy
-# fluency, constant cannot adapt, log has the best trade-off.
+# log (LaPA2), linear, sqrt and constant (frozen at l0 = 128) at the method's alpha. The paper:
+# linear and sqrt destroy fluency, constant cannot adapt, log has the best trade-off.
 #
 #     python analyses/scaling.py results/quick
 
@@ -39,13 +39,25 @@ for where, words, group in bench.groups(cells):
     arms = {law or "none": arm for law, arm in zip(group["law"], group["arm"], strict=True)}
     sides = {law: where | {"arm": arm} for law, arm in arms.items()}
     for one, two, metric in [("none", "log", control)] + [
-        ("log", law, metric) for law in ("linear", "sqrt", "constant") for metric in (control, "ppl")
+        ("log", law, metric)
+        for law in ("linear", "sqrt", "constant")
+        for metric in (control, "ppl")
     ]:
-        at = {"table": "scaling", "task": where["task"], "method": where["method"], "metric": metric}
+        at = {
+            "table": "scaling",
+            "task": where["task"],
+            "method": where["method"],
+            "metric": metric,
+        }
         known = [paper_number(**at, variant=law) for law in (one, two)]
         if one in sides and two in sides:
             bench.as_reported(
-                f"{two} has {{more}} {metric} than {one}: {words}", scores, sides[one], sides[two], metric, known
+                f"{two} has {{more}} {metric} than {one}: {words}",
+                scores,
+                sides[one],
+                sides[two],
+                metric,
+                known,
             )
 
 # %%

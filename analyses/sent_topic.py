@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Table sent_topic: sentiment and topic control at five lengths
 #
-# Every base method with and without LaPA2, and FreeCtrl. A text of 64 tokens is the beginning of the longer one, so one
-# run serves all lengths. The paper: LaPA2 raises accuracy for nearly every method and length, more at greater lengths,
-# at some cost in perplexity.
+# Every base method with and without LaPA2, and FreeCtrl. A text of 64 tokens is the beginning of
+# the longer one, so one run serves all lengths. The paper: LaPA2 raises accuracy for nearly every
+# method and length, more at greater lengths, at some cost in perplexity.
 #
 #     python analyses/sent_topic.py results/quick
 
@@ -25,7 +25,9 @@ from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths")
+bench = open_bench(
+    "sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths"
+)
 cells = bench.cells
 lengths = bench.lengths(cells)
 scores = bench.scores(cells, lengths)
@@ -42,7 +44,11 @@ for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
     for metric, name in (("acc", "accuracy"), ("ppl", "perplexity")):
         known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
         bench.as_reported(
-            f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)", scores, *sides, metric, known
+            f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)",
+            scores,
+            *sides,
+            metric,
+            known,
         )
 
 # %%

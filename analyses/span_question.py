@@ -11,26 +11,32 @@
 # %% [markdown]
 # # The span question: which keys should be boosted?
 #
-# The paper boosts the prefix. Its released code counts slots from 0, so it boosts BOS, the attention sink, and misses the last
-# prefix token. Here the bias alpha * log(l/n) goes to different keys and nothing else changes: the exact prefix, the released
-# slots, BOS alone, prefix and BOS, each prefix token by itself, and a sham span (two prompt tokens). For every arm: where the
-# mass goes, how well the texts carry their attribute, and how fluent they are; then control against mass, so that arms are
-# compared where they put as much attention on the prefix.
+# The paper boosts the prefix. Its released code counts slots from 0, so it boosts BOS, the
+# attention sink, and misses the last prefix token. Here the bias alpha * log(l/n) goes to different
+# keys and nothing else changes: the exact prefix, the released slots, BOS alone, prefix and BOS,
+# each prefix token by itself, and a sham span (two prompt tokens). For every arm: where the mass
+# goes, how well the texts carry their attribute, and how fluent they are; then control against
+# mass, so that arms are compared where they put as much attention on the prefix.
 #
-# --samples 77 took three core-hours, the defaults take about half of that; an arm that is finished is never made again, so kill
-# and repeat as you like.
+# --samples 77 took three core-hours, the defaults take about half of that; an arm that is finished
+# is never made again, so kill and repeat as you like.
 #
-# What it says of SmolLM2 (--samples 77: 2,310 texts an arm of 64 tokens, perplexity of 300; intervals over 15 prompts):
+# What it says of SmolLM2 (--samples 77: 2,310 texts an arm of 64 tokens, perplexity of 300;
+# intervals over 15 prompts):
 #
-# - Mass is not control. The paper's span takes prefix attention from .028 to .042, .063 and .091 (alpha 1/4, 1/2, 3/4) and
-#   accuracy from .593 up by 2.8 [0.4, 5.2], 2.1 [-0.6, 4.8] and 2.8 [0.0, 5.9] points, most of it on "positive". The sham span
-#   gives 1.6 [-1.3, 4.6], on "positive" too, with less prefix attention than the baseline: at alpha 1/2 the two cannot be told
-#   apart (0.5 [-1.8, 3.1]).
-# - " positive" or " negative" alone beats ":" alone by 3.2 points [0.8, 5.4] (p .015, one of several comparisons) with less
-#   attention on the prefix (.049 against .063). A single token gets alpha log(l), more than a token of the whole prefix.
-# - The released span gains most, 5.2 [2.6, 8.0] at alpha 1 (sham: 3.5 less, [0.0, 7.6]), on both attributes, and pays most:
-#   perplexity 42 instead of 24, where the paper's span has 28 at the same prefix attention.
-# - BOS alone takes attention to BOS and changes nothing: -0.3 points [-3.9, 2.6], perplexity +1.0 [-0.8, 2.7].
+# - Mass is not control. The paper's span takes prefix attention from .028 to .042, .063 and .091
+#   (alpha 1/4, 1/2, 3/4) and accuracy from .593 up by 2.8 [0.4, 5.2], 2.1 [-0.6, 4.8] and 2.8 [0.0,
+#   5.9] points, most of it on "positive". The sham span gives 1.6 [-1.3, 4.6], on "positive" too,
+#   with less prefix attention than the baseline: at alpha 1/2 the two cannot be told apart (0.5
+#   [-1.8, 3.1]).
+# - " positive" or " negative" alone beats ":" alone by 3.2 points [0.8, 5.4] (p .015, one of
+#   several comparisons) with less attention on the prefix (.049 against .063). A single token gets
+#   alpha log(l), more than a token of the whole prefix.
+# - The released span gains most, 5.2 [2.6, 8.0] at alpha 1 (sham: 3.5 less, [0.0, 7.6]), on both
+#   attributes, and pays most: perplexity 42 instead of 24, where the paper's span has 28 at the
+#   same prefix attention.
+# - BOS alone takes attention to BOS and changes nothing: -0.3 points [-3.9, 2.6], perplexity +1.0
+#   [-0.8, 2.7].
 #
 #     python analyses/span_question.py --out results/span_question --samples 40
 
@@ -58,19 +64,38 @@ from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval, paired_difference, tails
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
-parser.add_argument("--out", type=Path, default=Path("results/span_question"), help="folder of runs, one per arm")
-parser.add_argument("--model", default="smollm2-135m", help="a name of `lapa2 models`, a hub id or a folder")
 parser.add_argument(
-    "--samples", type=count(), default=40, help="texts per prompt and attribute; 77 show 4 points of accuracy"
+    "--out", type=Path, default=Path("results/span_question"), help="folder of runs, one per arm"
 )
-parser.add_argument("--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts")
-parser.add_argument("--length", type=count(), default=64, help="tokens of a text, its prompt included")
 parser.add_argument(
-    "--dtype", default="auto", choices=("auto", *get_args(Dtype)),
-    help="precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster",
-)  # fmt: skip
+    "--model", default="smollm2-135m", help="a name of `lapa2 models`, a hub id or a folder"
+)
 parser.add_argument(
-    "--perplexity", type=count(), default=10, help="texts per prompt and attribute whose perplexity is measured"
+    "--samples",
+    type=count(),
+    default=40,
+    help="texts per prompt and attribute; 77 show 4 points of accuracy",
+)
+parser.add_argument(
+    "--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts"
+)
+parser.add_argument(
+    "--length", type=count(), default=64, help="tokens of a text, its prompt included"
+)
+parser.add_argument(
+    "--dtype",
+    default="auto",
+    choices=("auto", *get_args(Dtype)),
+    help=(
+        "precision of weights and computation; auto is bfloat16 or float32, whichever this machine"
+        " computes faster"
+    ),
+)
+parser.add_argument(
+    "--perplexity",
+    type=count(),
+    default=10,
+    help="texts per prompt and attribute whose perplexity is measured",
 )
 sys.excepthook = in_one_line
 options = parser.read()
@@ -79,15 +104,18 @@ tell_if_slow(options.dtype)
 # %% [markdown]
 # ## The arms
 #
-# Live slots of "Very positive:" in SmolLM2: BOS 0, the prefix 1 to 3, the prompt from 4 on. Explicit slots take their own size
-# as n, so that a single token gets alpha * log(l).
+# Live slots of "Very positive:" in SmolLM2: BOS 0, the prefix 1 to 3, the prompt from 4 on.
+# Explicit slots take their own size as n, so that a single token gets alpha * log(l).
 
 # %%
 TOKENS = {"Very": (1, 2), "positive": (2, 3), ":": (3, 4)}
 ARMS = {
     "baseline": None,
     **{f"prefix {alpha:g}": Augmentation(alpha=alpha) for alpha in (0.25, 0.5, 0.75)},
-    **{f"released {alpha:g}": Augmentation(alpha=alpha, profile="released") for alpha in (0.5, 1.0, 1.5)},
+    **{
+        f"released {alpha:g}": Augmentation(alpha=alpha, profile="released")
+        for alpha in (0.5, 1.0, 1.5)
+    },
     "bos 0.5": Augmentation(alpha=0.5, span="bos"),
     "prefix+bos 0.5": Augmentation(alpha=0.5, span="prefix+bos"),
     **{f"{name} 0.5": Augmentation(alpha=0.5, span=(slots,)) for name, slots in TOKENS.items()},
@@ -142,7 +170,10 @@ arms = {arm: of_arm(arm) for arm in ARMS}
 rows = []
 for arm, (texts, trace) in arms.items():
     tokens = np.nanmean(trace["prefix_tokens"].to_numpy()[0], axis=1)  # sample, prefix token
-    masses = {name: np.nanmean(trace[name].to_numpy()[0], axis=1) for name in ("prefix", "bos", "prompt", "generated")}
+    masses = {
+        name: np.nanmean(trace[name].to_numpy()[0], axis=1)
+        for name in ("prefix", "bos", "prompt", "generated")
+    }
     masses |= {f"prefix token {i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
     for name, values in masses.items():
         found = mean_interval(values, texts["prompt"])
@@ -172,7 +203,9 @@ gains = differences[differences["metric"].isin(["accuracy", "perplexity"])]
 everything.to_csv(options.out / "span_question.csv", index=False)
 gains.to_csv(options.out / "differences.csv", index=False)
 
-text = table.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()])
+text = table.assign(
+    cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
+)
 shown = text.pivot(index="arm", columns="metric", values="cell").loc[list(ARMS)]
 print(shown[["mass: prefix", "mass: bos", "accuracy", "perplexity"]].to_string())
 print("\nagainst the baseline, paired on prompts; detectable: what so many texts could have shown")
@@ -180,17 +213,29 @@ columns = ["arm", "attribute", "metric", "difference", "low", "high", "p", "dete
 print(gains[columns].to_string(index=False, float_format="%.3f"))
 
 # %% [markdown]
-# The baseline is not the only control: boosting two prompt tokens disturbs the text as much and says nothing of the attribute.
+# The baseline is not the only control: boosting two prompt tokens disturbs the text as much and
+# says nothing of the attribute.
 
 # %%
-accuracy = {arm: part for arm, part in scores[scores["metric"] == "accuracy"].groupby("arm") if arm in ARMS}
-pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5")] + [("positive 0.5", ": 0.5")]
+accuracy = {
+    arm: part for arm, part in scores[scores["metric"] == "accuracy"].groupby("arm") if arm in ARMS
+}
+pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5")] + [
+    ("positive 0.5", ": 0.5")
+]
 rows = []
 for arm, other in pairs:
     one, two = (accuracy[name].dropna(subset="value") for name in (arm, other))
     found = paired_difference(two["value"], two["prompt"], one["value"], one["prompt"])
     rows.append(
-        {"arm": arm, "against": other, "difference": found.mean, "low": found.low, "high": found.high, "p": found.p}
+        {
+            "arm": arm,
+            "against": other,
+            "difference": found.mean,
+            "low": found.low,
+            "high": found.high,
+            "p": found.p,
+        }
     )
 direct = pd.DataFrame(rows)
 direct.to_csv(options.out / "against_sham.csv", index=False)
@@ -201,8 +246,9 @@ print("\nscorers: " + "; ".join(sorted(set(scores["scorer"]))))
 # %% [markdown]
 # ## Control and perplexity at equal mass
 #
-# The prefix arms at several alphas draw a curve of accuracy against prefix mass. An arm above it gets more control out of the
-# same mass; its distance from the curve, interpolated at its own mass, has an interval from resampling prompts.
+# The prefix arms at several alphas draw a curve of accuracy against prefix mass. An arm above it
+# gets more control out of the same mass; its distance from the curve, interpolated at its own mass,
+# has an interval from resampling prompts.
 
 
 # %%
@@ -210,7 +256,8 @@ def by_prompt(metric: str) -> pd.DataFrame:
     """Means of a metric by prompt and arm."""
     if metric == "mass":
         frames = [
-            texts.assign(value=np.nanmean(trace["prefix"].to_numpy()[0], axis=1)) for texts, trace in arms.values()
+            texts.assign(value=np.nanmean(trace["prefix"].to_numpy()[0], axis=1))
+            for texts, trace in arms.values()
         ]
         found = pd.concat(frames)
     else:
@@ -219,39 +266,50 @@ def by_prompt(metric: str) -> pd.DataFrame:
 
 
 def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
-    """Every arm's distance from the curve through baseline and prefix arms at the arm's own prefix mass."""
+    """Every arm's distance from the curve through baseline and prefix arms at the arm's own prefix
+    mass."""
     mass = by_prompt("mass")
-    value = by_prompt(metric).reindex(index=mass.index, columns=mass.columns)  # a prompt may have no scored text
+    value = by_prompt(metric).reindex(
+        index=mass.index, columns=mass.columns
+    )  # a prompt may have no scored text
     curve = ["baseline", "prefix 0.25", "prefix 0.5", "prefix 0.75"]
     others = [arm for arm in ARMS if arm not in curve]
     rng = np.random.default_rng(0)
-    picks = np.concatenate([np.arange(len(mass))[None], rng.integers(0, len(mass), (resamples, len(mass)))])
+    picks = np.concatenate(
+        [np.arange(len(mass))[None], rng.integers(0, len(mass), (resamples, len(mass)))]
+    )
     gaps = []
     for pick in picks:
         x, y = mass.iloc[pick].mean(), value.iloc[pick].mean()
         order = x[curve].sort_values().index
-        at = np.interp(x[others], x[order], y[order], left=np.nan, right=np.nan)  # beyond the curve nothing is compared
+        at = np.interp(
+            x[others], x[order], y[order], left=np.nan, right=np.nan
+        )  # beyond the curve nothing is compared
         gaps.append(y[others] - at)
     first, rest = gaps[0], np.array(gaps[1:])
     low, high = np.full((2, len(others)), np.nan)
     for i in np.flatnonzero(np.isfinite(rest).any(axis=0)):
         low[i], high[i] = np.nanpercentile(rest[:, i], tails(len(mass)))
-    return pd.DataFrame({"arm": others, "metric": metric, "above the curve": first, "low": low, "high": high})
+    return pd.DataFrame(
+        {"arm": others, "metric": metric, "above the curve": first, "low": low, "high": high}
+    )
 
 
 matched = pd.concat([above_the_curve("accuracy"), above_the_curve("perplexity")], ignore_index=True)
 matched.to_csv(options.out / "matched.csv", index=False)
-print("\nat equal prefix mass: distance from the curve of the prefix arms (95 %, prompts resampled)")
+print(
+    "\nat equal prefix mass: distance from the curve of the prefix arms (95 %, prompts resampled)"
+)
 print(matched.to_string(index=False, float_format="%.3f"))
 
 
 # %%
 def mass_against_control(table):
-    """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of one span are joined, and numbers
-    are alphas.
+    """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of
+    one span are joined, and numbers are alphas.
 
-    Args:
-        table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy", "perplexity"), mean, low, high.
+    Args: table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy",
+        "perplexity"), mean, low, high.
     """
     wide = {name: part.set_index("arm") for name, part in table.groupby("metric")}
     figure = new_figure(8.4, 4.0)
@@ -275,9 +333,20 @@ def mass_against_control(table):
             )  # fmt: skip
             for arm, at, value in zip(arms, x["mean"], y["mean"], strict=True):
                 if arm != "baseline":
-                    near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 6, "color": colour}
+                    near = {
+                        "xytext": (4, 3),
+                        "textcoords": "offset points",
+                        "fontsize": 6,
+                        "color": colour,
+                    }
                     panel.annotate(arm.rsplit(" ", 1)[1], (at, value), **near)
-        panel.plot(mass.loc["baseline", "mean"], found.loc["baseline", "mean"], "k*", ms=10, label="baseline")
+        panel.plot(
+            mass.loc["baseline", "mean"],
+            found.loc["baseline", "mean"],
+            "k*",
+            ms=10,
+            label="baseline",
+        )
         plain_axes(panel, "attention on the prefix (mean over steps and heads)", metric)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=5)

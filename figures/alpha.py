@@ -1,4 +1,5 @@
-"""Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha, one panel per method."""
+"""Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha, one
+panel per method."""
 
 from typing import Any
 
@@ -12,19 +13,22 @@ from lapa2_interp.plots import Drawing, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
-    """Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha, one panel per method.
+    """Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha,
+    one panel per method.
 
     Args:
         table: tables/alpha.csv: columns task, method, alpha, metric, attribute, mean, low, high.
     """
     shown = overall(table[table["mean"].notna()])
-    kinds = list(shown[["model", "task", "method"]].drop_duplicates().itertuples(index=False, name=None))
+    kinds = list(
+        shown[["model", "task", "method"]].drop_duplicates().itertuples(index=False, name=None)
+    )
     figure = new_figure(2.6 * max(1, len(kinds)), 2.5)
     panels = np.atleast_1d(figure.subplots(1, max(1, len(kinds))))
     for panel, (model, task, method) in zip(panels, kinds, strict=False):
-        part = shown[(shown["model"] == model) & (shown["task"] == task) & (shown["method"] == method)].sort_values(
-            "alpha"
-        )
+        part = shown[
+            (shown["model"] == model) & (shown["task"] == task) & (shown["method"] == method)
+        ].sort_values("alpha")
         colour, marker = style_of(method)
         metric = "tox" if task == "detox" else "acc"
         control, fluency = part[part["metric"] == metric], part[part["metric"] == "ppl"]
@@ -34,7 +38,14 @@ def draw(table: pd.DataFrame) -> Drawing:
         panel.yaxis.label.set_color(colour)
         other = panel.twinx()
         error = np.abs(fluency[["low", "high"]].to_numpy().T - fluency["mean"].to_numpy())
-        look: dict[str, Any] = {"color": "#777777", "ls": "--", "lw": 1.0, "marker": ".", "ms": 4, "elinewidth": 0.7}
+        look: dict[str, Any] = {
+            "color": "#777777",
+            "ls": "--",
+            "lw": 1.0,
+            "marker": ".",
+            "ms": 4,
+            "elinewidth": 0.7,
+        }
         other.errorbar(fluency["alpha"], fluency["mean"], yerr=error, **look)
         other.set_ylabel("perplexity", color="#777777", fontsize=8)
         other.set_yscale("log")

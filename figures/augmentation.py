@@ -1,4 +1,5 @@
-"""Figures augmentation and augmentation_large: prefix attention against step, solid without and dashed with LaPA2."""
+"""Figures augmentation and augmentation_large: prefix attention against step, solid without and
+dashed with LaPA2."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ from lapa2_interp.plots import Drawing, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
-    """Figures augmentation and augmentation_large: prefix attention against step, solid without and dashed with LaPA2.
+    """Figures augmentation and augmentation_large: prefix attention against step, solid without and
+    dashed with LaPA2.
 
     Args:
         table: Columns task, method, arm, step, mean, low, high.

@@ -8,7 +8,8 @@ from lapa2_interp.plots import Drawing, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
-    """Figure decay: accuracy against length, one line per method and one panel per task, 95 % bands.
+    """Figure decay: accuracy against length, one line per method and one panel per task, 95 %
+    bands.
 
     Args:
         table: tables/decay.csv: columns task, method, length, metric, attribute, mean, low, high.
@@ -18,7 +19,16 @@ def draw(table: pd.DataFrame) -> Drawing:
     for task, panel, part in panels:
         for method, line in part.groupby("method", sort=False):
             colour, marker = style_of(str(method))
-            band(panel, line, "length", colour, marker=marker, ms=4, lw=1.3, label=paper_name(str(method)))
+            band(
+                panel,
+                line,
+                "length",
+                colour,
+                marker=marker,
+                ms=4,
+                lw=1.3,
+                label=paper_name(str(method)),
+            )
         panel.set_xticks(sorted(part["length"].unique()))
         panel.set_title(task, fontsize=9)
         plain_axes(panel, "tokens", METRIC_LABELS[part["metric"].iloc[0]])

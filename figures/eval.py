@@ -1,4 +1,5 @@
-"""Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no judge" where there are none."""
+"""Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no
+judge" where there are none."""
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,8 @@ from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
-    """Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no judge" where there are none.
+    """Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no
+    judge" where there are none.
 
     Args:
         table: tables/eval.csv: columns rater, task, method, arm, criterion, mean, low, high.
@@ -22,17 +24,29 @@ def draw(table: pd.DataFrame) -> Drawing:
         return figure
     for panel, rater in zip(panels, raters, strict=True):
         part = table[table["rater"] == rater]
-        bars = list(part[["task", "method", "criterion"]].drop_duplicates().itertuples(index=False, name=None))
+        bars = list(
+            part[["task", "method", "criterion"]]
+            .drop_duplicates()
+            .itertuples(index=False, name=None)
+        )
         arms = list(dict.fromkeys(part["arm"]))
         for i, arm in enumerate(arms):
             own = part[part["arm"] == arm].set_index(["task", "method", "criterion"]).reindex(bars)
             error = np.abs(own[["low", "high"]].to_numpy().T - own["mean"].to_numpy())
             x = np.arange(len(bars)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
             panel.bar(
-                x, own["mean"], 0.36, yerr=error, color=COLOURS[i % len(COLOURS)], label=arm, error_kw={"lw": 0.8}
+                x,
+                own["mean"],
+                0.36,
+                yerr=error,
+                color=COLOURS[i % len(COLOURS)],
+                label=arm,
+                error_kw={"lw": 0.8},
             )
         panel.set_xticks(
-            range(len(bars)), [f"{method}\n{task}\n{criterion}" for task, method, criterion in bars], fontsize=6
+            range(len(bars)),
+            [f"{method}\n{task}\n{criterion}" for task, method, criterion in bars],
+            fontsize=6,
         )
         panel.set_ylim(1, 5)
         panel.set_title(rater, fontsize=9)

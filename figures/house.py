@@ -1,4 +1,4 @@
-"""What the figure scripts share: where tables come from, the files a figure becomes, and its style."""
+"""What the figure scripts share: where tables come from, and how figures look and are saved."""
 
 from __future__ import annotations
 
@@ -31,22 +31,36 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
     """
     parser = ScriptOptions(f"Draw figure {item} from a run's tables.")
     parser.add_argument(
-        "run", type=Path, nargs="?", default=Path("results/quick"), help="a run folder of `lapa2 sweep`"
+        "run",
+        type=Path,
+        nargs="?",
+        default=Path("results/quick"),
+        help="a run folder of `lapa2 sweep`",
     )
-    parser.add_argument("--out", type=Path, help="folder with tables/, where figures/ goes; by default the run's own")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder with tables/, where figures/ goes; by default the run's own",
+    )
     sys.excepthook = in_one_line
     options = parser.read()
     out = options.out or options.run
-    files = [out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))]
+    files = [
+        out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))
+    ]
     if not all(file.is_file() for file in files):
-        made = subprocess.run([sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=False)
+        made = subprocess.run(
+            [sys.executable, ANALYSES / f"{item}.py", options.run, "--out", out], check=False
+        )
         if made.returncode:  # it has said why
             sys.exit(made.returncode)
     tables = [_table(file) for file in files]
     try:
         figure = draw(*tables)
     except KeyError as error:
-        raise RunError(f"{files[0]} has no column {error}; delete it, and it is made again") from error
+        raise RunError(
+            f"{files[0]} has no column {error}; delete it, and it is made again"
+        ) from error
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for ending in ("png", "pdf"):
         place = out / "figures" / f"{item}.{ending}"
@@ -58,7 +72,9 @@ def _table(file: Path) -> pd.DataFrame:
     try:
         return pd.read_csv(file)
     except ValueError as error:  # no CSV, or no UTF-8
-        raise RunError(f"cannot read {file} ({str(error)[:80]}); delete it, and it is made again") from error
+        raise RunError(
+            f"cannot read {file} ({str(error)[:80]}); delete it, and it is made again"
+        ) from error
 
 
 # --- style
@@ -93,14 +109,18 @@ def band(axes: Axes, table: pd.DataFrame, x: str, colour: str, **line: Any) -> N
     """A line of means with its 95 % band."""
     axes.plot(table[x], table["mean"], color=colour, **line)
     if table["low"].notna().any():
-        axes.fill_between(table[x].astype(float), table["low"], table["high"], color=colour, alpha=0.15, lw=0)
+        axes.fill_between(
+            table[x].astype(float), table["low"], table["high"], color=colour, alpha=0.15, lw=0
+        )
 
 
 Panels = list[tuple[str, Axes, pd.DataFrame]]
 """Task, axes and rows of each panel."""
 
 
-def by_task(table: pd.DataFrame, width: float = COLUMN, height: float = 2.4) -> tuple[Drawing, Panels]:
+def by_task(
+    table: pd.DataFrame, width: float = COLUMN, height: float = 2.4
+) -> tuple[Drawing, Panels]:
     """One panel per task (and model, where there are several), side by side."""
     several = table["model"].nunique() > 1
     groups = [
@@ -109,7 +129,9 @@ def by_task(table: pd.DataFrame, width: float = COLUMN, height: float = 2.4) -> 
     ]
     figure = new_figure(width * max(1, len(groups)), height)
     panels = np.atleast_1d(figure.subplots(1, max(1, len(groups))))
-    return figure, [(title, panel, part) for panel, (title, part) in zip(panels, groups, strict=False)]
+    return figure, [
+        (title, panel, part) for panel, (title, part) in zip(panels, groups, strict=False)
+    ]
 
 
 def legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
@@ -119,5 +141,10 @@ def legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
     figure.legend(
-        list(named.values()), list(named), loc="outside lower center", frameon=False, fontsize=7, ncols=columns
+        list(named.values()),
+        list(named),
+        loc="outside lower center",
+        frameon=False,
+        fontsize=7,
+        ncols=columns,
     )

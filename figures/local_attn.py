@@ -1,4 +1,5 @@
-"""Figure local_attn: share of the nearest k keys outside the prefix against step, solid without and dashed with LaPA2."""
+"""Figure local_attn: share of the nearest k keys outside the prefix against step, solid without and
+dashed with LaPA2."""
 
 import pandas as pd
 from house import band, by_task, legend_below, paper_name, render
@@ -7,10 +8,11 @@ from lapa2_interp.plots import COLOURS, Drawing, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
-    """Figure local_attn: share of the nearest k keys outside the prefix against step, solid without and dashed with LaPA2.
+    """Figure local_attn: share of the nearest k keys outside the prefix against step, solid without
+    and dashed with LaPA2.
 
-    Args:
-        table: tables/local_attn.csv: columns task, method, arm, k, without_bos, step, mean, low, high.
+    Args: table: tables/local_attn.csv: columns task, method, arm, k, without_bos, step, mean, low,
+        high.
     """
     shown = table[~table["without_bos"].astype(bool)]
     figure, panels = by_task(shown, 2.9, 2.7)

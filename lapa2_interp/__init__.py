@@ -1,4 +1,5 @@
-"""lapa2_interp: the LaPA2 length-aware attention bias on TransformerLens models, applied, recorded and tested.
+"""lapa2_interp: the LaPA2 length-aware attention bias on TransformerLens models, applied, recorded
+    and tested.
 
 The names below are the whole everyday surface. Each is imported from its module on first use, so
 that `import lapa2_interp` loads neither torch nor transformers.

@@ -150,17 +150,29 @@ class Cell(BaseModel):
         if isinstance(method, str):
             method = for_task(method, chosen_task, **(parameters or {}))
         elif not isinstance(method, Method):
-            raise MethodError(f"method must be a name, or come from methods.get or for_task, found {method!r}")
+            raise MethodError(
+                f"method must be a name, or come from methods.get or for_task, found {method!r}"
+            )
         elif parameters:
-            raise MethodError(f"{method!r} has its parameters already; give it by name, or without parameters")
+            raise MethodError(
+                f"{method!r} has its parameters already; give it by name, or without parameters"
+            )
         if augmentation is not None and not isinstance(augmentation, Augmentation):
-            raise AugmentationError(f"augmentation must be an Augmentation or None, found {augmentation!r}")
+            raise AugmentationError(
+                f"augmentation must be an Augmentation or None, found {augmentation!r}"
+            )
         if augmentation is None:
             augmentation = Augmentation(alpha=method.alpha if alpha is None else alpha)
         elif alpha is not None:
-            raise AugmentationError(f"give alpha {alpha:g}, or an augmentation that has its own, not both")
+            raise AugmentationError(
+                f"give alpha {alpha:g}, or an augmentation that has its own, not both"
+            )
         if isinstance(model, str):
-            facts = {"model": model, "dtype": resolve_dtype(dtype, device), "model_class": model_class}
+            facts = {
+                "model": model,
+                "dtype": resolve_dtype(dtype, device),
+                "model_class": model_class,
+            }
         else:
             card = model_card(model)
             facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
@@ -170,7 +182,9 @@ class Cell(BaseModel):
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         if "" in texts:
-            raise LayoutError("the prompt '' tokenises to nothing of its own; give at least one token of text")
+            raise LayoutError(
+                "the prompt '' tokenises to nothing of its own; give at least one token of text"
+            )
         return cls(
             **facts,
             method=name_of(method),
@@ -181,7 +195,9 @@ class Cell(BaseModel):
                 lengths=(),
                 attributes=chosen_task.attributes,
                 prompts=Prompts(texts=texts),
-                methods={method.name: MethodSettings(texts=settings.texts)} if settings.texts else {},
+                methods=(
+                    {method.name: MethodSettings(texts=settings.texts)} if settings.texts else {}
+                ),
             ),
             attribute=attribute,
             augmentation=augmentation if augmentation.alpha > 0 else None,
@@ -214,15 +230,18 @@ class Cell(BaseModel):
                 raise Lapa2Error(one_of(kind, found, allowed))
         if self.augmentation is not None and type(self.augmentation) is not Augmentation:
             raise AugmentationError(
-                f"a cell's key cannot tell {type(self.augmentation).__name__} from Augmentation, whose JSON it has; "
-                "use it with augmented(...) or teacher_forced(...)"
+                f"a cell's key cannot tell {type(self.augmentation).__name__} from Augmentation,"
+                " whose JSON it has; use it with augmented(...) or teacher_forced(...)"
             )
         if self.patterns and self.trace == "none":
-            raise TraceError("patterns are part of a trace, and trace is 'none'; record it pooled or full")
+            raise TraceError(
+                "patterns are part of a trace, and trace is 'none'; record it pooled or full"
+            )
         twice = [prompt for i, prompt in enumerate(self.prompts) if prompt in self.prompts[:i]]
         if twice:
             raise LayoutError(
-                f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for more samples"
+                f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for"
+                " more samples"
             )
         self.task.prefix(self.attribute)
         return self
@@ -268,11 +287,17 @@ class Cell(BaseModel):
         """What differs from the task's usual parameters and wording, in words; usually empty."""
         usual = load_task(self.task.name) if self.task.name in BUILT_IN_TASKS else self.task
         default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
-        changed = [f"{name}={value}" for name, value in self.parameters.items() if default.get(name) != value]
+        changed = [
+            f"{name}={value}"
+            for name, value in self.parameters.items()
+            if default.get(name) != value
+        ]
         own = self.task.attributes[self.attribute].prefix
         other = usual.attributes.get(self.attribute, Attribute(prefix=own))
         if own != other.prefix and self.parameters.get("prefixes", "hard") == "hard":
-            form = own.replace(self.attribute.capitalize(), "{Attribute}").replace(self.attribute, "{attribute}")
+            form = own.replace(self.attribute.capitalize(), "{Attribute}").replace(
+                self.attribute, "{attribute}"
+            )
             changed.append(f"prefix {form}")
         return ", ".join(changed)
 
@@ -308,7 +333,11 @@ CELL = TypeAdapter(Cell)
 
 
 def _files(
-    model: str, task: str, branches: Sequence[Branch], parameters: Mapping[str, Any], needs: list[str] | None
+    model: str,
+    task: str,
+    branches: Sequence[Branch],
+    parameters: Mapping[str, Any],
+    needs: list[str] | None,
 ) -> dict[str, str]:
     """sha256 of the soft prefixes by branch, and of the files that parameters name."""
     found = {}

@@ -21,7 +21,8 @@ class Lapa2Error(Exception):
 
 
 class AugmentationError(Lapa2Error):
-    """A field of an augmentation is out of range, or selects layers or heads the model does not have."""
+    """A field of an augmentation is out of range, or selects layers or heads the model does not
+    have."""
 
 
 class LayoutError(Lapa2Error):
@@ -33,7 +34,8 @@ class ModelError(Lapa2Error):
 
 
 class DeadHookError(ModelError):
-    """Editing `hook_attn_scores` does not reach this model's attention, so an augmentation would do nothing."""
+    """Editing `hook_attn_scores` does not reach this model's attention, so an augmentation would do
+    nothing."""
 
 
 class TaskError(Lapa2Error):
@@ -61,7 +63,8 @@ class PrefixError(Lapa2Error):
 
 
 class ScoringError(Lapa2Error):
-    """Texts cannot be scored: a scorer is unknown, its server or key is missing, or the texts are not there."""
+    """Texts cannot be scored: a scorer is unknown, its server or key is missing, or the texts are
+    not there."""
 
 
 class RunError(Lapa2Error):
@@ -72,8 +75,11 @@ class GridError(Lapa2Error):
     """A grid is unknown or malformed, or asks for what no method, task or model can do."""
 
 
-def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()) -> str:
-    """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt field comes first.
+def first_problem(
+    error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
+) -> str:
+    """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt
+    field comes first.
 
     Args:
         forms: By name, the values of fields that take several forms, to name them instead of the
@@ -85,7 +91,9 @@ def first_problem(error: ValidationError, forms: Mapping[str, str] | None = None
     at = f"{place}: " if place else ""
     if problem["type"] in UNKNOWN_FIELD:
         return (
-            one_of("field", place, fields) if fields else f"{place}: there is no such field, found {problem['input']!r}"
+            one_of("field", place, fields)
+            if fields
+            else f"{place}: there is no such field, found {problem['input']!r}"
         )
     if problem["type"] == "value_error":  # a sentence of our own
         return str(problem["msg"]).removeprefix("Value error, ")
@@ -113,7 +121,8 @@ def worst_problem(error: ValidationError) -> ErrorDetails:
 
 
 def one_of(kind: str, found: object, allowed: object) -> str:
-    """The sentence for a name that is not in a closed list, with the nearest allowed name when one is close."""
+    """The sentence for a name that is not in a closed list, with the nearest allowed name when one
+    is close."""
     from difflib import get_close_matches
 
     names = [str(name) for name in allowed]  # type: ignore[attr-defined]

@@ -23,13 +23,15 @@ ASIDE = ".writing-"
 
 
 @contextmanager
-def whole_folder(place: Path, is_good: Callable[[Path], bool] = lambda there: False) -> Iterator[Path]:
+def whole_folder(
+    place: Path, is_good: Callable[[Path], bool] = lambda there: False
+) -> Iterator[Path]:
     """A folder to fill; it is moved to `place` when the block ends without an error.
 
     A folder that is there already stays until then, and is replaced.
 
-    Args:
-        is_good: Whether a folder at `place`, made by another process meanwhile, can stay. The filled
+    Args: is_good: Whether a folder at `place`, made by another process meanwhile, can stay. The
+        filled
             folder is then deleted.
     """
     _make_parents(place)
@@ -90,7 +92,8 @@ def tidy(folder: Path) -> None:
 def new_folder(
     out: Path, force: bool = False, finished: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
-    """The folder of a command's results: it becomes `out` when the block ends well, and vanishes when it does not.
+    """The folder of a command's results: it becomes `out` when the block ends well, and vanishes
+    when it does not.
 
     Args:
         out: The folder's place.
@@ -103,7 +106,9 @@ def new_folder(
     out = out.resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if not finished(out):
-            raise RunError(f"{out} exists and is not a folder of this command's making; choose another --out")
+            raise RunError(
+                f"{out} exists and is not a folder of this command's making; choose another --out"
+            )
         if not force:
             raise RunError(f"{out} is finished; --force replaces it, or choose another --out")
     made = [folder for folder in out.parents if not folder.exists()]
@@ -124,7 +129,8 @@ def new_folder(
 
 
 def cache_folder() -> Path:
-    """The folder of things that take long to make: `LAPA2_CACHE`, or the platform's folder for caches."""
+    """The folder of things that take long to make: `LAPA2_CACHE`, or the platform's folder for
+    caches."""
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
@@ -144,7 +150,8 @@ def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
             write(fresh)
     except OSError as error:
         raise ModelError(
-            f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder that can"
+            f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
+            " that can"
         ) from error
 
 

@@ -1,7 +1,9 @@
-"""What `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the neurons that promote a token.
+"""What `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the neurons
+that promote a token.
 
-Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the platform's), under a name
-that says what they depend on: a sample of the weights, the vocabulary, precision, the kind of processor, and what was asked.
+Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the
+platform's), under a name that says what they depend on: a sample of the weights, the vocabulary,
+precision, the kind of processor, and what was asked.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from lapa2_interp.tasks import Attribute, Prompts, Task
 
 T = TypeVar("T")
 DRAFT_SEEDS = 2**40
-"""Added to the seeds of drafts, so that no text is drawn with the random numbers of the drafts that steer it."""
+"""Added to the seeds of drafts, so that no text is drawn with the random numbers of the drafts that
+steer it."""
 
 
 class ModelKit:
@@ -67,7 +70,9 @@ class ModelKit:
         return self.model.W_E.detach().float()
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
-        file = self._file("drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed)
+        file = self._file(
+            "drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed
+        )
         with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
             return TypeAdapter(list[str]).validate_json(file.read_bytes())
         bare = Task(
@@ -103,7 +108,9 @@ class ModelKit:
         keep_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
         return texts
 
-    def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
+    def shares(
+        self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
+    ) -> list[float | None]:
         name, _, model = scorer.partition("=")
         options = Options(task=task.name, device=self.card.device)
         reader = self.once(("scorer", scorer, task.name), lambda: make_scorer(name, model, options))
@@ -115,11 +122,17 @@ class ModelKit:
         else:
             columns = ", ".join(str(name) for name in table if name != "skipped")
             raise ScoringError(
-                f"the scorer {scorer} tells {columns}, not {attribute!r}; give another (--set scorer=...)"
+                f"the scorer {scorer} tells {columns}, not {attribute!r}; give another (--set"
+                " scorer=...)"
             )
-        return [None if skipped else float(value) for value, skipped in zip(column, table["skipped"], strict=True)]
+        return [
+            None if skipped else float(value)
+            for value, skipped in zip(column, table["skipped"], strict=True)
+        ]
 
-    def promoters(self, tokens: Sequence[int], k: int, upper: bool = False) -> Int[Tensor, "token k two"]:
+    def promoters(
+        self, tokens: Sequence[int], k: int, upper: bool = False
+    ) -> Int[Tensor, "token k two"]:
         reading, first = self.ids(" "), self.model.cfg.n_layers // 2 if upper else 0
         file = self._file("neurons", ".npz", reading, list(tokens), k, first)
         return self.once(file, lambda: promoters(self.model, reading, tokens, k, first, file)[1])

@@ -1,12 +1,14 @@
 """Which key is which: the tokens of a branch, its spans, and the paper's lengths.
 
-A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then what is generated. `Layout.of`
-tokenises prefix and prompt *together*, as the model will read them, and finds the spans from character offsets: a token that
-starts before the seam belongs to the prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead
-is how spans go wrong.
+A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then
+what is generated. `Layout.of` tokenises prefix and prompt *together*, as the model will read them,
+and finds the spans from character offsets: a token that starts before the seam belongs to the
+prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead is how spans
+go wrong.
 
-Slots are key positions in the cache: soft slots (keys without ids), padding, BOS, hard prefix, prompt, generated. A span is
-half-open, [start, stop). Slot numbers a user gives (an explicit span) count live keys: 0 is the first soft slot, or BOS.
+Slots are key positions in the cache: soft slots (keys without ids), padding, BOS, hard prefix,
+prompt, generated. A span is half-open, [start, stop). Slot numbers a user gives (an explicit span)
+count live keys: 0 is the first soft slot, or BOS.
 
 Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
 
@@ -58,7 +60,8 @@ class TextMarkers(NamedTuple):
 def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     """The one place that decides how plain text starts and ends for a tokenizer.
 
-    Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS where there is none.
+    Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS
+        where there is none.
     Ends: EOS, and `<|endoftext|>` where the vocabulary has it; a model's generation config may add
     more
     (`models.ModelCard`).
@@ -72,9 +75,13 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):
         start = plain
     else:
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        start = (
+            tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        )
     if start is None:
-        raise LayoutError("the tokenizer has neither a BOS nor an EOS token; set tokenizer.bos_token")
+        raise LayoutError(
+            "the tokenizer has neither a BOS nor an EOS token; set tokenizer.bos_token"
+        )
     ends = {tokenizer.eos_token_id, plain} - {None}
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
 
@@ -83,15 +90,15 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
 class Layout:
     """The keys of one branch up to the end of its prompt.
 
-    Attributes:
-        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their strings.
-        n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA scripts).
-        l_pre: Prefix length, soft or hard; 0 on the raw model.
-        l_pro: Prompt tokens, >= 1.
-        counted: The released code's span length: soft slots; else what the tokenizer counts for the prefix alone (for the
+    Attributes: ids: Token ids: BOS, hard prefix, prompt. `tokens` are their strings. n_bos: BOS
+        tokens in front of the text, 1 (2 in the doubled form of the released LLaMA scripts). l_pre:
+        Prefix length, soft or hard; 0 on the raw model. l_pro: Prompt tokens, >= 1. counted: The
+        released code's span length: soft slots; else what the tokenizer counts for the prefix alone
+        (for the
             prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
-        merged: The token that crosses the seam between prefix and prompt, if one does. It counts as prefix.
+        merged: The token that crosses the seam between prefix and prompt, if one does. It counts as
+            prefix.
         pad: Padding slots between the soft slots and BOS.
     """
 
@@ -117,39 +124,59 @@ class Layout:
     ) -> Layout:
         """Tokenise one branch and find its spans.
 
-        Args:
-            tokenizer: A fast tokenizer (character offsets are needed).
-            prefix: The hard prefix, joined to the prompt exactly as given (put separators into one of the two); None for
+        Args: tokenizer: A fast tokenizer (character offsets are needed). prefix: The hard prefix,
+            joined to the prompt exactly as given (put separators into one of the two); None for
                 the raw model.
             prompt: The prompt.
             soft: Slots of a soft prefix in front, instead of a hard one.
-            doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers that prepend BOS themselves.
+            doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers
+                that prepend BOS themselves.
 
-        Raises:
-            LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the tokenizer has no offsets, or
+        Raises: LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one,
+            the tokenizer has no offsets, or
                 a doubled BOS is asked of a tokenizer that adds none.
         """
         if soft < 0 or (soft and prefix is not None):
-            raise LayoutError(f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}")
+            raise LayoutError(
+                f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
+            )
         if not tokenizer.is_fast:
-            raise LayoutError(f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer")
+            raise LayoutError(
+                f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer"
+            )
         start = text_markers(tokenizer).start
-        # TransformerLens switches BOS on in tokenizers whose own files have it off; those families never add one.
-        adds_bos = tokenizer("a").input_ids[0] == start and not type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
+        # TransformerLens switches BOS on in tokenizers whose own files have it off; those families
+        # never add one.
+        adds_bos = tokenizer("a").input_ids[0] == start and not type(tokenizer).__name__.startswith(
+            NO_BOS_FAMILIES
+        )
         if doubled_bos and not adds_bos:
-            raise LayoutError("doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not")
+            raise LayoutError(
+                "doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not"
+            )
 
         seam = len(prefix or "")
-        encoded = tokenizer((prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True)
-        # Tokenizers that trim offsets leave leading white space between two tokens; it belongs to the one that follows.
+        encoded = tokenizer(
+            (prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True
+        )
+        # Tokenizers that trim offsets leave leading white space between two tokens; it belongs to
+        # the one that follows.
         stops = [0] + [stop for _, stop in encoded["offset_mapping"]]
-        begins = [min(begin, stop) for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)]
+        begins = [
+            min(begin, stop)
+            for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)
+        ]
         l_pre = sum(begin < seam for begin in begins)
         l_pro = len(begins) - l_pre
         if prefix is not None and not tokenizer(prefix, add_special_tokens=False).input_ids:
-            raise LayoutError(f"the prefix {prefix!r} tokenises to nothing; give text, or None for the raw model")
+            raise LayoutError(
+                f"the prefix {prefix!r} tokenises to nothing; give text, or None for the raw model"
+            )
         if not l_pro:
-            raise LayoutError(f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of text")
+            raise LayoutError(
+                f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of"
+                " text"
+            )
 
         alone = prefix if prefix is not None else prompt
         n_bos = 2 if doubled_bos else 1
@@ -219,8 +246,8 @@ class Layout:
         for start, stop in slots:
             if stop > self.n_live:
                 raise LayoutError(
-                    f"span [{start}, {stop}) lies outside the sequence of {self.n_live} keys that this prefix and prompt "
-                    "have; see `lapa2 layout`"
+                    f"span [{start}, {stop}) lies outside the sequence of {self.n_live} keys that"
+                    " this prefix and prompt have; see `lapa2 layout`"
                 )
         # Live keys are the soft slots and then, past the padding, the tokens.
         parts = ((0, self.soft, 0), (self.soft, self.n_live, self.pad))
@@ -232,19 +259,25 @@ class Layout:
         )
 
     def n(self, rule: SpanRule) -> int:
-        """The n of b(l): the controlled length, the tokenizer's count under "released", the span's size if explicit."""
+        """The n of b(l): the controlled length, the tokenizer's count under "released", the span's
+        size if explicit."""
         if rule == "released":
             return self.counted
         if isinstance(rule, str):
             return self.controlled.size
         return sum(span.size for span in self.spans(rule))
 
-    def lengths(self, queries: Int[np.ndarray, " query"], rule: LengthRule) -> Int[np.ndarray, " query"]:
+    def lengths(
+        self, queries: Int[np.ndarray, " query"], rule: LengthRule
+    ) -> Int[np.ndarray, " query"]:
         """l at the queries in these slots; <= 0 on padding (and on BOS under "paper")."""
         return queries + 1 - self.pad - (self.n_bos if rule == "paper" else 0)
 
-    def bias(self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]) -> Float[np.ndarray, " query"]:
-        """The bias each query adds to every key of the span; 0 for queries outside the augmentation's phase."""
+    def bias(
+        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]
+    ) -> Float[np.ndarray, " query"]:
+        """The bias each query adds to every key of the span; 0 for queries outside the
+        augmentation's phase."""
         first = {
             "decode": self.prompt.stop,
             "last_query": self.prompt.stop - 1,
@@ -259,15 +292,18 @@ class Layout:
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts of a batch, padded so that all end together and no row's tokens stand in another's soft slots."""
+    """The layouts of a batch, padded so that all end together and no row's tokens stand in
+    another's soft slots."""
     width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
     return [each.padded(width) for each in layouts]
 
 
 def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> dict[str, Any]:
-    """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l and bias of every step.
+    """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l
+    and bias of every step.
 
-    Step 0 is the last prompt query. Under phase all_queries the augmented prompt queries before it count down from -1.
+    Step 0 is the last prompt query. Under phase all_queries the augmented prompt queries before it
+    count down from -1.
     """
     spans = {
         "bos": (layout.bos,),
@@ -276,13 +312,17 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
         "prompt": (layout.prompt,),
     }
     spans["boosted"] = layout.spans(augmentation.span) if augmentation else ()
-    inside = {name: {slot for span in parts for slot in range(*span)} for name, parts in spans.items()}
+    inside = {
+        name: {slot for span in parts for slot in range(*span)} for name, parts in spans.items()
+    }
     last = len(layout) - 1
     early = augmentation is not None and augmentation.phase == "all_queries"
     queries = np.arange(min(last, max(inside["boosted"]) + 1) if early else last, last + steps)
     lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper")
     bias = layout.bias(augmentation, queries) if augmentation else np.zeros(len(queries))
-    keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(zip(layout.ids, layout.tokens, strict=True))
+    keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(
+        zip(layout.ids, layout.tokens, strict=True)
+    )
     return {
         "l_pre": layout.l_pre,
         "l_pro": layout.l_pro,

@@ -16,7 +16,8 @@ Model = Any
 
 
 def is_bridge(model: Model) -> bool:
-    """Whether a model is a TransformerBridge (which wraps a transformers model) or a HookedTransformer."""
+    """Whether a model is a TransformerBridge (which wraps a transformers model) or a
+    HookedTransformer."""
     return hasattr(model, "original_model")
 
 
@@ -42,7 +43,8 @@ class ModelCard(BaseModel):
     start_token: str
     """The token that starts plain text (`layout.text_markers`)."""
     end_tokens: tuple[str, ...]
-    """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the generation config's."""
+    """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
+    generation config's."""
 
 
 def model_card(model: Model) -> ModelCard:
@@ -53,7 +55,11 @@ def model_card(model: Model) -> ModelCard:
 
 
 def make_card(
-    model: Model, name: str, weights: str, architecture: str | None = None, generation: GenerationConfig | None = None
+    model: Model,
+    name: str,
+    weights: str,
+    architecture: str | None = None,
+    generation: GenerationConfig | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -68,7 +74,8 @@ def make_card(
     return ModelCard(
         name=name,
         weights=weights,
-        architecture=architecture or str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
+        architecture=architecture
+        or str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
         model_class=type(model).__name__,
         dtype=str(model.cfg.dtype).removeprefix("torch."),
         device=str(model.cfg.device),

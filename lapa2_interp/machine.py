@@ -1,10 +1,10 @@
 """What kind of machine this is, and what it computes fast. Speed is measured, never read from the
 processor's flags.
 
-Processors without bfloat16 units compute in bfloat16 too, several times slower than in float32. `dtype = "auto"` means bfloat16
-where that is really the faster of the two. What is measured is kept in the user's cache (machine.json) under the kind of
-processor, so that machines that share a home folder, and emulated ones, each have their own
-numbers.
+Processors without bfloat16 units compute in bfloat16 too, several times slower than in float32.
+`dtype = "auto"` means bfloat16 where that is really the faster of the two. What is measured is kept
+in the user's cache (machine.json) under the kind of processor, so that machines that share a home
+folder, and emulated ones, each have their own numbers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,27 @@ from lapa2_interp.files import cache_folder, keep_file
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
 DtypeOrAuto = Literal["auto", Dtype]
-ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+ISA = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 """Environment variables that decide which instructions the computing libraries use."""
 FASTER = 0.9
 """bfloat16 is chosen where its products take less than this share of float32's time."""
 SLOWER = 1.25
-"""A named dtype is called slow where its products take more than this multiple of float32's time."""
+"""A named dtype is called slow where its products take more than this multiple of float32's time.
+"""
 ROWS, WIDTH, MATRICES = 24, 1024, 8
-"""Rows of the timed products, and the square matrices they go through: 32 MiB in float32, more than stays near a core."""
+"""Rows of the timed products, and the square matrices they go through: 32 MiB in float32, more than
+stays near a core."""
 
 
 def kind_of(device: str = "cpu") -> str:
-    """The kind of processor a device is, in one line: model, instruction set in use, and what the environment restricts.
+    """The kind of processor a device is, in one line: model, instruction set in use, and what the
+    environment restricts.
 
     Args:
         device: cpu, cuda, cuda:1, ...
@@ -64,27 +73,38 @@ def _processor() -> str:
             name, _, value = line.partition(":")
             if name.strip() in wanted:
                 fields.setdefault(name.strip(), value.strip())
-    return " ".join(fields[name] for name in wanted if name in fields) or platform.processor() or platform.machine()
+    return (
+        " ".join(fields[name] for name in wanted if name in fields)
+        or platform.processor()
+        or platform.machine()
+    )
 
 
 # --- what was measured
 
 
 def measured(device: str, name: str) -> tuple[float, ...] | None:
-    """Numbers that were measured on this kind of processor; None if they were not, or their file is damaged."""
+    """Numbers that were measured on this kind of processor; None if they were not, or their file is
+    damaged."""
     return _all().get(kind_of(device), {}).get(name)
 
 
 def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """Keep measured numbers for this kind of processor; a cache that cannot be written keeps nothing.
+    """Keep measured numbers for this kind of processor; a cache that cannot be written keeps
+    nothing.
 
     Returns:
         The numbers as they are kept, to four digits.
     """
     known = _all()
-    kept = known.setdefault(kind_of(device), {})[name] = tuple(float(f"{number:.4g}") for number in numbers)
+    kept = known.setdefault(kind_of(device), {})[name] = tuple(
+        float(f"{number:.4g}") for number in numbers
+    )
     with suppress(ModelError):
-        keep_file(_file(), lambda path: path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8"))
+        keep_file(
+            _file(),
+            lambda path: path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8"),
+        )
     return kept
 
 
@@ -94,9 +114,12 @@ def _file() -> Path:
 
 def _all() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_json(_file().read_bytes())
+        found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_json(
+            _file().read_bytes()
+        )
         positive = {
-            kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0} for kind, each in found.items()
+            kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
+            for kind, each in found.items()
         }
         return positive
     return {}
@@ -134,12 +157,15 @@ def faster_dtype(device: str | None = None) -> str:
 
 
 def slowness(dtype: str) -> float:
-    """How many times as long as in float32 a matrix product of 24 rows takes on this CPU in another dtype.
+    """How many times as long as in float32 a matrix product of 24 rows takes on this CPU in another
+    dtype.
 
     Timed once per kind of processor, in half a second, on one thread.
     """
     name = f"{dtype} / float32"
-    return (measured("cpu", name) or remember("cpu", name, (_timed_slowness(dtype, kind_of("cpu")),)))[0]
+    return (
+        measured("cpu", name) or remember("cpu", name, (_timed_slowness(dtype, kind_of("cpu")),))
+    )[0]
 
 
 @cache
@@ -155,7 +181,10 @@ def slow_note(dtype: str, device: str | None = None) -> str | None:
     times = slowness(dtype)
     if times < SLOWER:
         return None
-    return f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in float32"
+    return (
+        f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in"
+        " float32"
+    )
 
 
 def tell_if_slow(dtype: str, device: str | None = None) -> None:
@@ -177,12 +206,16 @@ def default_device() -> str:
 
 
 def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
-    """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH], the least of several tries; on a CPU those of one thread."""
+    """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH], the least of several tries; on
+    a CPU those of one thread."""
     import torch
 
     with n_threads(1):
         x = torch.full((ROWS, WIDTH), 0.5, dtype=getattr(torch, dtype), device=device)
-        weights = [torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype, device=device) for _ in range(MATRICES)]
+        weights = [
+            torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype, device=device)
+            for _ in range(MATRICES)
+        ]
         least, clock = float("inf"), clock_of(device)
         for _ in range(1 + tries):  # the first try warms up and is not the fastest
             began, y = clock(), x

@@ -1,4 +1,5 @@
-"""The drawings that notebooks, figures and the report share. Each takes a tidy table and returns a matplotlib figure.
+"""The drawings that notebooks, figures and the report share. Each takes a tidy table and returns a
+matplotlib figure.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; arms keep their colour
 across drawings.
@@ -37,7 +38,9 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix") -> Drawing:
+def attention_curves(
+    steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix"
+) -> Drawing:
     """Attention against step with 95 % bands, and the fitted C/(t+D) dotted.
 
     Args:
@@ -47,7 +50,9 @@ def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
-    for colour, (arm, curve) in zip(COLOURS, steps[steps["name"] == name].groupby("arm", sort=False), strict=False):
+    for colour, (arm, curve) in zip(
+        COLOURS, steps[steps["name"] == name].groupby("arm", sort=False), strict=False
+    ):
         t = curve["step"].to_numpy()
         axes.plot(t, curve["mean"], color=colour, lw=1.4, label=arm)
         axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
@@ -57,8 +62,19 @@ def attention_curves(steps: pd.DataFrame, fits: pd.DataFrame | None = None, name
         if np.isnan(c):
             axes.plot([], [], color=colour, lw=1.2, ls=":", label="no C/(t+D) fits")
         else:
-            axes.plot(t, c / (t + d), color=colour, lw=1.2, ls=":", label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}")
-    plain_axes(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n(mean over layers and heads)")
+            axes.plot(
+                t,
+                c / (t + d),
+                color=colour,
+                lw=1.2,
+                ls=":",
+                label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}",
+            )
+    plain_axes(
+        axes,
+        "generation step t",
+        f"attention on {name.replace('_', ' ')}\n(mean over layers and heads)",
+    )
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=4)
     return figure
@@ -85,7 +101,9 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
         else:
             difference = found - maps[first]
             reach = float(np.abs(difference).max()) or 1.0
-            drawn = panel.imshow(difference, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-reach, vmax=reach)
+            drawn = panel.imshow(
+                difference, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-reach, vmax=reach
+            )
             panel.set_title(f"{arm}\nminus {first}", fontsize=8)
         bar = figure.colorbar(drawn, ax=panel, location="bottom", shrink=0.9)
         bar.ax.tick_params(labelsize=7)

@@ -26,7 +26,13 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
         unit: In the singular.
         initial: Units done before.
     """
-    form: dict[str, Any] = {"desc": label, "total": total, "unit": unit, "initial": initial, "delay": SHOWN_AFTER}
+    form: dict[str, Any] = {
+        "desc": label,
+        "total": total,
+        "unit": unit,
+        "initial": initial,
+        "delay": SHOWN_AFTER,
+    }
     if sys.stderr.isatty():
         return tqdm(**form, mininterval=0.2, smoothing=0.1, dynamic_ncols=True)
     return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
@@ -41,9 +47,12 @@ class Lines(tqdm):
     """A bar as whole lines, at most one every 15 s, and one when the work ends."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Write a line if one is due. The last one is left to `close`, which knows the last postfix."""
+        """Write a line if one is due. The last one is left to `close`, which knows the last
+        postfix."""
         now = self._time()
-        if now - getattr(self, "written", self.start_t) < LINE_EVERY or self.n >= (self.total or float("inf")):
+        if now - getattr(self, "written", self.start_t) < LINE_EVERY or self.n >= (
+            self.total or float("inf")
+        ):
             return False
         self.written = now
         self._write()
@@ -67,8 +76,16 @@ class Lines(tqdm):
 
     def __str__(self) -> str:
         n, total, gone = self.n, self.total, self.format_dict["elapsed"]
-        done = f"{100 * n // total} % ({n:,} of {total:,} {self.unit}s)" if total else f"{n:,} {self.unit}s"
-        parts = [done, *([self.postfix] if self.postfix else []), f"{self.format_interval(gone)} gone"]
+        done = (
+            f"{100 * n // total} % ({n:,} of {total:,} {self.unit}s)"
+            if total
+            else f"{n:,} {self.unit}s"
+        )
+        parts = [
+            done,
+            *([self.postfix] if self.postfix else []),
+            f"{self.format_interval(gone)} gone",
+        ]
         rate = self.format_dict["rate"] or (n - self.initial) / max(gone, 1e-9)
         if not self.disable and rate and total and n < total:
             parts.append(f"{self.format_interval(round((total - n) / rate))} left")

@@ -1,13 +1,15 @@
 """Soft prefixes: trained keys and values that stand in front of a text, in every layer.
 
-One format: `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head], exactly as the model's cache
-holds them (after rotation and after biases), beside `NAME.json`, a card. A folder of such pairs, one per attribute, is a set.
+One format: `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
+exactly as the model's cache holds them (after rotation and after biases), beside `NAME.json`, a
+card. A folder of such pairs, one per attribute, is a set.
 
-Two conventions of position exist, and a prefix works only in the one it was trained in (the card's `shifted`):
+Two conventions of position exist, and a prefix works only in the one it was trained in (the card's
+`shifted`):
 
     unshifted    the text's positions start at 0, as without a prefix (Air-Decoding, the released LaPA2 code)
     shifted      they start after the slots (Prefix-Tuning, PEFT, Con-Prefix: whatever passes a prefix as past keys and values)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class Shape(BaseModel):
     d_head: int
 
     def __str__(self) -> str:
-        return f"{self.n_layers} layers x {self.n_kv_heads} KV heads x {self.n_slots} slots x {self.d_head}"
+        return (
+            f"{self.n_layers} layers x {self.n_kv_heads} KV heads x {self.n_slots} slots x"
+            f" {self.d_head}"
+        )
 
 
 class HeldOut(BaseModel):
@@ -56,8 +61,8 @@ class HeldOut(BaseModel):
     max_tokens: int
     """Tokens of a text that are scored, from its beginning."""
     nll: dict[str, Interval]
-    """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes ("hard positive") and under
-    no prefix ("none"); the interval resamples texts."""
+    """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes
+    ("hard positive") and under no prefix ("none"); the interval resamples texts."""
     accuracy: Interval
     """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
     accuracy_of_set: Interval
@@ -67,7 +72,8 @@ class HeldOut(BaseModel):
 
 
 class Generated(BaseModel):
-    """Attribute accuracy of texts written behind a prefix (method `prefix`), without and with LaPA2."""
+    """Attribute accuracy of texts written behind a prefix (method `prefix`), without and with
+    LaPA2."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -177,10 +183,13 @@ class SoftPrefix:
             wanted = (shape.n_layers, shape.n_kv_heads, shape.n_slots, shape.d_head)
             if tuple(tensor.shape) != wanted:
                 raise PrefixError(
-                    f"the card says {wanted} but {name} are {tuple(tensor.shape)}; one of them is another prefix's"
+                    f"the card says {wanted} but {name} are {tuple(tensor.shape)}; one of them is"
+                    " another prefix's"
                 )
             if not bool(tensor.isfinite().all()):
-                raise PrefixError(f"{name} of {self.card.attribute!r} hold values that are not finite numbers")
+                raise PrefixError(
+                    f"{name} of {self.card.attribute!r} hold values that are not finite numbers"
+                )
 
     def __len__(self) -> int:
         """Number of slots."""
@@ -198,20 +207,24 @@ class SoftPrefix:
         shape, card = kv_shape(model, len(self)), model_card(model)
         if shape != self.card.shape:
             raise PrefixError(
-                f"the soft prefix {self.card.attribute!r} was made for {self.card.model} ({self.card.shape}); {card.name} needs "
-                f"{shape}; train or import one for it (`lapa2 prefix train --model {card.name}`)"
+                f"the soft prefix {self.card.attribute!r} was made for {self.card.model}"
+                f" ({self.card.shape}); {card.name} needs {shape}; train or import one for it"
+                f" (`lapa2 prefix train --model {card.name}`)"
             )
         if card.weights != self.card.weights:
             raise PrefixError(
-                f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with weights {self.card.weights}; this "
-                f"is {card.name} with weights {card.weights}; if they are the same, attach it to this one: `lapa2 prefix import`"
+                f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with"
+                f" weights {self.card.weights}; this is {card.name} with weights {card.weights}; if"
+                " they are the same, attach it to this one: `lapa2 prefix import`"
             )
 
 
 def kv_shape(model: Model, n_slots: int) -> Shape:
     """The shape a soft prefix of a model has."""
     heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
-    return Shape(n_layers=model.cfg.n_layers, n_kv_heads=heads, n_slots=n_slots, d_head=model.cfg.d_head)
+    return Shape(
+        n_layers=model.cfg.n_layers, n_kv_heads=heads, n_slots=n_slots, d_head=model.cfg.d_head
+    )
 
 
 def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> SoftPrefix:
@@ -226,12 +239,16 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
     kept = {name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in
             (("keys", prefix.keys), ("values", prefix.values))}  # fmt: skip
     if not all(bool(tensor.isfinite().all()) for tensor in kept.values()):
-        raise PrefixError(f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32")
+        raise PrefixError(
+            f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32"
+        )
     weights, card_file = _files(folder, prefix.card.attribute)
     with whole_file(weights) as fresh:
         save_file(kept, fresh)
         fresh.chmod(0o644)
-    card = prefix.card.model_copy(update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()})
+    card = prefix.card.model_copy(
+        update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    )
     write_text(card_file, card.model_dump_json(indent=1) + "\n")
     return SoftPrefix(kept["keys"], kept["values"], card)
 
@@ -252,7 +269,8 @@ def load_prefix(folder: Path, attribute: str) -> SoftPrefix:
     stored = weights.read_bytes()
     if hashlib.sha256(stored).hexdigest() != card.sha256:
         raise PrefixError(
-            f"{weights} is not the file its card describes (sha256 differs); save or import the prefix again"
+            f"{weights} is not the file its card describes (sha256 differs); save or import the"
+            " prefix again"
         )
     try:
         tensors = load(stored)
@@ -270,7 +288,9 @@ def read_card(file: Path) -> PrefixCard:
         PrefixError: It is not there or not a card.
     """
     if not file.is_file():
-        near = sorted(each.stem for each in file.parent.glob("*.json")) if file.parent.is_dir() else []
+        near = (
+            sorted(each.stem for each in file.parent.glob("*.json")) if file.parent.is_dir() else []
+        )
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
     try:
@@ -307,11 +327,15 @@ def set_folder(model: str, task: str, which: str) -> Path:
         return Path(which)
     folder = SHIPPED / model / f"{task}-{which}"
     if not folder.is_dir():
-        have = [each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))]
+        have = [
+            each.name.removeprefix(f"{task}-")
+            for each in sorted((SHIPPED / model).glob(f"{task}-*"))
+        ]
         raise PrefixError(
             f"no soft prefixes {which!r} of task {task} for {model}; "
             + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
-            + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task {task}` makes them"
+            + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task"
+            f" {task}` makes them"
         )
     return folder
 
@@ -326,6 +350,17 @@ def _files(folder: Path, attribute: str) -> tuple[Path, Path]:
 
 
 __all__ = [
-    "HeldOut", "PrefixCard", "Shape", "SoftName", "SoftPrefix", "Training", "cards", "find_prefix", "kv_shape", "load_prefix",
-    "read_card", "save_prefix", "set_folder",
-]  # fmt: skip
+    "HeldOut",
+    "PrefixCard",
+    "Shape",
+    "SoftName",
+    "SoftPrefix",
+    "Training",
+    "cards",
+    "find_prefix",
+    "kv_shape",
+    "load_prefix",
+    "read_card",
+    "save_prefix",
+    "set_folder",
+]

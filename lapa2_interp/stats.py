@@ -1,4 +1,5 @@
-"""Intervals that respect how texts are made: texts of one prompt are not independent, so prompts are resampled.
+"""Intervals that respect how texts are made: texts of one prompt are not independent, so prompts
+are resampled.
 
 From 8 prompts on, intervals come from the expanded percentile bootstrap (`tails`; the plain one
 covers 92 % at 15 prompts for a nominal 95). Fewer prompts cannot be resampled honestly (5 would
@@ -27,9 +28,9 @@ CHUNK = 2**22
 class Interval:
     """A mean with its bootstrap interval.
 
-    Attributes:
-        mean, low, high: The estimate and its 95 % interval; NaN bounds where there is one cluster, which tells no spread.
-        n: Number of values. `clusters`: number of independent groups among them.
+    Attributes: mean, low, high: The estimate and its 95 % interval; NaN bounds where there is one
+        cluster, which tells no spread. n: Number of values. `clusters`: number of independent
+        groups among them.
     """
 
     mean: float
@@ -42,7 +43,8 @@ class Interval:
 def resampled_means(
     values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0
 ) -> Float[np.ndarray, "resample *rest"]:
-    """Means of the values over bootstrap resamples of whole clusters; columns are resampled together."""
+    """Means of the values over bootstrap resamples of whole clusters; columns are resampled
+    together."""
     codes, names = pd.factorize(np.asarray(clusters))
     sums = np.zeros((len(names), *values.shape[1:]))
     np.add.at(sums, codes, values)
@@ -52,7 +54,10 @@ def resampled_means(
         count = min(size, resamples - first)
         drawn = rng.integers(0, n, (count, n)) + n * np.arange(count)[:, None]
         picks = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
-        means.append(np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1)))
+        means.append(
+            np.tensordot(picks, sums, axes=1)
+            / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1))
+        )
     return np.concatenate(means)
 
 
@@ -77,11 +82,14 @@ def bounds(
         nothing = np.full(values.shape[1:], np.nan)
         return nothing, nothing
     if len(names) >= FEW:
-        low, high = np.percentile(resampled_means(values, clusters, resamples, seed), tails(len(names)), axis=0)
+        low, high = np.percentile(
+            resampled_means(values, clusters, resamples, seed), tails(len(names)), axis=0
+        )
         return np.asarray(low), np.asarray(high)
     from scipy.stats import t
 
-    # The mean is a ratio of sums over clusters, so its error comes from how far each cluster is from its share of it.
+    # The mean is a ratio of sums over clusters, so its error comes from how far each cluster is
+    # from its share of it.
     mean = values.mean(axis=0)
     rests = np.zeros((len(names), *values.shape[1:]))
     np.add.at(rests, codes, values - mean)
@@ -104,21 +112,30 @@ def mean_interval(
     """
     numbers = np.asarray(values, dtype=np.float64)
     if not len(numbers) or len(clusters) != len(numbers):
-        raise ValueError(f"need one cluster label per value and at least one; found {len(numbers)} and {len(clusters)}")
+        raise ValueError(
+            f"need one cluster label per value and at least one; found {len(numbers)} and"
+            f" {len(clusters)}"
+        )
     low, high = bounds(numbers, clusters, resamples, seed)
-    return Interval(float(numbers.mean()), float(low), float(high), len(numbers), len(pd.unique(np.asarray(clusters))))
+    return Interval(
+        float(numbers.mean()),
+        float(low),
+        float(high),
+        len(numbers),
+        len(pd.unique(np.asarray(clusters))),
+    )
 
 
 @dataclass(frozen=True)
 class Difference:
     """A paired difference of means over the clusters two conditions share.
 
-    Attributes:
-        mean, low, high: The difference and its 95 % interval over clusters; NaN bounds where there is one.
-        p: p-value of a sign-flip permutation test over clusters: how often chance alone gives a
+    Attributes: mean, low, high: The difference and its 95 % interval over clusters; NaN bounds
+        where there is one. p: p-value of a sign-flip permutation test over clusters: how often
+        chance alone gives a
             difference as large.
-        detectable: The smallest true difference that as many clusters of this spread would show in 80 % of repetitions
-            (two-sided, 5 %), 2.80 standard errors.
+        detectable: The smallest true difference that as many clusters of this spread would show in
+            80 % of repetitions (two-sided, 5 %), 2.80 standard errors.
         clusters: Number of clusters that both conditions share.
     """
 

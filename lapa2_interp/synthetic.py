@@ -1,8 +1,9 @@
 """Attention logits made to hold the paper's assumptions, or to break them one at a time.
 
-A family says how the logits of one query over l keys are distributed: the first l_pre are the prefix. Only two numbers matter
-at each length, the sums of exponentiated logits of the prefix and of the other keys; every augmentation follows from those
-(`theory`: the exact law), so that all alphas share their draws.
+A family says how the logits of one query over l keys are distributed: the first l_pre are the
+prefix. Only two numbers matter at each length, the sums of exponentiated logits of the prefix and
+of the other keys; every augmentation follows from those (`theory`: the exact law), so that all
+alphas share their draws.
 
 =================  ============  =============  ==================================================================
 family             exchangeable  bounded ratio  logits
@@ -19,9 +20,10 @@ anchored prefix    no            no             the same, but the prefix does no
 growing prefix     no            no             normal, and the prefix's logits grow as log(l) / 2
 =================  ============  =============  ==================================================================
 
-Proposition 1 assumes identically distributed logits and needs exchangeable ones: the keys of "correlated" are identically
-distributed, and E[A] is 7 % above l_pre / l at l = 64, because keys at the end have fewer neighbours to share peaks with.
-"""
+Proposition 1 assumes identically distributed logits and needs exchangeable ones: the keys of
+"correlated" are identically distributed, and E[A] is 7 % above l_pre / l at l = 64, because keys at
+the end have fewer neighbours to share peaks with.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -51,13 +53,11 @@ allows."""
 class Family:
     """How logits are drawn.
 
-    Attributes:
-        exchangeable: No key is different from another, jointly (what E[A] = l_pre / l needs).
-        bounded: e_P / e_R stays bounded as l grows (its generalisation).
-        draw: Logits of n keys, the first beside the prefix.
-        sink: Logit of the first key beside the prefix, if not drawn.
-        recency: c of -c * log(1 + d) for keys other than the prefix; of the prefix too unless `anchored`.
-        growth: c of c * log(l) on the prefix.
+    Attributes: exchangeable: No key is different from another, jointly (what E[A] = l_pre / l
+        needs). bounded: e_P / e_R stays bounded as l grows (its generalisation). draw: Logits of n
+        keys, the first beside the prefix. sink: Logit of the first key beside the prefix, if not
+        drawn. recency: c of -c * log(1 + d) for keys other than the prefix; of the prefix too
+        unless `anchored`. growth: c of c * log(l) on the prefix.
     """
 
     exchangeable: bool
@@ -102,7 +102,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def lengths_up_to(longest: int, l_pre: int, shortest: int = 64, n: int = 24) -> Int[np.ndarray, " length"]:
+def lengths_up_to(
+    longest: int, l_pre: int, shortest: int = 64, n: int = 24
+) -> Int[np.ndarray, " length"]:
     """Lengths in equal ratios, as far as they are different.
 
     Raises:
@@ -112,7 +114,8 @@ def lengths_up_to(longest: int, l_pre: int, shortest: int = 64, n: int = 24) -> 
     lengths = np.unique(np.geomspace(first, max(longest, 1), n).round().astype(np.int64))
     if longest < first or len(lengths) < 3:
         raise TraceError(
-            f"lengths from {first} to {longest} are too few to fit a slope (3 are needed); give a larger longest length"
+            f"lengths from {first} to {longest} are too few to fit a slope (3 are needed); give a"
+            " larger longest length"
         )
     return lengths
 
@@ -120,18 +123,23 @@ def lengths_up_to(longest: int, l_pre: int, shortest: int = 64, n: int = 24) -> 
 def log_sums(
     family: Family, rng: Rng, lengths: Int[np.ndarray, " length"], l_pre: int
 ) -> tuple[Float[np.ndarray, "prefix length"], Float[np.ndarray, " length"]]:
-    """log of the summed exponentiated logits, of several prefixes' keys and of all other keys, for one text."""
+    """log of the summed exponentiated logits, of several prefixes' keys and of all other keys, for
+    one text."""
     n_others = int(lengths[-1]) - l_pre
     if family.draw is _autoregressive:
         logits = family.draw(rng, n_others)
-        # The process read backwards is the same process, so prefixes grow back from the first key beside them.
+        # The process read backwards is the same process, so prefixes grow back from the first key
+        # beside them.
         before = np.empty((PREFIXES, l_pre))
         last = np.full(PREFIXES, logits[0])
         for i in range(l_pre):
             last = LAG * last + np.sqrt(1 - LAG**2) * rng.standard_normal(PREFIXES)
             before[:, l_pre - 1 - i] = last
     else:
-        logits, before = family.draw(rng, n_others), family.draw(rng, PREFIXES * l_pre).reshape(PREFIXES, l_pre)
+        logits, before = (
+            family.draw(rng, n_others),
+            family.draw(rng, PREFIXES * l_pre).reshape(PREFIXES, l_pre),
+        )
     if family.sink is not None:
         logits[0] = family.sink
     weights = np.exp(logits)
@@ -139,7 +147,11 @@ def log_sums(
     if family.recency:
         recede = np.arange(1.0, lengths[-1] + 1) ** -family.recency
         others = np.array([weights[: l - l_pre] @ recede[: l - l_pre][::-1] for l in lengths])
-        far = recede[lengths[:, None] - 1 - np.arange(l_pre)] if not family.anchored else np.ones((len(lengths), l_pre))
+        far = (
+            recede[lengths[:, None] - 1 - np.arange(l_pre)]
+            if not family.anchored
+            else np.ones((len(lengths), l_pre))
+        )
         log_prefix = np.log(prefix @ far.T)
     else:
         others = np.cumsum(weights)[lengths - l_pre - 1]
@@ -154,7 +166,8 @@ def draw_log_odds(
     texts: int = 20,
     seed: int = 0,
 ) -> dict[str, Float[np.ndarray, "text prefix length"]]:
-    """log(A / (1 - A)) without augmentation, by family: the synthetic data that everything else is computed from.
+    """log(A / (1 - A)) without augmentation, by family: the synthetic data that everything else is
+    computed from.
 
     Raises:
         TraceError: No text, or a prefix of length zero or as long as the shortest length.
@@ -163,14 +176,17 @@ def draw_log_odds(
         raise TraceError(f"synthetic logits need at least one text, found {texts}")
     if not 1 <= l_pre < lengths[0]:
         raise TraceError(
-            f"the prefix must have 1 to {int(lengths[0]) - 1} keys (one fewer than the shortest length), found {l_pre}"
+            f"the prefix must have 1 to {int(lengths[0]) - 1} keys (one fewer than the shortest"
+            f" length), found {l_pre}"
         )
     odds = {}
     with progress_bar(len(families) * texts, "synthetic logits", "text") as bar:
         for number, (name, family) in enumerate(families.items()):
             drawn = []
             for text in range(texts):
-                prefix, others = log_sums(family, np.random.default_rng([seed, number, text]), lengths, l_pre)
+                prefix, others = log_sums(
+                    family, np.random.default_rng([seed, number, text]), lengths, l_pre
+                )
                 drawn.append(prefix - others)
                 bar.update()
             odds[name] = np.stack(drawn)
@@ -178,10 +194,14 @@ def draw_log_odds(
 
 
 def as_dataset(
-    drawn: Mapping[str, Float[np.ndarray, "text prefix length"]], lengths: Int[np.ndarray, " length"]
+    drawn: Mapping[str, Float[np.ndarray, "text prefix length"]],
+    lengths: Int[np.ndarray, " length"],
 ) -> xr.Dataset:
     """The draws for storing: log_odds by family, text, prefix and l."""
     import xarray as xr
 
     found = np.stack(list(drawn.values())).astype(np.float32)
-    return xr.Dataset({"log_odds": (("family", "text", "prefix", "l"), found)}, {"family": list(drawn), "l": lengths})
+    return xr.Dataset(
+        {"log_odds": (("family", "text", "prefix", "l"), found)},
+        {"family": list(drawn), "l": lengths},
+    )

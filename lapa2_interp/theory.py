@@ -1,12 +1,13 @@
 """Closed forms of the paper's propositions, and the fits of its decay curves.
 
-l is the number of keys, l_pre those of the prefix, r = l / l_pre, A the attention on the prefix and A' the same with the bias.
+l is the number of keys, l_pre those of the prefix, r = l / l_pre, A the attention on the prefix and
+A' the same with the bias.
 
 The module rests on two facts. For any logits, A / (1 - A) = e_P / (e_R * (r - 1)), where e_P and
-e_R are the average
-exponentiated logits of prefix and other keys: Proposition 1 is the case e_P = e_R, its generalisation the case e_P <= C * e_R.
-And a bias b on the prefix adds b to log(A / (1 - A)), whatever the logits are: Proposition 2 is that with b = alpha * log(r).
-On log-odds both are therefore exact at every l, where A itself only approaches its power of l.
+e_R are the average exponentiated logits of prefix and other keys: Proposition 1 is the case e_P =
+e_R, its generalisation the case e_P <= C * e_R. And a bias b on the prefix adds b to log(A / (1 -
+A)), whatever the logits are: Proposition 2 is that with b = alpha * log(r). On log-odds both are
+therefore exact at every l, where A itself only approaches its power of l.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from lapa2_interp.augmentation import Augmentation
 Regime = Literal["dilution", "tempered correction", "fully compensated", "over-compensation"]
 
 
-def prefix_share(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int) -> Float[np.ndarray, "*shape"]:
+def prefix_share(
+    l: Real[np.ndarray, "*shape"] | float | int, l_pre: int
+) -> Float[np.ndarray, "*shape"]:
     """Proposition 1: A = l_pre / l, O(1/l).
 
     Args:
@@ -49,8 +52,9 @@ def uniform_share(
 ) -> Float[np.ndarray, "*shape"]:
     """A' under uniform logits for any law (Table "scaling"); `augmented_share` is the log law's.
 
-    With r = l / l_pre: constant keeps O(1/l), the factor (l0/l_pre)^alpha aside; log is Proposition 2; sqrt and linear drive
-    1 - A' to 0 as r * exp(-alpha * sqrt(r)) and r * exp(-alpha * r), for every alpha > 0.
+    With r = l / l_pre: constant keeps O(1/l), the factor (l0/l_pre)^alpha aside; log is Proposition
+    2; sqrt and linear drive 1 - A' to 0 as r * exp(-alpha * sqrt(r)) and r * exp(-alpha * r), for
+    every alpha > 0.
     """
     return shifted_share(prefix_share(l, l_pre), augmentation.bias(np.asarray(l), l_pre))
 
@@ -68,9 +72,12 @@ def regime(alpha: float) -> tuple[Regime, float]:
     return ("fully compensated", 0.5) if alpha == 1 else ("over-compensation", 1.0)
 
 
-def exponent(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: float) -> Float[np.ndarray, "*shape"]:
-    """d log A' / d log l under uniform logits at finite l, (1 - A') * (alpha - r / (r - 1)): what a straight line through
-    log A' against log l measures, and how far that is from its limit alpha - 1 (0 from alpha = 1 on)."""
+def exponent(
+    l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: float
+) -> Float[np.ndarray, "*shape"]:
+    """d log A' / d log l under uniform logits at finite l, (1 - A') * (alpha - r / (r - 1)): what a
+    straight line through log A' against log l measures, and how far that is from its limit alpha -
+    1 (0 from alpha = 1 on)."""
     r = np.asarray(l, dtype=np.float64) / l_pre
     rest = 1 - augmented_share(l, l_pre, alpha)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -79,9 +86,11 @@ def exponent(l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: flo
 
 
 def crossover(l_pre: int, alpha: float, tolerance: float = 0.05) -> float:
-    """The length from which the exponent of A' stays within `tolerance` of its limit; infinite beyond 10^30 * l_pre.
+    """The length from which the exponent of A' stays within `tolerance` of its limit; infinite
+    beyond 10^30 * l_pre.
 
-    Shorter texts cannot show the regime's exponent, whatever the logits: l_pre = 20 and alpha = 3/4 need l = 3,318.
+    Shorter texts cannot show the regime's exponent, whatever the logits: l_pre = 20 and alpha = 3/4
+    need l = 3,318.
     """
     from scipy.optimize import brentq
 
@@ -95,11 +104,16 @@ def crossover(l_pre: int, alpha: float, tolerance: float = 0.05) -> float:
     if not len(outside):
         return float(l_pre)
     last = int(outside[-1])
-    return math.inf if last == len(grid) - 1 else float(l_pre * math.exp(brentq(gap, grid[last], grid[last + 1])))
+    return (
+        math.inf
+        if last == len(grid) - 1
+        else float(l_pre * math.exp(brentq(gap, grid[last], grid[last + 1])))
+    )
 
 
 def turning_point(l_pre: int, alpha: float) -> float:
-    """For alpha > 1: the length at which A' is smallest, l_pre * alpha / (alpha - 1); it falls before and rises after."""
+    """For alpha > 1: the length at which A' is smallest, l_pre * alpha / (alpha - 1); it falls
+    before and rises after."""
     return l_pre * alpha / (alpha - 1)
 
 
@@ -108,7 +122,8 @@ def logit_ratio(
     l: Real[np.ndarray, "*#shape"] | float | int,
     l_pre: Real[np.ndarray, "*#shape"] | int,
 ) -> Float[np.ndarray, "*shape"]:
-    """e_P / e_R, how much larger the average exponentiated logit of prefix keys is than that of the others.
+    """e_P / e_R, how much larger the average exponentiated logit of prefix keys is than that of the
+    others.
 
     Args:
         share: A, in [0, 1).
@@ -123,7 +138,8 @@ def ratio_bound(
     l_pre: Real[np.ndarray, "*#shape"] | int,
     ratio: Float[np.ndarray, "*#shape"] | float,
 ) -> Float[np.ndarray, "*shape"]:
-    """The bound on A where e_P / e_R <= ratio (section "Formal Analysis"): C l_pre / (C l_pre + l - l_pre)."""
+    """The bound on A where e_P / e_R <= ratio (section "Formal Analysis"): C l_pre / (C l_pre + l -
+    l_pre)."""
     return np.asarray(ratio * l_pre / (ratio * l_pre + np.asarray(l, dtype=np.float64) - l_pre))
 
 
@@ -134,11 +150,13 @@ def log_odds(share: Float[np.ndarray, "*shape"] | float) -> Float[np.ndarray, "*
     return np.asarray(logit(np.asarray(share, dtype=np.float64)))
 
 
-def slopes(x: Real[np.ndarray, "*#curve step"], y: Float[np.ndarray, "*curve step"]) -> Float[np.ndarray, "*curve"]:
+def slopes(
+    x: Real[np.ndarray, "*#curve step"], y: Float[np.ndarray, "*curve step"]
+) -> Float[np.ndarray, "*curve"]:
     """Least-squares slope of every curve y against its x; NaN where a value is not finite.
 
-    Of log A against log l it is a power law's exponent; of log(A / (1 - A)) + log(r - 1) against log r it is how fast e_P / e_R
-    grows, plus alpha.
+    Of log A against log l it is a power law's exponent; of log(A / (1 - A)) + log(r - 1) against
+    log r it is how fast e_P / e_R grows, plus alpha.
 
     Raises:
         ValueError: Fewer than 3 steps, or all at one x.
@@ -155,9 +173,11 @@ def slopes(x: Real[np.ndarray, "*#curve step"], y: Float[np.ndarray, "*curve ste
 
 
 def shifted_share(
-    share: Float[np.ndarray, "*shape"] | float | int, bias: Float[np.ndarray, "*#shape"] | float | int
+    share: Float[np.ndarray, "*shape"] | float | int,
+    bias: Float[np.ndarray, "*#shape"] | float | int,
 ) -> Float[np.ndarray, "*shape"]:
-    """The exact law, for any logits: a bias b on every key of a span gives logit(A') = logit(A) + b.
+    """The exact law, for any logits: a bias b on every key of a span gives logit(A') = logit(A) +
+    b.
 
     Args:
         share: Attention on the span without the bias, in [0, 1].
@@ -171,9 +191,8 @@ def shifted_share(
 class DecayFit:
     """Least squares of C / (t + D) (Figure "dilution").
 
-    Attributes:
-        c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best: the curve does not decay so.
-        r2: Share of the variance over steps that the curve explains.
+    Attributes: c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best: the
+        curve does not decay so. r2: Share of the variance over steps that the curve explains.
     """
 
     c: float
@@ -209,7 +228,9 @@ def fit_decay(t: Real[np.ndarray, " step"], attention: Float[np.ndarray, " step"
     bounds = (np.log(1e-3), np.log(100 * (1 + t.max())))
     grid = np.linspace(*bounds, 60)
     start = int(np.argmin([loss(x) for x in grid]))
-    fit = minimize_scalar(loss, bounds=(grid[max(start - 1, 0)], grid[min(start + 1, 59)]), method="bounded")
+    fit = minimize_scalar(
+        loss, bounds=(grid[max(start - 1, 0)], grid[min(start + 1, 59)]), method="bounded"
+    )
     if not fit.success or start in (0, 59):
         return DecayFit(np.nan, np.nan, np.nan)
     spread = float(((attention - attention.mean()) ** 2).sum())

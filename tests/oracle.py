@@ -1,7 +1,8 @@
 """An independent statement of the augmentation, in plain loops, to check the package against.
 
-It knows nothing of the package's layouts beyond the numbers of tokens, works on one unpadded row without a cache, and reads
-the rules from the method description: which keys, what n, what l, which queries, which law.
+It knows nothing of the package's layouts beyond the numbers of tokens, works on one unpadded row
+without a cache, and reads the rules from the method description: which keys, what n, what l, which
+queries, which law.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ def oracle_bias(
     released=False,
     soft=False,
 ):  # fmt: skip
-    """bias[query][key] over `total` keys of one row: soft prefix, or BOS and hard prefix; (BOS,) prompt, generated."""
+    """bias[query][key] over `total` keys of one row: soft prefix, or BOS and hard prefix; (BOS,)
+    prompt, generated."""
     first_bos = l_pre if soft else 0
     first_prefix = 0 if soft else n_bos
     target = range(first_prefix, first_prefix + l_pre) if l_pre else range(n_bos, n_bos + l_pro)
@@ -32,7 +34,11 @@ def oracle_bias(
         keys = {key for start, stop in span for key in range(start, stop)}
         n = len(keys)
     prompt_end = n_bos + l_pre + l_pro
-    first_query = {"decode": prompt_end, "last_query": prompt_end - 1, "all_queries": max(keys) + 1}[phase]
+    first_query = {
+        "decode": prompt_end,
+        "last_query": prompt_end - 1,
+        "all_queries": max(keys) + 1,
+    }[phase]
     bias = [[0.0] * total for _ in range(total)]
     for query in range(first_query, total):
         l = query + 1 - (n_bos if length == "paper" else 0)
@@ -61,14 +67,17 @@ def _behind(model, prefix, n):
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
         for layer, entry in enumerate(cache.entries):
             entry.past_keys, entry.past_values = (
-                each[layer].transpose(0, 1)[None].to(model.cfg.dtype) for each in (prefix.keys, prefix.values)
+                each[layer].transpose(0, 1)[None].to(model.cfg.dtype)
+                for each in (prefix.keys, prefix.values)
             )
         cache.previous_attention_mask = torch.ones(1, len(prefix), dtype=torch.long)
         return {"past_kv_cache": cache}
     cache = DynamicCache()
     for layer in range(model.cfg.n_layers):
         cache.update(
-            prefix.keys[layer][None].to(model.cfg.dtype), prefix.values[layer][None].to(model.cfg.dtype), layer
+            prefix.keys[layer][None].to(model.cfg.dtype),
+            prefix.values[layer][None].to(model.cfg.dtype),
+            layer,
         )
     first = len(prefix) if prefix.card.shifted else 0
     return {
@@ -79,14 +88,18 @@ def _behind(model, prefix, n):
 
 
 def oracle_logits(model, layout, tokens, augmentation=None, heads=None, prefix=None):
-    """Logits after each generated token, and every layer's pattern, from one full pass without decoding or padding.
+    """Logits after each generated token, and every layer's pattern, from one full pass without
+    decoding or padding.
 
-    `heads`: the (layer, head) pairs the bias reaches; all by default. `prefix`: a soft prefix in front.
+    `heads`: the (layer, head) pairs the bias reaches; all by default. `prefix`: a soft prefix in
+        front.
     """
     ids = torch.tensor([[*layout.ids, *tokens]])
     slots = 0 if prefix is None else len(prefix)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    reach = {(i, j) for i in range(n_layers) for j in range(n_heads)} if heads is None else set(heads)
+    reach = (
+        {(i, j) for i in range(n_layers) for j in range(n_heads)} if heads is None else set(heads)
+    )
     patterns, bias = {}, None
     if augmentation is not None:
         bias = torch.tensor(
@@ -118,8 +131,14 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None, prefix=N
     def keep(pattern, hook, layer):
         patterns[layer] = pattern[0].clone()
 
-    hooks = [(f"blocks.{i}.attn.hook_attn_scores", lambda s, hook, i=i: edit(s, hook, i)) for i in range(n_layers)]
-    hooks += [(f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: keep(p, hook, i)) for i in range(n_layers)]
+    hooks = [
+        (f"blocks.{i}.attn.hook_attn_scores", lambda s, hook, i=i: edit(s, hook, i))
+        for i in range(n_layers)
+    ]
+    hooks += [
+        (f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: keep(p, hook, i))
+        for i in range(n_layers)
+    ]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         logits = model(ids, **({} if prefix is None else _behind(model, prefix, ids.shape[1])))[0]
     return logits[len(layout.ids) - 1 :], patterns

@@ -35,7 +35,9 @@ def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, 
 
     rng = torch.Generator().manual_seed(2)
     buffer = torch.randn(4, 3, 7, 8, generator=rng, dtype=torch.float64).to(dtype)[:, :, :5]
-    queries, patterns = (torch.randn(4, 6, 2, n, generator=rng, dtype=torch.float64).to(dtype) for n in (8, 5))
+    queries, patterns = (
+        torch.randn(4, 6, 2, n, generator=rng, dtype=torch.float64).to(dtype) for n in (8, 5)
+    )
     expected, found = repeat_kv(buffer, 2), repeat_kv(buffer.as_subclass(CachedHeads), 2)
     assert isinstance(found, CachedHeads)
     assert found.shape == expected.shape == (4, 6, 5, 8)
@@ -74,7 +76,9 @@ def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
         lambda self: pytest.fail("copied") if self.repeats > 1 else self.as_subclass(torch.Tensor),
     )
     real, repeated = modeling_llama.repeat_kv, []
-    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda kv, n: repeated.append(real(kv, n)) or repeated[-1])
+    monkeypatch.setattr(
+        modeling_llama, "repeat_kv", lambda kv, n: repeated.append(real(kv, n)) or repeated[-1]
+    )
     rows = left_pad([branch(model)])
     state = open_rows(model)
     with torch.no_grad(), augmented(model, Augmentation(alpha=0.7), rows):
@@ -82,7 +86,9 @@ def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
         state.expand(torch.zeros(3, dtype=torch.long), capacity=len(rows[0]) + 2)
         state.read(torch.full((3, 1), 70))
     assert all(isinstance(each, CachedHeads) for each in repeated)  # and no copy
-    assert len(repeated) == (4 * model.cfg.n_layers if name == "tiny-llama" else 0)  # keys and values, of two calls
+    assert len(repeated) == (
+        4 * model.cfg.n_layers if name == "tiny-llama" else 0
+    )  # keys and values, of two calls
 
 
 def bridge_of(config, name):
@@ -96,7 +102,11 @@ def bridge_of(config, name):
 
 
 def hooks_left(model):
-    points = [(name, point) for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)]
+    points = [
+        (name, point)
+        for name, point in model.hook_dict.items()
+        if point.has_hooks(including_permanent=True)
+    ]
     network = getattr(model, "original_model", model)
     return points, list(network._forward_pre_hooks)
 
@@ -106,7 +116,8 @@ def patterns_of(model, ids, *contexts):
 
     found = {}
     reads = [
-        (PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone())) for i in range(model.cfg.n_layers)
+        (PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone()))
+        for i in range(model.cfg.n_layers)
     ]
     with torch.no_grad(), ExitStack() as stack:
         for context in contexts:
@@ -118,25 +129,31 @@ def patterns_of(model, ids, *contexts):
 
 @pytest.mark.parametrize("layers", ["all", (1,), (2, 3)])
 def test_exact_law_in_the_first_augmented_layer(tiny, model_class, layers):
-    """logit(A') - logit(A) = b per head and query; the renormalised attention on the other keys does not move."""
+    """logit(A') - logit(A) = b per head and query; the renormalised attention on the other keys
+    does not move."""
     model = load(tiny, "float64", model_class)
     found = branch(model)
     augmentation = Augmentation(alpha=0.8, layers=layers)
     ids = ids_of(found, GENERATED)
     first = 0 if layers == "all" else layers[0]
     before, after = (
-        patterns_of(model, ids, augmented(model, each, found))[1][first][0] for each in (None, augmentation)
+        patterns_of(model, ids, augmented(model, each, found))[1][first][0]
+        for each in (None, augmentation)
     )
     start, stop = found.prefix
     bias = found.bias(augmentation, np.arange(ids.shape[1]))
     share = before[:, :, start:stop].sum(-1).numpy()
     assert (bias > 0).sum() == len(GENERATED) + 1
     queries = slice(found.prompt.stop - 1, None)
-    shifted = shifted_share(share[:, queries], np.broadcast_to(bias[queries], share[:, queries].shape))
+    shifted = shifted_share(
+        share[:, queries], np.broadcast_to(bias[queries], share[:, queries].shape)
+    )
     assert np.abs(after[:, queries, start:stop].sum(-1).numpy() - shifted).max() < 1e-12
     outside = torch.ones(ids.shape[1], dtype=torch.bool)
     outside[start:stop] = False
-    rest_before, rest_after = (p[:, :, outside] / p[:, :, outside].sum(-1, keepdim=True) for p in (before, after))
+    rest_before, rest_after = (
+        p[:, :, outside] / p[:, :, outside].sum(-1, keepdim=True) for p in (before, after)
+    )
     assert (rest_before - rest_after)[:, queries].abs().max() < 1e-12
 
 
@@ -153,7 +170,9 @@ def test_a_forward_pass_equals_the_oracle(tiny, model_class, augmentation):
     model = load(tiny, "float64", model_class)
     found = branch(model)
     expected, expected_patterns = oracle_logits(model, found, GENERATED, augmentation)
-    logits, patterns = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))
+    logits, patterns = patterns_of(
+        model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+    )
     assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
     for i, pattern in expected_patterns.items():
         assert (patterns[i][0] - pattern).abs().max() < 1e-10
@@ -170,7 +189,8 @@ def test_a_forward_pass_equals_the_oracle(tiny, model_class, augmentation):
     ],
 )
 def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
-    """Scores before and after the hook differ on the span's keys of the selected heads, and nowhere else."""
+    """Scores before and after the hook differ on the span's keys of the selected heads, and nowhere
+    else."""
     model = load(tiny, "float64")
     found = branch(model)
     augmentation = Augmentation(alpha=1, layers=layers, heads=heads)
@@ -193,18 +213,30 @@ def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
             queries, keys = torch.nonzero(moved[head], as_tuple=True)
             if selected[i, head]:
                 assert sorted(set(keys.tolist())) == list(range(*found.prefix))
-                assert sorted(set(queries.tolist())) == list(range(found.prompt.stop - 1, len(found) + len(GENERATED)))
+                assert sorted(set(queries.tolist())) == list(
+                    range(found.prompt.stop - 1, len(found) + len(GENERATED))
+                )
 
 
 def test_left_padded_rows_of_different_prefixes_equal_each_row_alone(tiny, model_class):
     model = load(tiny, "float64", model_class)
-    rows = left_pad([branch(model), branch(model, "a:", "b"), branch(model, None, "longer prompt than the others")])
+    rows = left_pad(
+        [
+            branch(model),
+            branch(model, "a:", "b"),
+            branch(model, None, "longer prompt than the others"),
+        ]
+    )
     augmentations = [Augmentation(alpha=0.5), Augmentation(alpha=2, profile="released"), None]
     ids = torch.tensor([(each.ids[0],) * each.pad + each.ids + tuple(GENERATED) for each in rows])
     mask = torch.ones_like(ids)
     for row, each in enumerate(rows):
         mask[row, : each.pad] = 0
-    extra = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if model_class == "TransformerBridge" else {}
+    extra = (
+        {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        if model_class == "TransformerBridge"
+        else {}
+    )
     with torch.no_grad(), augmented(model, augmentations, rows):
         logits = model(ids, attention_mask=mask, **extra)
     for row, each in enumerate(rows):
@@ -224,7 +256,10 @@ def test_every_hook_is_gone_after_success_and_after_an_exception(tiny, model_cla
     with pytest.raises(ZeroDivisionError), augmented(model, Augmentation(alpha=1), found):
         raise ZeroDivisionError
     assert hooks_left(model) == ([], [])
-    with pytest.raises(AugmentationError), augmented(model, Augmentation(alpha=1, layers=(9,)), found):
+    with (
+        pytest.raises(AugmentationError),
+        augmented(model, Augmentation(alpha=1, layers=(9,)), found),
+    ):
         pass
     assert hooks_left(model) == ([], [])
     assert torch.equal(patterns_of(model, ids_of(found))[0], plain)
@@ -263,7 +298,9 @@ def test_gradients_flow_through_the_bias(tiny):
     model = load(tiny, "float64")
     found = branch(model)
     with augmented(model, Augmentation(alpha=1), found):
-        embedded = model.original_model.get_input_embeddings()(ids_of(found)).detach().requires_grad_()
+        embedded = (
+            model.original_model.get_input_embeddings()(ids_of(found)).detach().requires_grad_()
+        )
         model(embedded)[0, -1, 3].backward()
     assert embedded.grad[0, found.prefix.start].abs().sum() > 0
 
@@ -277,7 +314,9 @@ def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile
     for precision in ("float32", dtype):
         model = load(tiny, precision, model_class)
         found = branch(model)
-        logits, patterns = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))
+        logits, patterns = patterns_of(
+            model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+        )
         results[precision] = logits.float()
         assert {pattern.dtype for pattern in patterns.values()} == {logits.dtype}
         assert logits.dtype == getattr(torch, precision)
@@ -287,7 +326,8 @@ def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
-    """An edit of scores and one of the pattern, made inside `augmented`, reach the logits as they do outside."""
+    """An edit of scores and one of the pattern, made inside `augmented`, reach the logits as they
+    do outside."""
     model = load(tiny, dtype, model_class)
     found = branch(model)
     ids = ids_of(found, GENERATED)
@@ -318,7 +358,11 @@ def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
 
     model = load(tiny, "float64")
     found, augmentation = branch(model), Augmentation(alpha=1)
-    cache = DynamicCache() if name == "dynamic" else StaticCache(config=model.original_model.config, max_cache_len=64)
+    cache = (
+        DynamicCache()
+        if name == "dynamic"
+        else StaticCache(config=model.original_model.config, max_cache_len=64)
+    )
     expected, _ = oracle_logits(model, found, GENERATED, augmentation)
     logits = []
     with torch.no_grad(), augmented(model, augmentation, found):
@@ -328,7 +372,8 @@ def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
 
 
 def test_soft_slots_in_a_cache(tiny):
-    """Keys without ids in front of BOS: the exact law holds on them, and the trace finds every part at its place."""
+    """Keys without ids in front of BOS: the exact law holds on them, and the trace finds every part
+    at its place."""
     from transformers import DynamicCache
 
     from lapa2_interp.trace.recorder import Recorder
@@ -338,16 +383,23 @@ def test_soft_slots_in_a_cache(tiny):
     found = Layout.of(model.tokenizer, None, "efg hi", soft=soft)
     heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     rng = torch.Generator().manual_seed(0)
-    prefix = torch.randn(cfg.n_layers, 2, 1, heads, soft, cfg.d_head, generator=rng, dtype=torch.float64)
+    prefix = torch.randn(
+        cfg.n_layers, 2, 1, heads, soft, cfg.d_head, generator=rng, dtype=torch.float64
+    )
 
     def last_rows(augmentation, observer=None):
         cache, patterns = DynamicCache(), {}
         for layer in range(cfg.n_layers):
             cache.update(*prefix[layer], layer)
         reads = [
-            (PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0, :, -1])) for i in range(cfg.n_layers)
+            (PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0, :, -1]))
+            for i in range(cfg.n_layers)
         ]
-        with torch.no_grad(), augmented(model, augmentation, found, observer), model.hooks(fwd_hooks=reads):
+        with (
+            torch.no_grad(),
+            augmented(model, augmentation, found, observer),
+            model.hooks(fwd_hooks=reads),
+        ):
             model(
                 found.tensor,
                 attention_mask=torch.ones(1, len(found), dtype=torch.long),
@@ -363,7 +415,10 @@ def test_soft_slots_in_a_cache(tiny):
     assert bias == pytest.approx(0.9 * np.log((soft + 6) / soft))
     share = before[:, :soft].sum(-1).numpy()
     assert (
-        np.abs(after[0][:, :soft].sum(-1).numpy() - shifted_share(share, np.broadcast_to(bias, share.shape))).max()
+        np.abs(
+            after[0][:, :soft].sum(-1).numpy()
+            - shifted_share(share, np.broadcast_to(bias, share.shape))
+        ).max()
         < 1e-12
     )
     trace = recorder.dataset([found], ["prefix"], [1]).isel(branch=0, sample=0, step=0)
@@ -374,7 +429,9 @@ def test_soft_slots_in_a_cache(tiny):
             ("prompt", slice(6, 12)),
             ("released_slice", slice(0, 5)),
         ):
-            assert np.abs(trace[name][layer].to_numpy() - rows[:, part].sum(-1).numpy()).max() < 1e-6
+            assert (
+                np.abs(trace[name][layer].to_numpy() - rows[:, part].sum(-1).numpy()).max() < 1e-6
+            )
     assert trace["l_kv"] == 12
 
 
@@ -412,14 +469,17 @@ def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts,
     mask = torch.ones_like(ids)
     if masked == "right":
         mask[1, : rows[1].pad] = 0
-    given = {"padded": rows, "unpadded": plain, "swapped": rows[::-1], "first alone": rows[0]}[layouts]
+    given = {"padded": rows, "unpadded": plain, "swapped": rows[::-1], "first alone": rows[0]}[
+        layouts
+    ]
     settings = {} if masked == "none" else {"attention_mask": mask}
     with augmented(model, Augmentation(alpha=1), given), pytest.raises(LayoutError, match=message):
         model(ids, **settings)
 
 
 def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
-    """In a process of its own: under the tests' run-time types the package's own checks would never be reached."""
+    """In a process of its own: under the tests' run-time types the package's own checks would never
+    be reached."""
     program = """
 from lapa2_interp import Augmentation, Cell, Lapa2Error, Layout, augmented, generate, load_model
 
@@ -449,7 +509,9 @@ for call in calls:
     else:
         print("accepted")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     expected = [
         *["was given"] * 3,
         "prompts must be a list of at least one text, found 'The lake'",
@@ -479,22 +541,34 @@ def test_alpha_zero_changes_nothing(tiny, model_class):
     model = load(tiny, "float32", model_class)
     found = branch(model)
     plain = patterns_of(model, ids_of(found, GENERATED))[0]
-    for augmentation in (None, Augmentation(alpha=0), Augmentation(alpha=0, law="linear", profile="released")):
-        logits = patterns_of(model, ids_of(found, GENERATED), augmented(model, augmentation, found))[0]
+    for augmentation in (
+        None,
+        Augmentation(alpha=0),
+        Augmentation(alpha=0, law="linear", profile="released"),
+    ):
+        logits = patterns_of(
+            model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+        )[0]
         assert torch.equal(logits, plain)
 
 
 def test_rows_without_layouts_are_an_error():
     model = load("tiny-gpt2")
     found = branch(model)
-    with augmented(model, Augmentation(alpha=1), [found, found]), pytest.raises(LayoutError, match="3 rows, but 2"):
+    with (
+        augmented(model, Augmentation(alpha=1), [found, found]),
+        pytest.raises(LayoutError, match="3 rows, but 2"),
+    ):
         model(ids_of(found).repeat(3, 1))
 
 
 def test_a_forward_pass_shorter_than_the_span_is_an_error():
     model = load("tiny-gpt2")
     found = branch(model)
-    with augmented(model, Augmentation(alpha=1), found), pytest.raises(LayoutError, match="span ends at slot 7"):
+    with (
+        augmented(model, Augmentation(alpha=1), found),
+        pytest.raises(LayoutError, match="span ends at slot 7"),
+    ):
         model(ids_of(found)[:, :4])
 
 

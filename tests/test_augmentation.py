@@ -18,7 +18,9 @@ from lapa2_interp.errors import AugmentationError
 )
 def test_laws_at_and_around_n(law, l0, expected):
     lengths = np.array([2, 4, 8, 100])
-    assert Augmentation(alpha=0.5, law=law, l0=l0).bias(lengths, 4) == pytest.approx(expected, abs=1e-15)
+    assert Augmentation(alpha=0.5, law=law, l0=l0).bias(lengths, 4) == pytest.approx(
+        expected, abs=1e-15
+    )
     released = Augmentation(alpha=0.5, law=law, l0=l0, profile="released").bias(lengths, 4)
     assert released[:2].tolist() == [0, 0]
     assert released[2:] == pytest.approx(expected[2:], abs=1e-15)
@@ -45,7 +47,13 @@ def test_profiles_fill_only_what_is_not_given():
             "layers": (0, 3),
             "heads": ((0, 1), (3, 2)),
         },
-        {"alpha": 1 / 3, "span": "prefix+bos", "phase": "all_queries", "length": "kv", "layers": "top"},
+        {
+            "alpha": 1 / 3,
+            "span": "prefix+bos",
+            "phase": "all_queries",
+            "length": "kv",
+            "layers": "top",
+        },
     ],
 )
 def test_json_round_trip(fields):
@@ -78,8 +86,12 @@ def test_layer_rules(layers, expected):
 
 
 def test_the_papers_halves():
-    assert np.flatnonzero(Augmentation(alpha=1, layers="bottom").selects(24, 16).all(1)).tolist() == list(range(12))
-    assert np.flatnonzero(Augmentation(alpha=1, layers="top").selects(32, 32).all(1)).tolist() == list(range(16, 32))
+    assert np.flatnonzero(
+        Augmentation(alpha=1, layers="bottom").selects(24, 16).all(1)
+    ).tolist() == list(range(12))
+    assert np.flatnonzero(
+        Augmentation(alpha=1, layers="top").selects(32, 32).all(1)
+    ).tolist() == list(range(16, 32))
 
 
 def test_layers_and_heads_intersect():
@@ -100,11 +112,20 @@ def test_layers_and_heads_intersect():
         ({"alpha": 1, "profile": "code"}, "profile.*'paper'.*code"),
         ({"alpha": 1, "span": ((3, 3),)}, r"span \[3, 3\) is empty"),
         ({"alpha": 1, "span": ()}, "span"),
-        ({"alpha": 1, "layer": "all"}, "unknown field 'layer'; allowed: alpha, .*did you mean 'layers'"),
+        (
+            {"alpha": 1, "layer": "all"},
+            "unknown field 'layer'; allowed: alpha, .*did you mean 'layers'",
+        ),
         ({"alfa": 1}, "unknown field 'alfa'; allowed: .*did you mean 'alpha'"),
         ({"alpha": 1, "span": ((0, 3), (1, 4))}, "overlap at slot 1"),
-        ({"alpha": 1, "span": (1, 4)}, r"span: takes 'prefix', .*slots \(\(start, stop\), ...\); found \(1, 4\)"),
-        ({"alpha": 1, "heads": "foo"}, r"heads: takes 'all', or pairs \(\(layer, head\), ...\); found 'foo'"),
+        (
+            {"alpha": 1, "span": (1, 4)},
+            r"span: takes 'prefix', .*slots \(\(start, stop\), ...\); found \(1, 4\)",
+        ),
+        (
+            {"alpha": 1, "heads": "foo"},
+            r"heads: takes 'all', or pairs \(\(layer, head\), ...\); found 'foo'",
+        ),
         ({"alpha": 1, "layers": "middle"}, "layers: takes 'all', 'bottom', .*; found 'middle'"),
     ],
 )

@@ -1,4 +1,5 @@
-"""FreeCtrl and DATG: their formulas by hand and by loops, the hooks they need, and what they refuse."""
+"""FreeCtrl and DATG: their formulas by hand and by loops, the hooks they need, and what they
+refuse."""
 
 import dataclasses
 import json
@@ -14,15 +15,33 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, load_model, load_task, methods
 from lapa2_interp.attention import neurons
-from lapa2_interp.attention.neurons import assert_neurons_live, neuron_point, promoters, with_neurons_set
+from lapa2_interp.attention.neurons import (
+    assert_neurons_live,
+    neuron_point,
+    promoters,
+    with_neurons_set,
+)
 from lapa2_interp.decoding.plan import plan as decoding_plan
 from lapa2_interp.decoding.sampling import draw, uniforms
-from lapa2_interp.errors import AugmentationError, DataError, DeadHookError, MethodError, ScoringError
+from lapa2_interp.errors import (
+    AugmentationError,
+    DataError,
+    DeadHookError,
+    MethodError,
+    ScoringError,
+)
 from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
 from lapa2_interp.layout import Layout
 from lapa2_interp.methods import Intervention, Prepared, Start
 from lapa2_interp.methods.datg import SENTENCE, Words, best_nodes, dual_graphs, official
-from lapa2_interp.methods.freectrl import OFF, Control, noise_ratio, rank_probabilities, score, weight
+from lapa2_interp.methods.freectrl import (
+    OFF,
+    Control,
+    noise_ratio,
+    rank_probabilities,
+    score,
+    weight,
+)
 from lapa2_interp.methods.prefix import NoControl
 
 
@@ -111,7 +130,8 @@ def test_rank_probabilities():
 
 
 def test_score_and_weight_by_hand():
-    """Two keywords against one; the score of a text is that of its nearest tokens, and 1 is neutral."""
+    """Two keywords against one; the score of a text is that of its nearest tokens, and 1 is
+    neutral."""
     near = {"positive": torch.tensor([[0.8, 0.4]]), "negative": torch.tensor([[0.5]])}
     assert score(near, "positive").tolist() == pytest.approx([0.6 / 0.5])
     assert score(near, "negative").tolist() == pytest.approx([0.5 / 0.6])
@@ -125,9 +145,9 @@ def test_noise_ratio_by_hand():
     """The factor counts four classes; in two a word passes from a third of the other's cosine on."""
     classes = {"y": torch.tensor([1.0, 0.0]), "n": torch.tensor([0.0, 1.0])}
     assert noise_ratio(classes, torch.tensor([3.0, 4.0]), "y") == pytest.approx(0.6 * 3 / 0.8)
-    assert noise_ratio(classes | {"m": torch.tensor([0.6, 0.8])}, torch.tensor([1.0, 0.0]), "y") == pytest.approx(
-        3 / 0.6
-    )
+    assert noise_ratio(
+        classes | {"m": torch.tensor([0.6, 0.8])}, torch.tensor([1.0, 0.0]), "y"
+    ) == pytest.approx(3 / 0.6)
 
 
 def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
@@ -139,7 +159,9 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
     def look(activation, hook):
         seen.append(activation.clone())
 
-    chosen = Intervention({1: torch.tensor([0, 5])}, torch.tensor([0.25, -3.0], dtype=torch.float64))
+    chosen = Intervention(
+        {1: torch.tensor([0, 5])}, torch.tensor([0.25, -3.0], dtype=torch.float64)
+    )
     with torch.no_grad():
         plain = model(ids)
         with model.hooks(fwd_hooks=[(point, look)]):
@@ -165,7 +187,9 @@ def test_after_the_activation_function_the_value_itself_goes_on(model_class):
     assert gelu == pytest.approx(0.1159, abs=5e-5)
     with torch.no_grad():
         pre, post, same = (
-            _logits(model, ids, Intervention(chosen, torch.tensor([value], dtype=torch.float64), at))
+            _logits(
+                model, ids, Intervention(chosen, torch.tensor([value], dtype=torch.float64), at)
+            )
             for value, at in ((0.2, "pre"), (0.2, "post"), (gelu, "post"))
         )
     assert (pre - post).abs().max() > 1e-6
@@ -186,14 +210,20 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
     table = []
     for layer in range(model.cfg.n_layers):
         for neuron in range(model.cfg.d_mlp):
-            chosen = Intervention({layer: torch.tensor([neuron])}, torch.tensor([50.0], dtype=torch.float64))
+            chosen = Intervention(
+                {layer: torch.tensor([neuron])}, torch.tensor([50.0], dtype=torch.float64)
+            )
             with torch.no_grad():
-                table.append(_logits(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[tokens])
+                table.append(
+                    _logits(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[tokens]
+                )
     table = torch.stack(table)
     for row in range(3):
         best = table[:, row].sort(descending=True, stable=True)
         assert (values[row] - best.values[:4]).abs().max() < 1e-5
-        assert where[row].tolist() == [list(divmod(i, model.cfg.d_mlp)) for i in best.indices[:4].tolist()]
+        assert where[row].tolist() == [
+            list(divmod(i, model.cfg.d_mlp)) for i in best.indices[:4].tolist()
+        ]
     upper = promoters(model, reading, tokens, 4, first_layer=2)[1]
     assert upper[:, :, 0].min() >= 2
     # Stored, it is not computed again; and a table that was left half-way goes on where it was.
@@ -221,12 +251,19 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
 
 def test_models_whose_neurons_cannot_be_set_are_refused(monkeypatch):
     model = load("tiny-gpt2")
-    monkeypatch.setattr(neurons, "neuron_point", lambda model, layer, at="pre": f"blocks.{layer}.mlp.experts.hook_pre")
+    monkeypatch.setattr(
+        neurons,
+        "neuron_point",
+        lambda model, layer, at="pre": f"blocks.{layer}.mlp.experts.hook_pre",
+    )
     with pytest.raises(
-        DeadHookError, match=r"the model has no blocks.3.mlp.experts.hook_pre .* use a model with one MLP"
+        DeadHookError,
+        match=r"the model has no blocks.3.mlp.experts.hook_pre .* use a model with one MLP",
     ):
         assert_neurons_live(model)
-    monkeypatch.setattr(neurons, "neuron_point", lambda model, layer, at="pre": f"blocks.{layer}.attn.hook_pattern")
+    monkeypatch.setattr(
+        neurons, "neuron_point", lambda model, layer, at="pre": f"blocks.{layer}.attn.hook_pattern"
+    )
     monkeypatch.setattr(neurons, "STRONG", 0.0)
 
 
@@ -235,11 +272,14 @@ def freectrl(word_file, **parameters):
 
 
 def test_freectrl_against_its_definition(words_model, word_file):
-    """Every token of two samples: the weight from the text so far, all of it read anew, the rank drawn; recomputed by loops."""
+    """Every token of two samples: the weight from the text so far, all of it read anew, the rank
+    drawn; recomputed by loops."""
     model, task = words_model, load_task("sentiment")
     method = freectrl(word_file, u=1.3, lam=2.0)
     prompts, length = ["The lake", "The last time I saw"], 14
-    made = generate(model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full")
+    made = generate(
+        model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full"
+    )
     kit = ModelKit(model)
     ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(model.W_E.detach().float(), dim=1)
@@ -265,7 +305,9 @@ def test_freectrl_against_its_definition(words_model, word_file):
             chosen = {layer: torch.tensor(sorted(each)) for layer, each in centre.items()}
             whole = torch.tensor([[*branch.ids, *sample.tokens[:t]]])
             with torch.no_grad():
-                logits = _logits(model, whole, Intervention(chosen, torch.tensor([w], dtype=torch.float64)))[:, -1]
+                logits = _logits(
+                    model, whole, Intervention(chosen, torch.tensor([w], dtype=torch.float64))
+                )[:, -1]
             logits[:, model.tokenizer.eos_token_id] = -torch.inf
             order = logits[0].sort(descending=True, stable=True).indices[:25]
             log_weights = torch.full_like(logits, -torch.inf)
@@ -274,7 +316,11 @@ def test_freectrl_against_its_definition(words_model, word_file):
             text.append(token)
     assert min(weights) == OFF
     assert max(weights) > 0.5, "both sides of the threshold were met"
-    parts = made.trace[["prefix", "bos", "prompt", "generated"]].to_array().sum("variable", skipna=False)
+    parts = (
+        made.trace[["prefix", "bos", "prompt", "generated"]]
+        .to_array()
+        .sum("variable", skipna=False)
+    )
     assert np.nanmax(np.abs(parts.to_numpy() - 1)) < 1e-5
     assert made.trace["prompt"].shape[2] == length - 2
 
@@ -285,10 +331,16 @@ class Again(NoControl):
 
 
 def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
-    """A method that asks for it and intervenes nowhere: texts, trace and whole rows are those of cached decoding."""
+    """A method that asks for it and intervenes nowhere: texts, trace and whole rows are those of
+    cached decoding."""
 
     model, task = load(tiny, "float64", model_class), load_task("sentiment")
-    settings = {"length": 26, "samples": 2, "patterns": [(1, 2)], "augmentation": Augmentation(alpha=0.8)}
+    settings = {
+        "length": 26,
+        "samples": 2,
+        "patterns": [(1, 2)],
+        "augmentation": Augmentation(alpha=0.8),
+    }
     cached, anew = (
         generate(model, method, task, "positive", ["The sea", "Once upon"], **settings)
         for method in (NoControl(), Again())
@@ -302,7 +354,9 @@ def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
     sample = anew.samples.iloc[3]
     _, patterns = oracle_logits(model, branch, sample.tokens[:-1], settings["augmentation"])
     last = patterns[1][2, -1]
-    found = anew.trace["pattern"].isel(branch=0, sample=3, pair=0, step=sample.n_tokens - 1).to_numpy()
+    found = (
+        anew.trace["pattern"].isel(branch=0, sample=3, pair=0, step=sample.n_tokens - 1).to_numpy()
+    )
     assert np.abs(found[: len(last)] - last.numpy()).max() < 1e-6
 
 
@@ -323,10 +377,13 @@ def test_freectrl_refuses(words_model, word_file, tmp_path):
         return generate(words_model, method, task, "positive", ["The lake"], length=8, **more)
 
     with pytest.raises(
-        MethodError, match=r"none of 3 words for 'positive' is one token and nearer .* lower --set noise"
+        MethodError,
+        match=r"none of 3 words for 'positive' is one token and nearer .* lower --set noise",
     ):
         generate_one(methods.get("freectrl", words=word_file, noise=1e9))
-    with pytest.raises(AugmentationError, match="freectrl has no prefix for an augmentation to act on"):
+    with pytest.raises(
+        AugmentationError, match="freectrl has no prefix for an augmentation to act on"
+    ):
         generate_one(freectrl(word_file), augmentation=Augmentation(alpha=0.5))
     for text, message in (
         (
@@ -338,12 +395,16 @@ def test_freectrl_refuses(words_model, word_file, tmp_path):
         (tmp_path / "w.json").write_text(json.dumps(text))
         with pytest.raises(MethodError, match=message):
             methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
-    for content, message in (("{", "is not a word list"), ('{"word": {}}', "there is no such field")):
+    for content, message in (
+        ("{", "is not a word list"),
+        ('{"word": {}}', "there is no such field"),
+    ):
         (tmp_path / "w.json").write_text(content)
         with pytest.raises(DataError, match=message):
             methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
     with pytest.raises(
-        DataError, match=r"cannot read nowhere.json; `lapa2 words --task sentiment --data CORPUS --out FILE`"
+        DataError,
+        match=r"cannot read nowhere.json; `lapa2 words --task sentiment --data CORPUS --out FILE`",
     ):
         methods.get("freectrl", words="nowhere.json").branches(task, "positive")
     with pytest.raises(DataError, match="the package has no words for task 'detox'"):
@@ -351,20 +412,29 @@ def test_freectrl_refuses(words_model, word_file, tmp_path):
 
 
 def test_freectrls_keywords(words_model, tmp_path):
-    """One token with a space in front, and nearer to its class; class words come from the task's file."""
+    """One token with a space in front, and nearer to its class; class words come from the task's
+    file."""
     file = tmp_path / "w.json"
-    file.write_text(json.dumps({"words": {"positive": ["great", "unputdownable", "love"], "negative": ["bad"]}}))
+    file.write_text(
+        json.dumps({"words": {"positive": ["great", "unputdownable", "love"], "negative": ["bad"]}})
+    )
     kit, task = ModelKit(words_model), load_task("sentiment")
     unit = torch.nn.functional.normalize(kit.embedding(), dim=1)
     every = methods.get("freectrl", words=str(file), noise=-1e9).keywords(kit, task, unit)
     assert list(every["positive"]) == ["great", "love"]
     assert every["positive"]["great"] == kit.ids(" great")[0]
     names = {c: unit[kit.ids(c)].mean(dim=0) for c in task.attributes}
-    ratios = {word: noise_ratio(names, unit[i], "positive") for word, i in every["positive"].items()}
+    ratios = {
+        word: noise_ratio(names, unit[i], "positive") for word, i in every["positive"].items()
+    }
     between = (max(ratios.values()) + min(ratios.values())) / 2
     own_bad = noise_ratio(names, unit[kit.ids(" bad")[0]], "negative")
-    kept = methods.get("freectrl", words=str(file), noise=min(between, own_bad - 1)).keywords(kit, task, unit)
-    assert set(kept["positive"]) == {word for word, ratio in ratios.items() if ratio > min(between, own_bad - 1)}
+    kept = methods.get("freectrl", words=str(file), noise=min(between, own_bad - 1)).keywords(
+        kit, task, unit
+    )
+    assert set(kept["positive"]) == {
+        word for word, ratio in ratios.items() if ratio > min(between, own_bad - 1)
+    }
     assert {c: load_task("topic").texts("freectrl", c).get("class", c) for c in load_task("topic").attributes} == {
         "world": "politics", "sports": "sports", "business": "business", "science": "technology",
     }  # fmt: skip
@@ -407,10 +477,22 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
 def test_freectrl_says_what_reading_anew_costs(words_model, word_file):
     from lapa2_interp.runs.generate import announcement
 
-    todo = plan(words_model, freectrl(word_file), load_task("sentiment"), "positive", ["The lake"], None, 12, 3, trace="none")
-    # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read 12.
-    assert "every step reads its text anew: 225 tokens through the model, where a cache would need 36" in announcement(
-        words_model, [todo]
+    todo = plan(
+        words_model,
+        freectrl(word_file),
+        load_task("sentiment"),
+        "positive",
+        ["The lake"],
+        None,
+        12,
+        3,
+        trace="none",
+    )
+    # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read
+    # 12.
+    assert (
+        "every step reads its text anew: 225 tokens through the model, where a cache would need 36"
+        in announcement(words_model, [todo])
     )
 
 
@@ -452,7 +534,9 @@ def test_datgs_graphs_and_ranks():
         ranks = pagerank_by_iteration(expected, list(graph.nodes))
         assert dict(nx.pagerank(graph, alpha=0.85, tol=1e-6)) == pytest.approx(ranks, abs=1e-5)
         words = [
-            node for node in sorted(ranks, key=ranks.get, reverse=True) if node in (" great", " movie", " bad", " fun")
+            node
+            for node in sorted(ranks, key=ranks.get, reverse=True)
+            if node in (" great", " movie", " bad", " fun")
         ]
         assert best_nodes(graph, 10) == tuple(words)
         assert best_nodes(graph, 2) == tuple(words[:2])
@@ -461,7 +545,21 @@ def test_datgs_graphs_and_ranks():
 
 
 @pytest.mark.parametrize(
-    "word", ["THE", "\ufffd", "½", " The", "the", "don't", "3rd", " ", "\n", "“quote", "A movie of the", ""]
+    "word",
+    [
+        "THE",
+        "\ufffd",
+        "½",
+        " The",
+        "the",
+        "don't",
+        "3rd",
+        " ",
+        "\n",
+        "“quote",
+        "A movie of the",
+        "",
+    ],
 )
 def test_what_is_no_word_for_datg(word):
     graph = nx.DiGraph()
@@ -487,7 +585,9 @@ def test_datg_boosts_and_avoids():
 def test_datgs_sampler_is_that_of_transformers():
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits = torch.randn(6, 900, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    logits = (
+        torch.randn(6, 900, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    )
     expected = logits
     for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(200), TopPLogitsWarper(0.9)):
         expected = warper(None, expected)
@@ -508,19 +608,32 @@ def test_datg_prepares_once_from_its_drafts():
         "drafts": 2,
     }
     assert found.prefixes == {}
-    behind = methods.get("datg", form="P").prepare(desk, load_task("detox"), "nontoxic", "The sea").prefixes["target"]
+    behind = (
+        methods.get("datg", form="P")
+        .prepare(desk, load_task("detox"), "nontoxic", "The sea")
+        .prefixes["target"]
+    )
     lists = (", ".join(found.known.positive), ", ".join(found.known.negative))
     assert behind == SENTENCE.format(positive=lists[0], negative=lists[1])
     assert behind.startswith("This passage emphasizes themes such as x, ")
     assert behind.endswith(". Given this context,")
-    with pytest.raises(MethodError, match="none of 2 drafts of 'The sea' could be scored by accuracy"):
-        methods.get("datg").prepare(Desk(["", ""], [None, None]), load_task("detox"), "nontoxic", "The sea")
-    with pytest.raises(MethodError, match=r"the 1 drafts of 'The sea' hold no word .*--set drafts=60"):
-        methods.get("datg").prepare(Desk([", 3. 4"], [0.5]), load_task("detox"), "nontoxic", "The sea")
+    with pytest.raises(
+        MethodError, match="none of 2 drafts of 'The sea' could be scored by accuracy"
+    ):
+        methods.get("datg").prepare(
+            Desk(["", ""], [None, None]), load_task("detox"), "nontoxic", "The sea"
+        )
+    with pytest.raises(
+        MethodError, match=r"the 1 drafts of 'The sea' hold no word .*--set drafts=60"
+    ):
+        methods.get("datg").prepare(
+            Desk([", 3. 4"], [0.5]), load_task("detox"), "nontoxic", "The sea"
+        )
 
 
 def test_drafts_are_the_bare_models_and_kept(cache):
-    """DATG's drafts are draws of the raw model under its sampler, by loops; asked again they come from the cache."""
+    """DATG's drafts are draws of the raw model under its sampler, by loops; asked again they come
+    from the cache."""
     from lapa2_interp.methods.datg import Drafting
 
     model = load("tiny-llama", "float64")
@@ -532,38 +645,60 @@ def test_drafts_are_the_bare_models_and_kept(cache):
         tokens, uniform = [], uniforms(DRAFT_SEEDS + 4, "The sea", number, 6)
         while len(tokens) < 6 and not (tokens and tokens[-1] in ends):
             logits = oracle_logits(model, branch, tokens)[0][-1:]
-            tokens.append(int(draw(official(logits), torch.tensor([uniform[len(tokens)]]), top_k=200)[0]))
+            tokens.append(
+                int(draw(official(logits), torch.tensor([uniform[len(tokens)]]), top_k=200)[0])
+            )
         plain = [token for token in tokens if token not in ends]
         assert text == model.tokenizer.decode([*kit.ids("The sea"), *plain])[len("The sea") :]
     (file,) = (cache / "drafts").iterdir()
     file.write_text('["kept"]')
     assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == ["kept"]
-    assert len(kit.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, "another seed is another question"
+    assert len(kit.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, (
+        "another seed is another question"
+    )
 
 
 def test_scores_of_drafts_are_shares_of_the_attribute():
     kit, task = ModelKit(load("tiny-gpt2")), load_task("detox")
     texts = ["I love this wonderful day.", "You stupid idiot, shut up!", "  "]
-    nontoxic, toxic = (kit.shares("accuracy", task, each, "", texts) for each in ("nontoxic", "toxic"))
+    nontoxic, toxic = (
+        kit.shares("accuracy", task, each, "", texts) for each in ("nontoxic", "toxic")
+    )
     assert nontoxic[2] is toxic[2] is None
     assert [a + b for a, b in zip(nontoxic[:2], toxic[:2], strict=True)] == pytest.approx([1, 1])
     assert nontoxic[0] > 0.5 > nontoxic[1]
     assert kit.shares("toxicity", task, "nontoxic", "", texts[:2]) == pytest.approx(nontoxic[:2])
-    with pytest.raises(ScoringError, match="unknown scorer 'judgement'; allowed: accuracy, .*did you mean 'judge'"):
+    with pytest.raises(
+        ScoringError, match="unknown scorer 'judgement'; allowed: accuracy, .*did you mean 'judge'"
+    ):
         kit.shares("judgement", task, "toxic", "", texts)
-    with pytest.raises(ScoringError, match=r"the scorer toxicity tells toxicity, not 'positive'; give another"):
+    with pytest.raises(
+        ScoringError, match=r"the scorer toxicity tells toxicity, not 'positive'; give another"
+    ):
         kit.shares("toxicity", load_task("sentiment"), "positive", "", texts)
 
 
 @pytest.mark.parametrize("form", ["L", "P"])
 def test_datg_generates_with_words_of_its_own(form):
-    """On the embedded classifier, with what it prepared in the manifest; form P has a prefix per prompt, and takes LaPA2."""
+    """On the embedded classifier, with what it prepared in the manifest; form P has a prefix per
+    prompt, and takes LaPA2."""
 
     model, task = load("smollm2-135m"), load_task("sentiment")
     method = methods.for_task("datg", task, form=form, drafts=5, draft_tokens=12)
     arms = (None, Augmentation(alpha=1.0)) if form == "P" else (None,)
     prompts = task.prompts.texts[1:3]
-    run = run_of(model, method, task, ["positive"], prompts, arms, length=14, samples=2, seed=1, trace="pooled")
+    run = run_of(
+        model,
+        method,
+        task,
+        ["positive"],
+        prompts,
+        arms,
+        length=14,
+        samples=2,
+        seed=1,
+        trace="pooled",
+    )
     keys = list(run.plan)
     prepared, trace = run.manifest(keys[0]).prepared["positive"], run.trace(keys[0])
     assert list(prepared) == list(prompts)
@@ -578,7 +713,8 @@ def test_datg_generates_with_words_of_its_own(form):
         l_pre = Layout.of(model.tokenizer, sentence, " " + prompt).l_pre
         assert trace["l_pre"].to_numpy()[0, 2 * number : 2 * number + 2].tolist() == [l_pre] * 2
     plain, boosted = (run.trace(key)["prefix"].to_numpy()[0] for key in keys)
-    # Behind a prefix of dozens of tokens l/l_pre stays near 1, and so does what the bias multiplies.
+    # Behind a prefix of dozens of tokens l/l_pre stays near 1, and so does what the bias
+    # multiplies.
     assert np.nanmean(boosted) > np.nanmean(plain)
     assert np.nanmean(boosted[:, -1]) > np.nanmean(plain[:, -1])
 
@@ -597,7 +733,17 @@ def test_plans_prepare_each_prompt_once():
     model = load("tiny-gpt2")
     kit = ModelKit(model)
     for _ in range(2):
-        todo = plan(model, Counting(), load_task("sentiment"), "positive", ["a b", "c d"], None, 20, 1, kit=kit)
+        todo = plan(
+            model,
+            Counting(),
+            load_task("sentiment"),
+            "positive",
+            ["a b", "c d"],
+            None,
+            20,
+            1,
+            kit=kit,
+        )
     assert CALLS == ["a b"]
     with pytest.raises(MethodError, match="prepares for its prompts; give plan or generate a kit"):
         decoding_plan(model, todo.cell)
@@ -621,14 +767,17 @@ def test_monitor_grows_with_the_text():
     for c in keywords:
         assert torch.allclose(state.nearest[c], whole.nearest[c], rtol=0, atol=1e-14)
         assert torch.allclose(state.latest[c], whole.latest[c], rtol=0, atol=1e-14)
-    assert float(method.intervene(state).value) == pytest.approx(float(method.intervene(whole).value))
+    assert float(method.intervene(state).value) == pytest.approx(
+        float(method.intervene(whole).value)
+    )
 
 
 # --- the cache
 
 
 def test_the_cache_tells_models_apart(cache):
-    """Random models share a description; their weights and vocabularies do not. An edited model is another one."""
+    """Random models share a description; their weights and vocabularies do not. An edited model is
+    another one."""
     import copy
 
     from lapa2_interp.models import fingerprint
@@ -663,7 +812,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("lapa2_interp.kit.cache_folder", lambda: tmp_path / "file")
-    with pytest.raises(ModelError, match=r"cannot write the cache .*file.* set LAPA2_CACHE to a folder that can"):
+    with pytest.raises(
+        ModelError, match=r"cannot write the cache .*file.* set LAPA2_CACHE to a folder that can"
+    ):
         ModelKit(load("tiny-gpt2")).promoters([5, 9], 3)
 
 
@@ -674,7 +825,9 @@ def test_no_text_shares_its_random_numbers_with_a_draft():
     model, task = load("tiny-gpt2"), load_task("detox")
     drafts = ModelKit(model).drafts(Drafting(), "The sea", 5, 12, seed=1)
     method = methods.get("datg", boost=0, avoid=0, drafts=5, draft_tokens=12)
-    made = generate(model, method, task, "nontoxic", ["The sea"], length=12, samples=5, seed=1, eos="stop")
+    made = generate(
+        model, method, task, "nontoxic", ["The sea"], length=12, samples=5, seed=1, eos="stop"
+    )
     assert not set(drafts) & set(made.samples["continuation"])
 
 
@@ -682,11 +835,20 @@ def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):
     from lapa2_interp.errors import LayoutError
 
     model, task = load("tiny-gpt2"), load_task("sentiment")
-    with pytest.raises(LayoutError, match=r"drafts of 999 tokens: .* or draft fewer \(--set draft_tokens"):
-        generate(model, methods.get("datg", draft_tokens=999), task, "positive", ["The sea"], length=20)
-    for scorer, message in (("toxicity", "tells toxicity, not 'positive'"), ("distinct", "describes a set of texts")):
+    with pytest.raises(
+        LayoutError, match=r"drafts of 999 tokens: .* or draft fewer \(--set draft_tokens"
+    ):
+        generate(
+            model, methods.get("datg", draft_tokens=999), task, "positive", ["The sea"], length=20
+        )
+    for scorer, message in (
+        ("toxicity", "tells toxicity, not 'positive'"),
+        ("distinct", "describes a set of texts"),
+    ):
         with pytest.raises(ScoringError, match=message):
-            generate(model, methods.get("datg", scorer=scorer), task, "positive", ["The sea"], length=20)
+            generate(
+                model, methods.get("datg", scorer=scorer), task, "positive", ["The sea"], length=20
+            )
     assert not (cache / "drafts").exists()
 
 

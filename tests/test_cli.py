@@ -1,4 +1,5 @@
-"""The command line as a user meets it: one-line errors with exit code 2, help that teaches, results that load back."""
+"""The command line as a user meets it: one-line errors with exit code 2, help that teaches, results
+that load back."""
 
 import json
 import shlex
@@ -19,7 +20,10 @@ def lapa2(line, *more):
 
 def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     out = tmp_path / "run"
-    line = f"{GENERATE} --prompt 'The sea' --method prefix --task sentiment --alpha 0.5 --samples 4 --seed 1 --patterns 0.1"
+    line = (
+        f"{GENERATE} --prompt 'The sea' --method prefix --task sentiment --alpha 0.5 --samples 4"
+        " --seed 1 --patterns 0.1"
+    )
     assert lapa2(line, "--out", out) == 0
     run = load_run(out).cell()
     assert run.manifest.arms["alpha 0.5 paper"].alpha == 0.5
@@ -40,18 +44,29 @@ def test_generation_from_the_shell_is_reproducible(tmp_path):
 
 
 def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
-    for flags, arm in (("", "alpha 0.5 paper"), ("--alpha 0", "baseline"), ("--method negprompt", "alpha 1 paper")):
+    for flags, arm in (
+        ("", "alpha 0.5 paper"),
+        ("--alpha 0", "baseline"),
+        ("--method negprompt", "alpha 1 paper"),
+    ):
         assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
         assert list(load_run(tmp_path / "run").cell().manifest.arms) == [arm]
 
 
 def test_augmentation_flags_reach_the_manifest(tmp_path):
-    flags = "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase all_queries"
+    flags = (
+        "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase all_queries"
+    )
     flags += " --layers 0,2 --heads 0.1,2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
     (found,) = load_run(tmp_path / "run").cell().manifest.arms.values()
     assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
-    assert (found.law, found.l0, found.length_rule, found.phase) == ("constant", 128, "kv", "all_queries")
+    assert (found.law, found.l0, found.length_rule, found.phase) == (
+        "constant",
+        128,
+        "kv",
+        "all_queries",
+    )
 
 
 def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
@@ -61,7 +76,11 @@ def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
     a, b = (load_run(tmp_path / name).cell().manifest for name in "ab")
     assert (a.parameters["omega"], a.parameters["pro_aug"]) == (140, True)
     assert (b.parameters["omega"], b.parameters["pro_aug"]) == (20, False)
-    assert a.branches["positive"] == {"base": None, "target": "Very positive:", "negative": "Very negative:"}
+    assert a.branches["positive"] == {
+        "base": None,
+        "target": "Very positive:",
+        "negative": "Very negative:",
+    }
 
 
 def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys):
@@ -80,7 +99,10 @@ def test_trace_reads_a_run(tmp_path, capsys):
     capsys.readouterr()
     assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
     printed = capsys.readouterr().out
-    assert "branch prefix (of prefix): attention on its prefix, on BOS and on the released slice" in printed
+    assert (
+        "branch prefix (of prefix): attention on its prefix, on BOS and on the released slice"
+        in printed
+    )
     assert "4 texts" not in printed
     assert "2 texts of 1 prompt an arm; no interval: one prompt tells no spread" in printed
     assert "C/(t+D)" in printed
@@ -123,9 +145,23 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     assert "l_pre 3, l_pro 3, BOS 1, n 3" in printed
     rows = [line.split() for line in printed.splitlines() if line.strip()]
     assert [row[:4] for row in rows if row[0] == "0"][1] == ["0", "6", "0.3466", "1.414"]
-    assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --profile released --steps 2 --json") == 0
+    assert (
+        lapa2(
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --profile released --steps 2"
+            " --json"
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
-    assert [token["boosted"] for token in facts["tokens"]] == [True, True, True, False, False, False, False]
+    assert [token["boosted"] for token in facts["tokens"]] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert [token["part"] for token in facts["tokens"]] == ["bos", *["prefix"] * 3, *["prompt"] * 3]
     assert facts["steps"][0] == {"step": 0, "l": 7, "bias": 0.0}
     assert facts["spans"] == {
@@ -135,12 +171,29 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
         "prompt": [[4, 7]],
         "boosted": [[0, 3]],
     }
-    assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --phase all_queries --steps 2 --json") == 0
+    assert (
+        lapa2(
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --phase all_queries --steps 2"
+            " --json"
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
-    assert [(step["step"], step["l"]) for step in facts["steps"]] == [(-2, 4), (-1, 5), (0, 6), (1, 7)]
+    assert [(step["step"], step["l"]) for step in facts["steps"]] == [
+        (-2, 4),
+        (-1, 5),
+        (0, 6),
+        (1, 7),
+    ]
     assert lapa2("layout --soft 2 --prompt 'The lake' --json") == 0
     facts = json.loads(capsys.readouterr().out)
-    assert [token["part"] for token in facts["tokens"]] == ["prefix", "prefix", "bos", "prompt", "prompt"]
+    assert [token["part"] for token in facts["tokens"]] == [
+        "prefix",
+        "prefix",
+        "bos",
+        "prompt",
+        "prompt",
+    ]
     assert facts["steps"][0]["l"] == 4
     assert lapa2("layout --prefix Ver --prompt 'y good'") == 0
     assert "the token 'Very' crosses the seam" in capsys.readouterr().out
@@ -152,13 +205,19 @@ def test_probe_and_lists(capsys):
     assert "live in all 4 layers" in printed
     assert "largest logit difference" in printed
     assert lapa2("models --json") == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)][:2] == ["smollm2-135m", "tiny-gpt2"]
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)][:2] == [
+        "smollm2-135m",
+        "tiny-gpt2",
+    ]
     for command in ("models", "methods", "tasks"):
         assert lapa2(command) == 0
     printed = capsys.readouterr().out
     assert lapa2("methods rose gedi") == 0
     some = capsys.readouterr().out
-    assert [line for line in some.splitlines() if line and not line.startswith(" ")] == ["rose: ROSE", "gedi: GeDi"]
+    assert [line for line in some.splitlines() if line and not line.startswith(" ")] == [
+        "rose: ROSE",
+        "gedi: GeDi",
+    ]
     for expected in (
         "Very nontoxic:",
         "omega=60.0",
@@ -199,7 +258,10 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --patterns 0.1 --trace none --out OUT", "patterns are part of a trace"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT/deep/er", "HookedTransformerr"),
         ("layout --prompt 'The lake' --steps 0", "--steps must be 1 to 1000000, found 0"),
-        ("layout --prompt 'The lake' --steps 999999999999", "--steps must be 1 to 1000000, found 999999999999"),
+        (
+            "layout --prompt 'The lake' --steps 999999999999",
+            "--steps must be 1 to 1000000, found 999999999999",
+        ),
         (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
         (f"{GENERATE} --prompts nowhere.txt --out OUT", "cannot read prompts"),
         (f"{GENERATE} --dtype float23 --out OUT", "float23"),
@@ -208,13 +270,31 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --set omega=3 --out OUT", "method 'prefix': .*omega"),
         (f"{GENERATE} --layers 0 --heads 3.1 --out OUT", "have nothing in common"),
         (f"{GENERATE} --set omega --out OUT", "not of the form NAME=VALUE"),
-        (f"{GENERATE} --method preadd --task topic --out OUT", "unknown attribute 'positive'; allowed: world"),
+        (
+            f"{GENERATE} --method preadd --task topic --out OUT",
+            "unknown attribute 'positive'; allowed: world",
+        ),
         (f"{GENERATE} --out /proc/nowhere/run", "cannot write"),
-        (f"{GENERATE} --method freectrl --out OUT", "none of 400 words for 'positive' is one token"),
-        (f"{GENERATE} --method freectrl --set words=no.json --out OUT", "cannot read no.json; `lapa2 words"),
-        (f"{GENERATE} --method datg --alpha 0.5 --out OUT", "datg has no prefix for an augmentation to act on"),
-        (f"{GENERATE} --method datg --set scorer=nope --out OUT", "unknown scorer 'nope'; allowed: accuracy"),
-        (f"{GENERATE} --method arithmetic --set formula=base* --out OUT", "formula 'base\\*': invalid syntax"),
+        (
+            f"{GENERATE} --method freectrl --out OUT",
+            "none of 400 words for 'positive' is one token",
+        ),
+        (
+            f"{GENERATE} --method freectrl --set words=no.json --out OUT",
+            "cannot read no.json; `lapa2 words",
+        ),
+        (
+            f"{GENERATE} --method datg --alpha 0.5 --out OUT",
+            "datg has no prefix for an augmentation to act on",
+        ),
+        (
+            f"{GENERATE} --method datg --set scorer=nope --out OUT",
+            "unknown scorer 'nope'; allowed: accuracy",
+        ),
+        (
+            f"{GENERATE} --method arithmetic --set formula=base* --out OUT",
+            "formula 'base\\*': invalid syntax",
+        ),
         ("layout --prompt 'The lake' --prefix ''", "prefix '' tokenises to nothing"),
         ("layout --prompt '' --prefix 'x'", "prompt '' tokenises to nothing"),
         ("layout --prompt 'The lake' --doubled-bos", "doubled_bos"),
@@ -245,7 +325,22 @@ def test_a_finished_run_needs_force(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["", *["models", "layout", "probe", "generate", "trace", "methods", "tasks", "grids", "sweep", "runs", "report"]],
+    [
+        "",
+        *[
+            "models",
+            "layout",
+            "probe",
+            "generate",
+            "trace",
+            "methods",
+            "tasks",
+            "grids",
+            "sweep",
+            "runs",
+            "report",
+        ],
+    ],
 )
 def test_help_teaches(command, capsys):
     assert lapa2(f"{command} --help") == 0
@@ -264,15 +359,23 @@ def test_help_teaches(command, capsys):
 @pytest.mark.alone
 def test_help_and_import_are_quick_and_load_no_torch():
     code = (
-        "import sys, lapa2_interp.cli as cli; cli.main(['--help']); print({'torch', 'transformers'} & set(sys.modules))"
+        "import sys, lapa2_interp.cli as cli; cli.main(['--help']); print({'torch', 'transformers'}"
+        " & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+    )
     assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    program = f"{shlex.quote(sys.executable)} -c 'from lapa2_interp.cli import main; raise SystemExit(main())' tasks"
-    command = f"{{ sleep 0.2; {program}; }} | true; exit ${{PIPESTATUS[0]}}"  # the reader is gone before the first line
+    program = (
+        f"{shlex.quote(sys.executable)} -c 'from lapa2_interp.cli import main; raise"
+        " SystemExit(main())' tasks"
+    )
+    command = (  # the reader is gone before the first line
+        f"{{ sleep 0.2; {program}; }} | true; exit ${{PIPESTATUS[0]}}"
+    )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

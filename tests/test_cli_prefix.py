@@ -10,7 +10,10 @@ from lapa2_interp.cli import main
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.soft_prefix import load_prefix
 
-TRAIN = "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set batch=4 --set lr=0.05"
+TRAIN = (
+    "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set"
+    " batch=4 --set lr=0.05"
+)
 
 
 def lapa2(line, *more):
@@ -25,14 +28,19 @@ def reviews(tmp_path):
     }
     rows = [(f"{a} and {b}", label) for label, found in words.items() for a in found for b in found]
     file = tmp_path / "reviews.jsonl"
-    pd.DataFrame([*rows, ("", "positive")], columns=["text", "label"]).to_json(file, orient="records", lines=True)
+    pd.DataFrame([*rows, ("", "positive")], columns=["text", "label"]).to_json(
+        file, orient="records", lines=True
+    )
     return file
 
 
 @pytest.fixture
 def trained(tmp_path, reviews, capsys):
     out = tmp_path / "set"
-    assert lapa2(f"{TRAIN} --set max_tokens=16 --set check_every=4", "--data", reviews, "--out", out) == 0
+    assert (
+        lapa2(f"{TRAIN} --set max_tokens=16 --set check_every=4", "--data", reviews, "--out", out)
+        == 0
+    )
     return out
 
 
@@ -67,19 +75,29 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
 
 
 def test_a_trained_set_generates(trained, tmp_path):
-    line = "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake' --length 20"
+    line = (
+        "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake'"
+        " --length 20"
+    )
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
     assert lapa2(line, "--out", tmp_path / "hard") == 0
     soft, hard = (load_run(tmp_path / name).cell() for name in ("soft", "hard"))
     assert soft.samples["text"][0] != hard.samples["text"][0]
-    assert soft.manifest.branches["positive"]["prefix"] == load_prefix(trained, "positive").card.name
+    assert (
+        soft.manifest.branches["positive"]["prefix"] == load_prefix(trained, "positive").card.name
+    )
     assert soft.trace.sizes["prefix_token"] == 3
     assert lapa2("trace", tmp_path / "soft") == 0
 
 
 def test_evaluate_rewrites_the_cards(trained, reviews, capsys):
     before = load_prefix(trained, "positive")
-    assert lapa2("prefix evaluate --limit 10 --max-tokens 8 --dtype float32", trained, "--data", reviews) == 0
+    assert (
+        lapa2(
+            "prefix evaluate --limit 10 --max-tokens 8 --dtype float32", trained, "--data", reviews
+        )
+        == 0
+    )
     after = load_prefix(trained, "positive")
     assert after.card.held_out.accuracy_of_set.n == 20
     assert after.card.held_out.max_tokens == 8
@@ -104,7 +122,8 @@ def test_train_resumes_what_was_interrupted(tmp_path, reviews, monkeypatch, caps
     assert lapa2(line, "--data", reviews, "--out", tmp_path / "set") == 0
     assert lapa2(line, "--data", reviews, "--out", tmp_path / "again") == 0
     assert (
-        load_prefix(tmp_path / "set", "negative").card.sha256 == load_prefix(tmp_path / "again", "negative").card.sha256
+        load_prefix(tmp_path / "set", "negative").card.sha256
+        == load_prefix(tmp_path / "again", "negative").card.sha256
     )
 
 
@@ -143,19 +162,31 @@ def test_import_and_lists(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("prefix train --data nothing --out x", "unknown corpus 'nothing'; allowed: imdb, sst2, agnews, or a file"),
+        (
+            "prefix train --data nothing --out x",
+            "unknown corpus 'nothing'; allowed: imdb, sst2, agnews, or a file",
+        ),
         ("prefix train --data x.jsonl --out x --objective mse", "mse"),
         ("prefix train --data x.jsonl --out x --attribute calm", "unknown attribute 'calm'"),
         ("prefix train --data x.jsonl --out x --set lr", "'lr' is not of the form NAME=VALUE"),
-        ("prefix train --data x.jsonl --out x --set start=set", "start 'set' needs the folder of a set"),
+        (
+            "prefix train --data x.jsonl --out x --set start=set",
+            "start 'set' needs the folder of a set",
+        ),
         ("prefix evaluate x --data imdb", "x: no soft prefixes"),
         ("prefixes x", "x holds no soft prefixes"),
     ],
 )
 def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rows = [{"text": f"text {i}", "label": label} for label in ("positive", "negative") for i in range(9)]
-    pd.DataFrame(rows).assign(text=lambda t: t["text"] + t["label"]).to_json("x.jsonl", orient="records", lines=True)
+    rows = [
+        {"text": f"text {i}", "label": label}
+        for label in ("positive", "negative")
+        for i in range(9)
+    ]
+    pd.DataFrame(rows).assign(text=lambda t: t["text"] + t["label"]).to_json(
+        "x.jsonl", orient="records", lines=True
+    )
     assert lapa2(line) == 2
     printed = capsys.readouterr().err
     assert message in printed

@@ -36,7 +36,13 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
     assert lapa2(line, tmp_path / "scores", run_folder) == 0
     printed = capsys.readouterr().out
     table = pd.read_csv(tmp_path / "scores/table.csv")
-    assert set(table["metric"]) == {"accuracy", "perplexity", "distinct-1", "distinct-2", "distinct-3"}
+    assert set(table["metric"]) == {
+        "accuracy",
+        "perplexity",
+        "distinct-1",
+        "distinct-2",
+        "distinct-3",
+    }
     assert set(table["attribute"]) == {"positive", "negative", "all"}
     assert set(table["length"]) == {20, 40}
     assert len(table) == 2 * 3 * 2 * 5
@@ -53,8 +59,8 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
 
 def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "grid.toml").write_text(
-        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 20\ntrace = "none"\n'
-        'method = ["prefix", "air-decoding"]\naugmentation = ["none", "paper"]\n'
+        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 20\ntrace ='
+        ' "none"\nmethod = ["prefix", "air-decoding"]\naugmentation = ["none", "paper"]\n'
     )
     run, out = tmp_path / "run", tmp_path / "scores"
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
@@ -82,7 +88,10 @@ def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatc
     assert (tmp_path / "a/table.csv").read_bytes() == (tmp_path / "b/table.csv").read_bytes()
     assert lapa2("score --scorers perplexity=tiny-llama --out", tmp_path / "b", run_folder) == 2
     assert "is finished; --force replaces it" in capsys.readouterr().err
-    assert lapa2("score --force --scorers perplexity=tiny-llama --out", tmp_path / "b", run_folder) == 0
+    assert (
+        lapa2("score --force --scorers perplexity=tiny-llama --out", tmp_path / "b", run_folder)
+        == 0
+    )
 
 
 def test_the_writer_of_the_texts_is_named(run_folder, tmp_path, capsys):
@@ -109,34 +118,54 @@ def test_halves(run_folder, tmp_path):
 
 def test_a_file_of_texts(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
-    rows = [{"text": "You are a stupid idiot and a fool"}, {"text": "Thank you for the kind help"}, {"text": " "}]
+    rows = [
+        {"text": "You are a stupid idiot and a fool"},
+        {"text": "Thank you for the kind help"},
+        {"text": " "},
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert lapa2("score --scorers toxicity distinct --out", tmp_path / "out", file) == 0
     printed = capsys.readouterr().out
     assert "1 empty text" in printed
     scores = pd.read_parquet(tmp_path / "out/scores.parquet")["value"]
     assert scores[0] > 0.5 > scores[1]
-    assert lapa2("score --scorers accuracy --task sentiment --attribute positive --out", tmp_path / "acc", file) == 0
+    assert (
+        lapa2(
+            "score --scorers accuracy --task sentiment --attribute positive --out",
+            tmp_path / "acc",
+            file,
+        )
+        == 0
+    )
 
 
 def test_a_very_long_text_is_scored(tmp_path):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"text": "a good day and a fine film " * 15_000}) + "\n")
-    line = "score --scorers toxicity perplexity=tiny-gpt2 accuracy distinct --task sentiment --attribute positive --out"
+    line = (
+        "score --scorers toxicity perplexity=tiny-gpt2 accuracy distinct --task sentiment"
+        " --attribute positive --out"
+    )
     assert lapa2(line, tmp_path / "out", file) == 0
     assert len(pd.read_csv(tmp_path / "out/table.csv")) == 3 + 1 + 1 + 3
 
 
 def test_sheets_and_answers(run_folder, tmp_path, capsys):
     assert lapa2("scorers sheets --n 8 --out", tmp_path / "sheets", run_folder) == 0
-    assert "8 texts (4 sentiment prefix baseline, 4 sentiment prefix alpha 1 paper)" in capsys.readouterr().out
+    assert (
+        "8 texts (4 sentiment prefix baseline, 4 sentiment prefix alpha 1 paper)"
+        in capsys.readouterr().out
+    )
     sheet = pd.read_csv(tmp_path / "sheets/sheet.csv")
     files = []
     for number, name in enumerate(("anna", "ben")):
         filled = sheet.assign(relevance=3 + number, fluency=4, topicality=2, annotator=name)
         files.append(tmp_path / f"{name}.csv")
         filled.to_csv(files[-1], index=False)
-    assert lapa2("scorers answers --out", tmp_path / "answers", tmp_path / "sheets/key.csv", *files) == 0
+    assert (
+        lapa2("scorers answers --out", tmp_path / "answers", tmp_path / "sheets/key.csv", *files)
+        == 0
+    )
     table = pd.read_csv(tmp_path / "answers/table.csv")
     assert table[table["metric"] == "relevance"]["mean"].tolist() == [3.5, 3.5]
     assert (tmp_path / "answers/agreement.csv").is_file()
@@ -145,17 +174,31 @@ def test_sheets_and_answers(run_folder, tmp_path, capsys):
 def test_the_lists(capsys):
     assert lapa2("scorers list") == 0
     printed = capsys.readouterr().out
-    for word in ("accuracy", "perplexity", "distinct", "toxicity", "judge", "sentiment", "Spearman"):
+    for word in (
+        "accuracy",
+        "perplexity",
+        "distinct",
+        "toxicity",
+        "judge",
+        "sentiment",
+        "Spearman",
+    ):
         assert word in printed
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--scorers acuracy", "unknown scorer 'acuracy'; allowed: accuracy, .*did you mean 'accuracy'"),
+        (
+            "--scorers acuracy",
+            "unknown scorer 'acuracy'; allowed: accuracy, .*did you mean 'accuracy'",
+        ),
         ("--scorers judge", "the judge needs a model: judge=MODEL"),
         ("--scorers toxicity=perspective", "PERSPECTIVE_API_KEY"),
-        ("--scorers toxicity=somewhere", "name the label of toxic text too, as toxicity=MODEL:LABEL"),
+        (
+            "--scorers toxicity=somewhere",
+            "name the label of toxic text too, as toxicity=MODEL:LABEL",
+        ),
         ("--scorers accuracy", "the embedded classifiers belong to tasks: give --task"),
         ("--scorers accuracy --task sentiment", "has the labels positive, negative, not ''"),
         ("--scorers distinct --lengths 64", "give a run folder"),
@@ -180,7 +223,10 @@ def test_a_column_of_numbers_is_no_text(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": 3}\n')
     assert lapa2("score --scorers distinct --out", tmp_path / "out", file) == 2
-    assert "has no text in column 'text', found '3'; give --column" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "has no text in column 'text', found '3'; give --column"
+        in capsys.readouterr().err.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +248,9 @@ def test_scorer_training_refuses_before_it_reads(settings, message, tmp_path, ca
 def test_a_judge_without_a_key(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     file = tmp_path / "texts.jsonl"
-    file.write_text('{"text": "The lake is fine.", "prompt": "The lake", "attribute": "positive"}\n')
+    file.write_text(
+        '{"text": "The lake is fine.", "prompt": "The lake", "attribute": "positive"}\n'
+    )
     assert lapa2("score --scorers judge=gpt-4o --out", tmp_path / "out", file) == 2
     assert "OPENAI_API_KEY" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
@@ -220,11 +268,21 @@ def test_train_a_scorer_with_weighted_data(tmp_path, capsys):
         table.to_csv(tmp_path / name, index=False)
     line = "scorers train --task sentiment"
     assert (
-        lapa2(line, "--data", f"{tmp_path / 'one.csv'}=3", "--data", tmp_path / "two=3.csv", "--out", tmp_path / "w")
+        lapa2(
+            line,
+            "--data",
+            f"{tmp_path / 'one.csv'}=3",
+            "--data",
+            tmp_path / "two=3.csv",
+            "--out",
+            tmp_path / "w",
+        )
         == 0
     )
     printed = capsys.readouterr().out
     assert "one.csv: 2 positive, 2 negative; weight 3" in printed
-    assert "two=3.csv: 2 positive, 2 negative; weight 1" in printed, "a file of that name is that file"
+    assert "two=3.csv: 2 positive, 2 negative; weight 1" in printed, (
+        "a file of that name is that file"
+    )
     assert lapa2(line, "--data", f"{tmp_path / 'one.csv'}=-1", "--out", tmp_path / "x") == 2
     assert "must be a positive number" in capsys.readouterr().err

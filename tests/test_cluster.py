@@ -45,7 +45,11 @@ def machines():
     """A cluster: a head that only coordinates, and two nodes of one core."""
     from ray.cluster_utils import Cluster as Machines
 
-    quickly = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    quickly = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_failure_threshold": 3,
+    }
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quickly}
     machines = Machines(initialize_head=True, head_node_args=head)
     for _ in range(2):
@@ -72,7 +76,10 @@ def here(grid, tmp_path_factory):
 def assert_equal(run, other):
     for cell in sorted((other / "cells").iterdir()):
         for name in ("samples.parquet", "trace.nc"):
-            assert (run / "cells" / cell.name / name).read_bytes() == (cell / name).read_bytes(), (cell.name, name)
+            assert (run / "cells" / cell.name / name).read_bytes() == (cell / name).read_bytes(), (
+                cell.name,
+                name,
+            )
 
 
 class Held(Cell):
@@ -81,7 +88,10 @@ class Held(Cell):
     mark: ClassVar[str]
 
     def __reduce_ex__(self, protocol):
-        wait = f"__import__('os').path.exists({self.mark!r}) or (open({self.mark!r}, 'w').close(), __import__('time').sleep(30))"
+        wait = (
+            f"__import__('os').path.exists({self.mark!r}) or (open({self.mark!r}, 'w').close(),"
+            " __import__('time').sleep(30))"
+        )
         read = f"__import__('pydantic').TypeAdapter(Cell).validate_json({self.model_dump_json()!r})"
         return eval, (f"[{wait}, {read}][1]", {"Cell": Cell})
 
@@ -99,7 +109,9 @@ class LosesAMachine(Cluster):
             job = replace(job, cell=Held.model_validate(job.cell.model_dump()))
         super().submit(job)
         if self.given == 6:
-            busy = next(seat for seat in self._seats if seat.job and isinstance(seat.job[0].cell, Held))
+            busy = next(
+                seat for seat in self._seats if seat.job and isinstance(seat.job[0].cell, Held)
+            )
             node = next(node for node in self.machines.worker_nodes if node.node_id == busy.node)
             self.machines.remove_node(node, allow_graceful=False)
 
@@ -109,7 +121,9 @@ class LosesAMachine(Cluster):
 
 
 @pytest.mark.alone
-def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(machines, grid, here, tmp_path):
+def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(
+    machines, grid, here, tmp_path
+):
     Held.mark = str(tmp_path / "held")
     engine = LosesAMachine(machines)
     assert engine.slots == 2
@@ -123,15 +137,26 @@ def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(m
 
 
 @pytest.mark.alone
-def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(machines, grid, monkeypatch, tmp_path, capsys):
+def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(
+    machines, grid, monkeypatch, tmp_path, capsys
+):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))  # the workers' too
     remember("cpu", "bfloat16 / float32", (3.0,))
-    half = [Cell.model_validate(cell.model_dump() | {"dtype": "bfloat16"}) for cell in grid.cells[:1]]
-    done = sweep(tmp_path / "run", [replace(grid, cells=(*half, *grid.cells[1:]))], Cluster(address=machines.address))
+    half = [
+        Cell.model_validate(cell.model_dump() | {"dtype": "bfloat16"}) for cell in grid.cells[:1]
+    ]
+    done = sweep(
+        tmp_path / "run",
+        [replace(grid, cells=(*half, *grid.cells[1:]))],
+        Cluster(address=machines.address),
+    )
     assert (done.made, done.failed) == (2, ())
     said = capsys.readouterr().err
     assert (
-        said.count(f"note: on {socket.gethostname()} bfloat16 is slow on this processor: a product takes 3.0 times")
+        said.count(
+            f"note: on {socket.gethostname()} bfloat16 is slow on this processor: a product takes"
+            " 3.0 times"
+        )
         == 1
     )
 
@@ -146,7 +171,9 @@ class Deadly(Cell):
 
 
 @pytest.mark.alone
-def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_workers(machines, grid, monkeypatch):
+def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_workers(
+    machines, grid, monkeypatch
+):
     monkeypatch.setattr(clusters, "ATTEMPTS", 2)
     cell = grid.cells[0]
     with Cluster(address=machines.address) as engine:
@@ -174,7 +201,9 @@ def test_a_cluster_that_is_not_there_is_refused_soon(monkeypatch):
         busy = f"127.0.0.1:{silent.getsockname()[1]}"
         for address, reason in (("127.0.0.1:1", "refused"), (busy, "no answer in 4 s")):
             began = monotonic()
-            with pytest.raises(RunError, match=f"cannot join the Ray cluster at {address} .*{reason}.*ray start"):
+            with pytest.raises(
+                RunError, match=f"cannot join the Ray cluster at {address} .*{reason}.*ray start"
+            ):
                 Cluster(address=address)
             assert monotonic() - began < 8
     for address in ("nonsense", "ray://127.0.0.1:10001", "127.0.0.1:http"):
@@ -196,14 +225,18 @@ class Machines:
 
     def nodes(self):
         gone = {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 9.0}}
-        return [{"NodeID": i, "Alive": True, "Resources": each} for i, each in enumerate(self.resources)] + [gone]
+        return [
+            {"NodeID": i, "Alive": True, "Resources": each} for i, each in enumerate(self.resources)
+        ] + [gone]
 
     def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: 0)
 
     def remote(self, kind):
         actor = SimpleNamespace(place=SimpleNamespace(remote=object))
-        return SimpleNamespace(options=lambda **needs: SimpleNamespace(remote=lambda *settings: actor))
+        return SimpleNamespace(
+            options=lambda **needs: SimpleNamespace(remote=lambda *settings: actor)
+        )
 
     def wait(self, refs, timeout):
         return refs[:1], refs[1:]
@@ -230,7 +263,9 @@ class Machines:
 )
 def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
     monkeypatch.setattr(
-        clusters, "_join", lambda address: Machines({"GPU": 3.0, "CPU": 7.0}, {"GPU": 2.0, "CPU": 8.0}, {"CPU": 1.0})
+        clusters,
+        "_join",
+        lambda address: Machines({"GPU": 3.0, "CPU": 7.0}, {"GPU": 2.0, "CPU": 8.0}, {"CPU": 1.0}),
     )
     assert Cluster(**settings).slots == slots
 
@@ -253,7 +288,9 @@ def test_what_no_machine_can_do_is_refused(monkeypatch, settings, message):
 
 def test_a_machine_with_other_libraries_is_refused(monkeypatch):
     monkeypatch.setattr(clusters, "_join", lambda address: Machines({"CPU": 1.0}))
-    refused = pytest.raises(RunError, match=r"far has torch 1\.13\.0 and this machine \d.*install the same versions")
+    refused = pytest.raises(
+        RunError, match=r"far has torch 1\.13\.0 and this machine \d.*install the same versions"
+    )
     with refused, Cluster() as engine:
         next(engine.wait())
 
@@ -261,7 +298,10 @@ def test_a_machine_with_other_libraries_is_refused(monkeypatch):
 def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
     machines = Machines({"CPU": 1.0})
     monkeypatch.setattr(clusters, "_join", lambda address: machines)
-    with pytest.raises(RunError, match="Ray has ended on this machine.*the same command goes on"), Cluster() as engine:
+    with (
+        pytest.raises(RunError, match="Ray has ended on this machine.*the same command goes on"),
+        Cluster() as engine,
+    ):
         engine.submit(Job(grid.cells[0]))
         machines.resources = ()
         next(engine.wait())
@@ -271,15 +311,25 @@ def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
 
 
 def spread(network, place, folder):
-    """A model as transformers leaves it when its layers are on several devices, the third on `place`."""
+    """A model as transformers leaves it when its layers are on several devices, the third on
+    `place`."""
     from accelerate import dispatch_model
 
-    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    device_map = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
     device_map |= {f"model.layers.{i}": place if i == 2 else "cpu" for i in range(4)}
-    return dispatch_model(network, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
+    return dispatch_model(
+        network, device_map, main_device="cpu", offload_dir=folder, force_hooks=True
+    )
 
 
-PLACES = ["cpu"] if HAS_HOOKED else ["cpu", "disk"]  # transformer-lens 3.9 refuses weights on the disk
+PLACES = (
+    ["cpu"] if HAS_HOOKED else ["cpu", "disk"]
+)  # transformer-lens 3.9 refuses weights on the disk
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -287,10 +337,15 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_pa
     network, tokenizer, _ = models.load_transformers("tiny-llama")
     network = spread(network, place, str(tmp_path))
     assert hasattr(network.model.layers[2], "_hf_hook")
-    assert next(network.model.layers[2].parameters()).device.type == ("meta" if place == "disk" else "cpu")
+    assert next(network.model.layers[2].parameters()).device.type == (
+        "meta" if place == "disk" else "cpu"
+    )
     task = load_task("sentiment")
     made = []
-    for model in (models._bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(), load("tiny-llama")):
+    for model in (
+        models._bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(),
+        load("tiny-llama"),
+    ):
         model.cfg.default_prepend_bos = True
         method, rule = for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)

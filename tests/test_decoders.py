@@ -1,4 +1,5 @@
-"""ROSE, DExperts, GeDi, RSA-Control and Model Arithmetic against their formulas in plain Python; reductions; bad input."""
+"""ROSE, DExperts, GeDi, RSA-Control and Model Arithmetic against their formulas in plain Python;
+reductions; bad input."""
 
 import math
 
@@ -28,7 +29,10 @@ def test_rose(classes, strength):
     steps = distributions(*classes)
     for p, found in zip(steps, run(methods.get("rose", strength=strength), steps), strict=True):
         for sample in range(2):
-            z = [math.log(p["target"][sample][x]) - strength * mean_log(p, classes, sample, x) for x in range(5)]
+            z = [
+                math.log(p["target"][sample][x]) - strength * mean_log(p, classes, sample, x)
+                for x in range(5)
+            ]
             assert found[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
 
 
@@ -36,7 +40,9 @@ def test_rose(classes, strength):
 @pytest.mark.parametrize("top_p", [0.6, 0.9, 1.0])
 def test_dexperts(classes, top_p):
     steps = distributions("base", *classes)
-    for p, found in zip(steps, run(methods.get("dexperts", strength=3.2, top_p=top_p), steps), strict=True):
+    for p, found in zip(
+        steps, run(methods.get("dexperts", strength=3.2, top_p=top_p), steps), strict=True
+    ):
         for sample in range(2):
             held, kept = 0.0, []
             for x in sorted(range(5), key=lambda x: -p["base"][sample][x]):
@@ -51,7 +57,8 @@ def test_dexperts(classes, top_p):
 
 
 def test_dexperts_by_hand():
-    """Base (.5, .3, .2), top-p .7 keeps two; expert over anti-expert 2 and 1/2, strength 1: weights 1, .15."""
+    """Base (.5, .3, .2), top-p .7 keeps two; expert over anti-expert 2 and 1/2, strength 1: weights
+    1, .15."""
     p = {"base": [[0.5, 0.3, 0.2]], "target": [[0.4, 0.2, 0.4]], "other": [[0.2, 0.4, 0.4]]}
     found = normalised(methods.get("dexperts", strength=1, top_p=0.7).combine(as_logs(p), None))[0]
     assert found == pytest.approx([1 / 1.15, 0.15 / 1.15, 0])
@@ -62,7 +69,9 @@ def test_dexperts_by_hand():
 def test_nucleus_is_that_of_transformers(top_p, top_k):
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    logits = (
+        torch.randn(8, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    )
     expected = logits if top_k is None else TopKLogitsWarper(top_k)(None, logits)
     expected = TopPLogitsWarper(top_p)(None, expected)
     assert torch.equal(nucleus(logits, top_p, top_k), expected)
@@ -96,11 +105,14 @@ def gedi_by_loops(p, classes, history, n, written, *, omega, filter_p, target_p,
 )
 @pytest.mark.parametrize("with_prompt", [False, True])
 def test_gedi_over_three_steps(classes, parameters, with_prompt):
-    """The discriminator remembers prompt and text; what was generated, twice where twice, is divided down."""
+    """The discriminator remembers prompt and text; what was generated, twice where twice, is
+    divided down."""
     steps = distributions("base", *classes)
     method = methods.get("gedi", logit_scale=1.7, **parameters)
     before = {c: [-3.0 - i, -5.0 + i] for i, c in enumerate(classes)}
-    start = {"base": torch.zeros(2)} | {c: torch.tensor(each, dtype=torch.float64) for c, each in before.items()}
+    start = {"base": torch.zeros(2)} | {
+        c: torch.tensor(each, dtype=torch.float64) for c, each in before.items()
+    }
     state = method.begin(Start([], start if with_prompt else None, torch.tensor([4, 2])))
     tokens, dropped = [3, 3, 1], set()
     for t, p in enumerate(steps):
@@ -114,7 +126,9 @@ def test_gedi_over_three_steps(classes, parameters, with_prompt):
             }
             n = (4, 2)[sample] * with_prompt + t + 1
             one = {name: each[sample] for name, each in p.items()}
-            expected, left_out = gedi_by_loops(one, classes, history, n, tokens[:t], scale=1.7, **parameters)
+            expected, left_out = gedi_by_loops(
+                one, classes, history, n, tokens[:t], scale=1.7, **parameters
+            )
             assert found[sample] == pytest.approx(expected, abs=1e-9)
             dropped |= left_out
         state = method.advance(state, log_probs, torch.full((2,), tokens[t]))
@@ -122,8 +136,11 @@ def test_gedi_over_three_steps(classes, parameters, with_prompt):
 
 
 def test_gedi_by_hand():
-    """One class twice as likely: d = ln 2/3 and ln 1/3; base even, omega 1: 2 to 1; the first token was written: 10 / 1.2."""
-    log_probs = as_logs({"base": [[0.5, 0.5]], "target": [[2 / 3, 1 / 3]], "other": [[1 / 3, 2 / 3]]})
+    """One class twice as likely: d = ln 2/3 and ln 1/3; base even, omega 1: 2 to 1; the first token
+    was written: 10 / 1.2."""
+    log_probs = as_logs(
+        {"base": [[0.5, 0.5]], "target": [[2 / 3, 1 / 3]], "other": [[1 / 3, 2 / 3]]}
+    )
     method = methods.get("gedi", omega=1, filter_p=0)
     z = method.combine(log_probs, None)[0]
     assert z.tolist() == pytest.approx([10, 10 - math.log(2)])
@@ -136,7 +153,10 @@ def test_gedi_by_hand():
 
 
 def rsa_by_loops(p, classes, prior, rationality, adjustment, top):
-    listener = {c: [p[c][x] * prior[c] / sum(p[j][x] * prior[j] for j in classes) for x in range(5)] for c in classes}
+    listener = {
+        c: [p[c][x] * prior[c] / sum(p[j][x] * prior[j] for j in classes) for x in range(5)]
+        for c in classes
+    }
     mass = listener["target"]
     speaker = [p["base"][x] * mass[x] ** rationality for x in range(5)]
     by_speaker, by_base = (
@@ -147,7 +167,11 @@ def rsa_by_loops(p, classes, prior, rationality, adjustment, top):
         return (sum(w[x] for x in by_speaker) / top) / (sum(w[x] for x in by_base) / top)
 
     r = min(gain(p["base"]) / gain(mass), 1)
-    return unit([p["base"][x] * mass[x] ** (rationality + adjustment * r) for x in range(5)]), listener, r
+    return (
+        unit([p["base"][x] * mass[x] ** (rationality + adjustment * r) for x in range(5)]),
+        listener,
+        r,
+    )
 
 
 @pytest.mark.parametrize("classes", CLASSES)
@@ -155,7 +179,9 @@ def rsa_by_loops(p, classes, prior, rationality, adjustment, top):
 def test_rsa_control_over_three_steps(classes, rationality, adjustment):
     steps = distributions("base", *classes)
     method = methods.get("rsa-control", rationality=rationality, adjustment=adjustment, top=2)
-    likelihood = {c: torch.tensor([-1.0 - i, -4.0 + i], dtype=torch.float64) for i, c in enumerate(classes)}
+    likelihood = {
+        c: torch.tensor([-1.0 - i, -4.0 + i], dtype=torch.float64) for i, c in enumerate(classes)
+    }
     state = method.begin(Start([], {"base": torch.zeros(2)} | likelihood, torch.tensor([4, 2])))
     seen = []
     for sample in range(2):
@@ -167,7 +193,9 @@ def test_rsa_control_over_three_steps(classes, rationality, adjustment):
         found = normalised(method.combine(log_probs, state))
         for sample in range(2):
             one = {name: each[sample] for name, each in p.items()}
-            expected, listener, r = rsa_by_loops(one, classes, seen[sample], rationality, adjustment, 2)
+            expected, listener, r = rsa_by_loops(
+                one, classes, seen[sample], rationality, adjustment, 2
+            )
             assert found[sample] == pytest.approx(expected, abs=1e-9)
             seen[sample] = {c: listener[c][TOKENS[t]] for c in classes}
             ratios.append(r)
@@ -176,14 +204,20 @@ def test_rsa_control_over_three_steps(classes, rationality, adjustment):
 
 
 def test_gedi_always_keeps_the_most_desirable_token():
-    """At filter_p = 1 the mass may end just below 1; without a survivor every token would weigh the same."""
+    """At filter_p = 1 the mass may end just below 1; without a survivor every token would weigh the
+    same."""
     rng = torch.Generator().manual_seed(0)
     for _ in range(20):
-        logs = {name: torch.randn(1, 5000, generator=rng).log_softmax(1) for name in ("base", "target", "other")}
+        logs = {
+            name: torch.randn(1, 5000, generator=rng).log_softmax(1)
+            for name in ("base", "target", "other")
+        }
         z = methods.get("gedi", filter_p=1, target_p=0.99, omega=1).combine(logs, None)
         d = logs["target"] - logs["other"]
         assert (z == z.max()).sum() == 1
-        assert z.argmax() in d.topk(5).indices, "in float32 the best log P(target) round to the same"
+        assert z.argmax() in d.topk(5).indices, (
+            "in float32 the best log P(target) round to the same"
+        )
 
 
 def test_rose_keeps_impossible_tokens_impossible():
@@ -204,24 +238,43 @@ def test_rsa_controls_prior_is_uniform_at_first():
 
 
 def arithmetic(formula, **branches):
-    return normalised(methods.get("arithmetic", formula=formula).combine(as_logs(branches), None))[0]
+    return normalised(methods.get("arithmetic", formula=formula).combine(as_logs(branches), None))[
+        0
+    ]
 
 
 def test_arithmetic():
     base, target, other = [[0.5, 0.3, 0.2]], [[0.2, 0.2, 0.6]], [[0.1, 0.8, 0.1]]
     p, q, r = (np.array(each[0]) for each in (base, target, other))
     assert arithmetic("base", base=base) == pytest.approx(p)
-    assert arithmetic("base + 1.5 * (target - base)", base=base, target=target) == pytest.approx(unit(q**1.5 / p**0.5))
-    assert arithmetic("(base + target) / 2", base=base, target=target) == pytest.approx(unit(np.sqrt(p * q)))
-    assert arithmetic("2 * base + target", base=base, target=target) == pytest.approx(unit((p * p * q) ** (1 / 3)))
-    assert arithmetic("base - negative", base=base, negative=other) == pytest.approx(unit(p / r)), "weight 0: as it is"
-    exact = arithmetic("0.6 * target + 0.3 * base - 0.9 * negative", base=base, target=target, negative=other)
-    assert exact == pytest.approx(unit(q**0.6 * p**0.3 / r**0.9)), "weight 0 but for rounding: as it is"
+    assert arithmetic("base + 1.5 * (target - base)", base=base, target=target) == pytest.approx(
+        unit(q**1.5 / p**0.5)
+    )
+    assert arithmetic("(base + target) / 2", base=base, target=target) == pytest.approx(
+        unit(np.sqrt(p * q))
+    )
+    assert arithmetic("2 * base + target", base=base, target=target) == pytest.approx(
+        unit((p * p * q) ** (1 / 3))
+    )
+    assert arithmetic("base - negative", base=base, negative=other) == pytest.approx(unit(p / r)), (
+        "weight 0: as it is"
+    )
+    exact = arithmetic(
+        "0.6 * target + 0.3 * base - 0.9 * negative", base=base, target=target, negative=other
+    )
+    assert exact == pytest.approx(unit(q**0.6 * p**0.3 / r**0.9)), (
+        "weight 0 but for rounding: as it is"
+    )
     # The larger of the two decides the token, and its weight divides it.
     union = arithmetic("union(target, 0.5 * negative)", target=target, negative=other)
-    values = [math.log(a) if math.log(a) >= 0.5 * math.log(b) else math.log(b) for a, b in zip(q, r, strict=True)]
+    values = [
+        math.log(a) if math.log(a) >= 0.5 * math.log(b) else math.log(b)
+        for a, b in zip(q, r, strict=True)
+    ]
     assert union == pytest.approx(unit(np.exp(values)))
-    both = arithmetic("base - 0.5 * union(target, negative, base)", base=base, target=target, negative=other)
+    both = arithmetic(
+        "base - 0.5 * union(target, negative, base)", base=base, target=target, negative=other
+    )
     assert both == pytest.approx(unit((p / np.maximum(np.maximum(p, q), r) ** 0.5) ** 2))
     least = arithmetic("intersection(base, target)", base=base, target=target)
     assert least == pytest.approx(unit(np.minimum(p, q)))
@@ -244,7 +297,9 @@ def test_arithmetics_branches(tmp_path):
     topic = load_task("topic")
     names = [branch.name for branch in methods.get("arithmetic").branches(topic, "sports")]
     assert names == ["target", "world", "business", "science"]
-    some = methods.get("arithmetic", formula="target + base - world - 0.1 * opponents").branches(topic, "sports")
+    some = methods.get("arithmetic", formula="target + base - world - 0.1 * opponents").branches(
+        topic, "sports"
+    )
     assert [branch.name for branch in some] == ["target", "base", "world", "business", "science"]
     (tmp_path / "mood.toml").write_text(
         '[attributes.calm]\nprefix = "Very calm:"\n[prompts]\ntexts = ["The sea"]\n'
@@ -253,10 +308,13 @@ def test_arithmetics_branches(tmp_path):
     mood = load_task(str(tmp_path / "mood.toml"))
     (base, slow) = methods.get("arithmetic", formula="base + slow").branches(mood, "calm")
     assert (base.prefix, slow.prefix, slow.join) == (None, "A slow text.", "\n")
-    with pytest.raises(MethodError, match="'calm' has no opponents on task 'mood' that the formula"):
+    with pytest.raises(
+        MethodError, match="'calm' has no opponents on task 'mood' that the formula"
+    ):
         methods.get("arithmetic").branches(mood, "calm")
     with pytest.raises(
-        MethodError, match="unknown name 'slw'; allowed: base, target, slow, opponents; did you mean 'slow'"
+        MethodError,
+        match="unknown name 'slw'; allowed: base, target, slow, opponents; did you mean 'slow'",
     ):
         methods.get("arithmetic", formula="base + slw").branches(mood, "calm")
 
@@ -306,8 +364,14 @@ def test_zero_strength_is_the_base():
 @pytest.mark.parametrize("name", ["dexperts", "gedi", "rsa-control"])
 def test_equal_classes_are_the_base(name):
     """Branches that agree say nothing about the attribute."""
-    steps = [{"base": p["base"], "target": p["a"], "other": p["a"]} for p in distributions("base", "a")]
-    parameters = {"dexperts": {"top_p": 1}, "gedi": {"filter_p": 0, "repetition": 1}, "rsa-control": {}}[name]
+    steps = [
+        {"base": p["base"], "target": p["a"], "other": p["a"]} for p in distributions("base", "a")
+    ]
+    parameters = {
+        "dexperts": {"top_p": 1},
+        "gedi": {"filter_p": 0, "repetition": 1},
+        "rsa-control": {},
+    }[name]
     found = run(methods.get(name, **parameters), steps)
     assert np.abs(np.array(found) - np.array([p["base"] for p in steps])).max() < 1e-9
 
@@ -318,7 +382,9 @@ def test_extreme_log_probabilities_give_numbers_and_a_draw(name, dtype):
     from test_methods import every_extreme
 
     every_extreme(
-        methods.get(name), [branch.name for branch in methods.get(name).branches(load_task("detox"), "toxic")], dtype
+        methods.get(name),
+        [branch.name for branch in methods.get(name).branches(load_task("detox"), "toxic")],
+        dtype,
     )
 
 
@@ -330,7 +396,9 @@ def test_stacked_samples_equal_single_ones(name):
     together = np.array(run(methods.get(name), steps))
     for sample in range(2):
         alone = [{c: each[[sample, sample]] for c, each in p.items()} for p in steps]
-        assert np.allclose(np.array(run(methods.get(name), alone))[:, 0], together[:, sample], rtol=1e-12, atol=0)
+        assert np.allclose(
+            np.array(run(methods.get(name), alone))[:, 0], together[:, sample], rtol=1e-12, atol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -339,13 +407,19 @@ def test_stacked_samples_equal_single_ones(name):
         ("rose", {"base": (1, 4)}, "needs the branches target and 1 more; found base"),
         ("gedi", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
         ("rsa-control", {"target": (1, 4)}, "needs the branches base, target and 1 more"),
-        ("dexperts", {"base": (1, 4), "target": (1, 4), "b": (2, 4)}, r"\[sample, vocab\] of one shape"),
+        (
+            "dexperts",
+            {"base": (1, 4), "target": (1, 4), "b": (2, 4)},
+            r"\[sample, vocab\] of one shape",
+        ),
         ("arithmetic", {"base": (1, 4)}, "needs the branches target, opponents; found base"),
     ],
 )
 def test_log_probs_of_the_wrong_form(name, log_probs, message):
     with pytest.raises(MethodError, match=message):
-        methods.get(name).combine({branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None)
+        methods.get(name).combine(
+            {branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None
+        )
 
 
 def test_the_prompts_log_likelihood(tiny, model_class):
@@ -361,7 +435,9 @@ def test_the_prompts_log_likelihood(tiny, model_class):
     given = [None, None, None, prefix]
     with torch.no_grad():
         keep = 1 + max(each.l_pro for each in rows)
-        found = prompt_log_likelihood(open_rows(model).prompt_pass(left_pad(rows), given, keep), rows)
+        found = prompt_log_likelihood(
+            open_rows(model).prompt_pass(left_pad(rows), given, keep), rows
+        )
         for row, (each, soft) in enumerate(zip(rows, given, strict=True)):
             state = open_rows(model)
             first = len(each.ids) - each.l_pro
@@ -369,7 +445,10 @@ def test_the_prompts_log_likelihood(tiny, model_class):
             logits = [state.prompt_pass([shorter], [soft])[:, -1]]
             state.expand(torch.tensor([0]), capacity=len(each))
             logits += [state.read(torch.tensor([[token]])) for token in each.ids[first:-1]]
-            expected = sum(float(z.log_softmax(1)[0, token]) for z, token in zip(logits, each.ids[first:], strict=True))
+            expected = sum(
+                float(z.log_softmax(1)[0, token])
+                for z, token in zip(logits, each.ids[first:], strict=True)
+            )
             assert float(found[row]) == pytest.approx(expected, abs=1e-8)
 
 
@@ -382,24 +461,45 @@ def layout_of(each, n):
 
 @pytest.mark.parametrize("name", ["gedi", "rsa-control"])
 def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
-    """What `begin` sees at the start of a run, sample by sample, is the prompt's own log-likelihood."""
+    """What `begin` sees at the start of a run, sample by sample, is the prompt's own
+    log-likelihood."""
     model, task = load("tiny-llama", "float64"), load_task("sentiment")
     method, seen = methods.get(name), []
     monkeypatch.setattr(type(method), "begin", lambda self, start: seen.append(start))
-    generate(model, method, task, "negative", ["The sea", "A horse of the lake"], length=30, samples=2, trace="none")
+    generate(
+        model,
+        method,
+        task,
+        "negative",
+        ["The sea", "A horse of the lake"],
+        length=30,
+        samples=2,
+        trace="none",
+    )
     before, start = seen
     assert before.log_likelihood is None
     assert list(start.log_likelihood) == ["base", "target", "positive"]
     assert start.n_prompt.tolist() == [7, 7, 19, 19]
-    for branch, text in (("base", None), ("target", "Very negative:"), ("positive", "Very positive:")):
-        rows = [Layout.of(model.tokenizer, text, prompt) for prompt in ("The sea", "A horse of the lake")]
+    for branch, text in (
+        ("base", None),
+        ("target", "Very negative:"),
+        ("positive", "Very positive:"),
+    ):
+        rows = [
+            Layout.of(model.tokenizer, text, prompt)
+            for prompt in ("The sea", "A horse of the lake")
+        ]
         with torch.no_grad():
             alone = [
-                prompt_log_likelihood(open_rows(model).prompt_pass([row], None, row.l_pro + 1), [row])[0]
+                prompt_log_likelihood(
+                    open_rows(model).prompt_pass([row], None, row.l_pro + 1), [row]
+                )[0]
                 for row in rows
             ]
         expected = [alone[0], alone[0], alone[1], alone[1]]
-        assert start.log_likelihood[branch].tolist() == pytest.approx([float(each) for each in expected], abs=1e-9)
+        assert start.log_likelihood[branch].tolist() == pytest.approx(
+            [float(each) for each in expected], abs=1e-9
+        )
 
 
 CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
@@ -408,7 +508,12 @@ CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
 @pytest.mark.parametrize(
     ("name", "task", "attribute", "model", "length"),
     real_once(
-        [(name, *cell) for name in ("rose", "rsa-control", "gedi", "dexperts", "arithmetic") for cell in CELLS], 12
+        [
+            (name, *cell)
+            for name in ("rose", "rsa-control", "gedi", "dexperts", "arithmetic")
+            for cell in CELLS
+        ],
+        12,
     ),
 )
 def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, model, length):
@@ -420,5 +525,7 @@ def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, m
         made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
         texts[alpha] = made.samples["text"].tolist()
         assert made.samples["finish"].tolist() == ["length"] * 2
-        assert made.trace["branch"].values.tolist() == [branch.name for branch in method.branches(task, attribute)]
+        assert made.trace["branch"].values.tolist() == [
+            branch.name for branch in method.branches(task, attribute)
+        ]
     assert texts[0.0] != texts[method.alpha]

@@ -1,4 +1,5 @@
-"""The decode loop against full recomputation, against transformers, and against itself in other batches."""
+"""The decode loop against full recomputation, against transformers, and against itself in other
+batches."""
 
 import dataclasses
 
@@ -24,7 +25,12 @@ PREFIX = methods.get("prefix")
 
 
 def made(
-    model, prompts=("The lake", "Once upon a time"), attribute="positive", task=SENTIMENT, method=PREFIX, **settings
+    model,
+    prompts=("The lake", "Once upon a time"),
+    attribute="positive",
+    task=SENTIMENT,
+    method=PREFIX,
+    **settings,
 ):
     return generate(model, method, task, attribute, list(prompts), **({"length": 30} | settings))
 
@@ -33,7 +39,8 @@ def made(
 @pytest.mark.parametrize("profile", ["paper", "released"])
 @pytest.mark.parametrize("law", ["log", "linear"])
 def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, profile, law):
-    """Row-wise l, left padding, rows of different prefix lengths, one row without a prefix and one without a bias."""
+    """Row-wise l, left padding, rows of different prefix lengths, one row without a prefix and one
+    without a bias."""
     model = load(tiny, "float64", model_class)
     rows = left_pad(
         [
@@ -62,7 +69,9 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, pro
 
 def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
     model = load(tiny, "float64", model_class)
-    rows = left_pad([Layout.of(model.tokenizer, "ab cd:", "efg hi"), Layout.of(model.tokenizer, "a:", "b")])
+    rows = left_pad(
+        [Layout.of(model.tokenizer, "ab cd:", "efg hi"), Layout.of(model.tokenizer, "a:", "b")]
+    )
     augmentation = Augmentation(alpha=0.7, phase="all_queries")
     state = open_rows(model)
     with torch.no_grad(), augmented(model, augmentation, rows):
@@ -75,7 +84,8 @@ def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
 
 
 def test_generated_tokens_are_draws_from_the_recomputed_distribution(tiny, model_class):
-    """The loop's own tokens, fed to the oracle, are what the sampler draws from the oracle's logits."""
+    """The loop's own tokens, fed to the oracle, are what the sampler draws from the oracle's
+    logits."""
     from lapa2_interp.decoding.sampling import draw, uniforms
 
     model = load(tiny, "float32", model_class)
@@ -93,7 +103,13 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
     model = load(name)
     network, _, _ = load_transformers(name)
     for augmentation in (None, Augmentation(alpha=0)):
-        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=22 if name in TINY else 10)
+        found = made(
+            model,
+            ["The lake"],
+            augmentation=augmentation,
+            top_k=1,
+            length=22 if name in TINY else 10,
+        )
         ids = Layout.of(model.tokenizer, "Very positive:", "The lake").tensor
         for token in found.samples["tokens"][0]:
             with torch.no_grad():
@@ -101,14 +117,18 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
-@pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")])
+@pytest.mark.parametrize(
+    "augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
+)
 def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
     model = load(tiny, "float32", model_class)
     settings = {"augmentation": augmentation, "seed": 3, "trace": "none"}
     together = made(model, samples=8, **settings).samples
     first = made(model, samples=1, **settings).samples
     alone = made(model, ["Once upon a time"], samples=8, max_rows=1, **settings).samples
-    backwards = made(model, ["Once upon a time", "The lake"], samples=8, max_rows=5, **settings).samples
+    backwards = made(
+        model, ["Once upon a time", "The lake"], samples=8, max_rows=5, **settings
+    ).samples
     key = together.set_index(["prompt", "sample"])["text"]
     assert len(key) == 16
     for other in (first, alone, backwards):
@@ -120,7 +140,10 @@ def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
 
 def test_a_short_text_begins_the_long_one():
     model = load("tiny-llama")
-    long, short = (made(model, length=length, augmentation=Augmentation(alpha=1)).samples for length in (60, 25))
+    long, short = (
+        made(model, length=length, augmentation=Augmentation(alpha=1)).samples
+        for length in (60, 25)
+    )
     for a, b in zip(long["tokens"], short["tokens"], strict=True):
         assert a[: len(b)] == b
 
@@ -137,7 +160,11 @@ def test_baseline_and_lapa2_share_their_random_numbers():
 
 def test_attribute_and_seed_change_the_text():
     model = load("tiny-gpt2")
-    texts = {tuple(made(model, attribute=a, seed=s).samples["text"]) for a in ("positive", "negative") for s in (1, 2)}
+    texts = {
+        tuple(made(model, attribute=a, seed=s).samples["text"])
+        for a in ("positive", "negative")
+        for s in (1, 2)
+    }
     assert len(texts) == 4
 
 
@@ -147,7 +174,9 @@ def test_length_counts_the_prompt_where_the_task_says_so():
     assert sentiment["n_tokens"] == 30 - len("The lake")  # one token per byte
     assert sentiment["text"].startswith("The lake")
     assert sentiment["text"] == "The lake" + sentiment["continuation"]
-    detox = made(model, ["The lake"], task=load_task("detox"), attribute="nontoxic", length=30).samples.iloc[0]
+    detox = made(
+        model, ["The lake"], task=load_task("detox"), attribute="nontoxic", length=30
+    ).samples.iloc[0]
     assert detox["n_tokens"] == 30
     assert detox["text"] == detox["continuation"]
 
@@ -176,7 +205,9 @@ class Ends(type(PREFIX)):
 def test_end_token_policies():
     model = load("tiny-gpt2")
     assert text_markers(model.tokenizer).ends == (0,)
-    kept, stopped, blocked = (made(model, method=Ends(), eos=eos) for eos in ("keep", "stop", "block"))
+    kept, stopped, blocked = (
+        made(model, method=Ends(), eos=eos) for eos in ("keep", "stop", "block")
+    )
     for sample in kept.samples.itertuples():
         assert sample.tokens[2] == 0
         assert sample.finish == "length"
@@ -209,7 +240,8 @@ def test_rows_of_a_batch_are_bounded_by_their_cache():
 
 
 def test_prompts_share_a_batch_only_where_the_context_holds_both():
-    """A short prompt has more steps than a long one; together they must not run past the last position."""
+    """A short prompt has more steps than a long one; together they must not run past the last
+    position."""
     model = load("tiny-gpt2")
     prompts = ["The lake", "a" * 180, "The sea"]
     todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 230, 1)
@@ -225,7 +257,12 @@ def test_traces_of_different_prefix_lengths_join():
     detox = load_task("detox")
     settings = {"length": 6, "samples": 1, "seed": 1, "patterns": [(0, 1)], "max_rows": 1}
     run = run_of(
-        load("tiny-llama"), PREFIX, detox, ["nontoxic", "toxic"], ["The lake", "The blue lake"], **settings
+        load("tiny-llama"),
+        PREFIX,
+        detox,
+        ["nontoxic", "toxic"],
+        ["The lake", "The blue lake"],
+        **settings,
     )
     cells = [run.cell(key) for key in run.plan]
     texts = pd.concat([each.samples for each in cells], ignore_index=True)
@@ -264,7 +301,9 @@ def test_every_branch_sees_the_same_tokens():
     found = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
     assert found.trace["branch"].values.tolist() == ["base", "prefix"]
     for sample in found.samples.itertuples():
-        base, _ = oracle_logits(model, Layout.of(model.tokenizer, None, sample.prompt), sample.tokens[:-1])
+        base, _ = oracle_logits(
+            model, Layout.of(model.tokenizer, None, sample.prompt), sample.tokens[:-1]
+        )
         with_prefix = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         steered, _ = oracle_logits(model, with_prefix, sample.tokens[:-1], Augmentation(alpha=1))
         assert (base.log_softmax(1) + steered.log_softmax(1)).argmax(1).tolist() == sample.tokens
@@ -280,9 +319,17 @@ def test_every_branch_sees_the_same_tokens():
         ({"top_k": 0}, Lapa2Error, "top_k must be at least 1"),
         ({"prompts": ("The lake", "The lake")}, LayoutError, "given twice"),
         ({"prompts": ("",)}, LayoutError, "tokenises to nothing"),
-        ({"attribute": "joyful"}, TaskError, "unknown attribute 'joyful'; allowed: positive, negative"),
+        (
+            {"attribute": "joyful"},
+            TaskError,
+            "unknown attribute 'joyful'; allowed: positive, negative",
+        ),
         ({"augmentation": Augmentation(alpha=1, layers=(4,))}, AugmentationError, "layers 0-3"),
-        ({"augmentation": Augmentation(alpha=1, span=((0, 50),))}, LayoutError, "outside the sequence"),
+        (
+            {"augmentation": Augmentation(alpha=1, span=((0, 50),))},
+            LayoutError,
+            "outside the sequence",
+        ),
         ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
         ({"prompts": ()}, LayoutError, "a list of at least one text, found"),
         ({"patterns": [(0, 1)], "trace": "none"}, Lapa2Error, "patterns are part of a trace"),
@@ -296,7 +343,9 @@ def test_bad_input(settings, error, message):
 def test_nothing_stays_hooked_after_generation():
     model = load("tiny-gpt2")
     made(model, augmentation=Augmentation(alpha=1))
-    assert not [name for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)]
+    assert not [
+        name for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)
+    ]
 
 
 @pytest.mark.parametrize("profile", ["paper", "released"])
@@ -312,19 +361,31 @@ def test_nothing_stays_hooked_after_generation():
         ("palette", "sentiment", "positive", {}),
     ],
 )
-def test_every_methods_texts_follow_from_separate_branches(profile, name, task, attribute, parameters, tmp_path):
-    """Each branch recomputed alone by the oracle under what the method assigns to it, combined step by step."""
+def test_every_methods_texts_follow_from_separate_branches(
+    profile, name, task, attribute, parameters, tmp_path
+):
+    """Each branch recomputed alone by the oracle under what the method assigns to it, combined step
+    by step."""
     model, task = load("tiny-gpt2", "float64"), load_task(task)
-    method, augmentation = methods.for_task(name, task, **parameters), Augmentation(alpha=0.8, profile=profile)
+    method, augmentation = (
+        methods.for_task(name, task, **parameters),
+        Augmentation(alpha=0.8, profile=profile),
+    )
     if any(isinstance(branch.prefix, methods.Soft) for branch in method.branches(task, attribute)):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
-    found = made(model, prompts, attribute, task, method, augmentation=augmentation, length=26, top_k=1)
+    found = made(
+        model, prompts, attribute, task, method, augmentation=augmentation, length=26, top_k=1
+    )
     branches = method.branches(task, attribute)
     for sample in found.samples.itertuples():
         log_probs, state = {}, None
         for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
-            soft = load_prefix(tmp_path, branch.prefix.attribute) if isinstance(branch.prefix, methods.Soft) else None
+            soft = (
+                load_prefix(tmp_path, branch.prefix.attribute)
+                if isinstance(branch.prefix, methods.Soft)
+                else None
+            )
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))
             keys = Layout.of(model.tokenizer, text, branch.join + sample.prompt, soft=slots)
             found_here, _ = oracle_logits(model, keys, sample.tokens[:-1], assigned, prefix=soft)
@@ -341,9 +402,16 @@ def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
     model, augmentation = load(tiny), Augmentation(alpha=2)
     ours = made(model, ["The lake"], augmentation=augmentation, top_k=1).samples["tokens"][0]
     branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
-    settings = {"max_new_tokens": len(ours), "do_sample": False, "stop_at_eos": False, "verbose": False}
+    settings = {
+        "max_new_tokens": len(ours),
+        "do_sample": False,
+        "stop_at_eos": False,
+        "verbose": False,
+    }
     with torch.no_grad(), augmented(model, augmentation, branch):
-        theirs = model.generate(branch.tensor, return_type="tokens", use_past_kv_cache=use_cache, **settings)
+        theirs = model.generate(
+            branch.tensor, return_type="tokens", use_past_kv_cache=use_cache, **settings
+        )
     assert theirs[0, len(branch) :].tolist() == ours
     assert ours != made(model, ["The lake"], top_k=1).samples["tokens"][0]
 
@@ -353,5 +421,7 @@ def test_half_precision_generates(tiny, model_class, dtype):
     found = made(load(tiny, dtype, model_class), augmentation=Augmentation(alpha=2), samples=2)
     assert len(found.samples) == 4
     assert np.isfinite(found.trace["prefix"].to_numpy()[0, 0]).all()
-    total = sum(found.trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()[0, 0]
+    total = sum(found.trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()[
+        0, 0
+    ]
     assert np.abs(total - 1).max() < 0.03  # bfloat16 weights carry 3 digits; 40 of them are summed

@@ -1,4 +1,5 @@
-"""The demo on a tiny model: its panels, its numbers, going on after a kill, what it says, and that it loads nothing."""
+"""The demo on a tiny model: its panels, its numbers, going on after a kill, what it says, and that
+it loads nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +82,13 @@ class Page(HTMLParser):
 def test_it_says_first_what_it_takes_and_shows_and_ends_with_what_to_try(made):
     out, printed = made
     first, last = printed.index("It takes"), printed.index("Try next")
-    assert first < printed.index("[1/5]") < printed.index("[5/5]") < printed.index("report.html", first + 200) < last
+    assert (
+        first
+        < printed.index("[1/5]")
+        < printed.index("[5/5]")
+        < printed.index("report.html", first + 200)
+        < last
+    )
     assert len(re.findall(r"^  (lapa2|make) ", printed[last:], re.M)) == 3
     assert str(out / "report.html") in printed
 
@@ -141,10 +148,13 @@ def test_numbers_are_those_of_the_run_folder(made):
         scored = next(row for row in mine if len(row) == 7 and row[-1] == "12")
         assert scored[1].split(" ")[0] == f"{100 * np.mean(right):.0f}"
         if alpha != 1.0:
-            by_layer = np.nanmean(np.concatenate(masses), axis=(1, 3))  # shorter prompts have more steps
+            by_layer = np.nanmean(
+                np.concatenate(masses), axis=(1, 3)
+            )  # shorter prompts have more steps
             halves = next(row for row in mine if len(row) == 6 and row[-1] == "12")
             assert halves[1:4] == [
-                f"{100 * part.mean():.1f} %" for part in (by_layer[:, :2], by_layer[:, 2:], by_layer)
+                f"{100 * part.mean():.1f} %"
+                for part in (by_layer[:, :2], by_layer[:, 2:], by_layer)
             ]
 
 
@@ -161,13 +171,19 @@ def test_curves_are_those_of_the_stored_traces(made):
             assert list(trace["alpha"].to_numpy()) == [0.0, 0.5, 1.0]
             first.append(trace["prefix"].to_numpy()[:, 0, 0].mean((1, 2)))
     text = (out / "report.html").read_text("utf-8")
-    for name, value in zip(("without LaPA2", "alpha 1/2", "alpha 1"), np.mean(first, axis=0), strict=True):
+    for name, value in zip(
+        ("without LaPA2", "alpha 1/2", "alpha 1"), np.mean(first, axis=0), strict=True
+    ):
         assert f"{name} from {100 * value:.1f} %" in text
 
 
 def test_repeated_it_makes_only_the_page(made):
     out, _ = made
-    kept = {file: file.stat().st_mtime_ns for file in out.rglob("*") if file.is_file() and file.parent != out}
+    kept = {
+        file: file.stat().st_mtime_ns
+        for file in out.rglob("*")
+        if file.is_file() and file.parent != out
+    }
     assert call(*tiny(out)).returncode == 0
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
@@ -185,12 +201,19 @@ def test_interrupted_it_says_that_it_goes_on_and_does(made, tmp_path):
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     until = time.monotonic() + WAIT
-    while time.monotonic() < until and started.poll() is None and not list(out.glob("cells/*/manifest.json")):
+    while (
+        time.monotonic() < until
+        and started.poll() is None
+        and not list(out.glob("cells/*/manifest.json"))
+    ):
         time.sleep(0.02)
     started.send_signal(signal.SIGINT)
     _, printed = started.communicate(timeout=WAIT)
     assert started.returncode == 130
-    assert printed.rstrip().splitlines()[-1] == ("stopped; what is finished is kept, and the same command goes on")
+    assert (
+        printed.rstrip().splitlines()[-1]
+        == "stopped; what is finished is kept, and the same command goes on"
+    )
     assert "Traceback" not in printed
     early = {file: file.stat().st_mtime_ns for file in out.glob("cells/*/samples.parquet")}
     done = call(*tiny(out))
@@ -245,7 +268,9 @@ def test_it_asks_the_network_for_nothing(made, tmp_path):
         proxy.listen()
         proxy.settimeout(0.0)
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        done = call(*tiny(tmp_path / "run"), http_proxy=address, https_proxy=address, HF_HUB_OFFLINE="0")
+        done = call(
+            *tiny(tmp_path / "run"), http_proxy=address, https_proxy=address, HF_HUB_OFFLINE="0"
+        )
         assert done.returncode == 0, done.stderr
         with pytest.raises(BlockingIOError):
             proxy.accept()

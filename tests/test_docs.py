@@ -62,7 +62,9 @@ def shell_lines(file):
         for i, line in enumerate(text.splitlines(), 1)
     ]
     before = ""
-    for number, line in outside_blocks(file):  # indented code stands after an empty line, and after no list
+    for number, line in outside_blocks(
+        file
+    ):  # indented code stands after an empty line, and after no list
         if line.startswith("    ") and (not before or before.startswith("    ")):
             sources.append((number, line.strip()))
         before = line
@@ -120,9 +122,12 @@ def test_the_python_of_a_document_runs(file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_every_block_says_what_it_is(file):
-    """So that none is skipped in silence: Python runs, commands are parsed, and the rest says that it is neither."""
+    """So that none is skipped in silence: Python runs, commands are parsed, and the rest says that
+    it is neither."""
     known = ("python", *SHELL, *PLAIN)
-    assert not [f"{number}: {language!r}" for number, language, _ in blocks(file) if language not in known]
+    assert not [
+        f"{number}: {language!r}" for number, language, _ in blocks(file) if language not in known
+    ]
 
 
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
@@ -139,7 +144,8 @@ def test_the_commands_of_a_document_parse(file):
 
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_the_commands_named_in_a_document_exist(file):
-    """In running text and tables: whole commands parse, and what is only named, as `lapa2 sweep`, is a command."""
+    """In running text and tables: whole commands parse, and what is only named, as `lapa2 sweep`,
+    is a command."""
     wrong = []
     for number, line in outside_blocks(file):
         for span in code_spans(line):
@@ -159,7 +165,9 @@ def test_the_commands_named_in_a_document_exist(file):
 
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_the_scripts_and_make_targets_of_a_document_exist(file):
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
     spans = [(number, shlex.split(span)) for number, line in outside_blocks(file) for span in code_spans(line)
              if span.startswith(("make ", "python "))]  # fmt: skip
     wrong = []
@@ -174,7 +182,9 @@ def test_the_scripts_and_make_targets_of_a_document_exist(file):
 
 def anchors(file):
     """What links may name in a document: its headings, as GitHub writes them."""
-    headings = [line.lstrip("#").strip() for _, line in outside_blocks(file) if line.startswith("#")]
+    headings = [
+        line.lstrip("#").strip() for _, line in outside_blocks(file) if line.startswith("#")
+    ]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

@@ -1,4 +1,5 @@
-"""The scorers that ship: the linear classifier by hand, its training, its files, and what the shipped ones reach."""
+"""The scorers that ship: the linear classifier by hand, its training, its files, and what the
+shipped ones reach."""
 
 import json
 
@@ -34,7 +35,9 @@ def toy(labels=("positive", "negative")):
 
 
 def test_features_weigh_short_and_long_texts_alike():
-    found = features(damped_counts(["warm", "warm and kind " * 100, ""]), np.ones(2 * COLUMNS, np.float32))
+    found = features(
+        damped_counts(["warm", "warm and kind " * 100, ""]), np.ones(2 * COLUMNS, np.float32)
+    )
     assert found.shape == (3, 2 * COLUMNS)
     for columns in (slice(0, COLUMNS), slice(COLUMNS, None)):
         norms = np.sqrt(found[:, columns].multiply(found[:, columns]).sum(axis=1)).A1
@@ -42,7 +45,8 @@ def test_features_weigh_short_and_long_texts_alike():
 
 
 def test_rare_words_weigh_more():
-    """Against the smoothed inverse document frequency, counted by hand: 3 texts, "the" in all, "warm" in one."""
+    """Against the smoothed inverse document frequency, counted by hand: 3 texts, "the" in all,
+    "warm" in one."""
     parts = damped_counts(["the warm", "the cold", "the end"])
     rarity = rarity_of(parts)
     columns = {word: damped_counts([word])[0].indices[0] for word in ("the", "warm")}
@@ -57,15 +61,21 @@ def test_probabilities_are_the_logistic_regressions_own(n):
     """Against scikit-learn's predict_proba, order of labels included."""
     from sklearn.linear_model import LogisticRegression
 
-    texts, truth = [*GOOD, *BAD, "x y z", "z y"][: 8 if n == 2 else 10], [0] * 4 + [1] * 4 + ([] if n == 2 else [2, 2])
+    texts, truth = (
+        [*GOOD, *BAD, "x y z", "z y"][: 8 if n == 2 else 10],
+        [0] * 4 + [1] * 4 + ([] if n == 2 else [2, 2]),
+    )
     labels = ["a", "b", "c"][:n]
     linear = train_linear(texts, np.eye(n)[truth], labels, c=10.0)
     counts = damped_counts(texts)
-    reference = LogisticRegression(C=10.0, max_iter=400, tol=1e-6).fit(features(counts, rarity_of(counts)), truth)
+    reference = LogisticRegression(C=10.0, max_iter=400, tol=1e-6).fit(
+        features(counts, rarity_of(counts)), truth
+    )
     new = ["a warm day", "grim", "z z"]
     assert (
         np.abs(
-            linear.probabilities(new) - reference.predict_proba(features(damped_counts(new), rarity_of(counts)))
+            linear.probabilities(new)
+            - reference.predict_proba(features(damped_counts(new), rarity_of(counts)))
         ).max()
         < 2e-3
     )
@@ -75,18 +85,34 @@ def test_probabilities_are_the_logistic_regressions_own(n):
 def test_graded_texts_count_by_their_share():
     """A text that is 0.25 toxic equals a toxic one of weight 1 and three others of the same words."""
     graded = train_linear(
-        ["so bad", "so good"], np.array([[0.75, 0.25], [1.0, 0.0]]), ("no", "yes"), c=5.0, weight=[4.0, 1.0]
+        ["so bad", "so good"],
+        np.array([[0.75, 0.25], [1.0, 0.0]]),
+        ("no", "yes"),
+        c=5.0,
+        weight=[4.0, 1.0],
     )
-    plain = train_linear(["so bad"] * 4 + ["so good"], np.eye(2)[[0, 0, 0, 1, 0]], ("no", "yes"), c=5.0)
+    plain = train_linear(
+        ["so bad"] * 4 + ["so good"], np.eye(2)[[0, 0, 0, 1, 0]], ("no", "yes"), c=5.0
+    )
     assert np.abs(graded.probabilities(["so bad"]) - plain.probabilities(["so bad"])).max() < 1e-3
 
 
 def test_a_saved_classifier_reads_back(tmp_path):
     linear = toy()
-    card = save_linear(linear, tmp_path, "sentiment", data=("toy",), examples=8, c=10.0, held_out={"toy accuracy": 1.0})
+    card = save_linear(
+        linear,
+        tmp_path,
+        "sentiment",
+        data=("toy",),
+        examples=8,
+        c=10.0,
+        held_out={"toy accuracy": 1.0},
+    )
     again, read = load_linear("sentiment", tmp_path)
     assert read == card
-    assert np.abs(again.probabilities(GOOD) - linear.probabilities(GOOD)).max() < 1e-3, "float16 weights"
+    assert np.abs(again.probabilities(GOOD) - linear.probabilities(GOOD)).max() < 1e-3, (
+        "float16 weights"
+    )
     scorer = EmbeddedScorer("sentiment", tmp_path)
     assert scorer.version == f"embedded sentiment {card.sha256[:12]}"
     table = run_scorer(scorer, [Item("fine"), Item("  "), Item("grim")])
@@ -95,8 +121,12 @@ def test_a_saved_classifier_reads_back(tmp_path):
 
 
 def test_toxicity_is_the_toxic_labels_probability(tmp_path):
-    save_linear(toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out={})
-    found = run_scorer(EmbeddedToxicity(tmp_path), [Item("warm and kind"), Item("grim")])["toxicity"]
+    save_linear(
+        toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out={}
+    )
+    found = run_scorer(EmbeddedToxicity(tmp_path), [Item("warm and kind"), Item("grim")])[
+        "toxicity"
+    ]
     assert found[0] < 0.5 < found[1]
 
 
@@ -115,9 +145,16 @@ def test_damaged_classifiers(tmp_path):
 def test_training_from_files(tmp_path):
     """Long texts are learned by their pieces too; graded rows are split by their prompts' hash."""
     file = tmp_path / "comments.csv"
-    file.write_text("text,label\n" + "".join(f"{t},nontoxic\n" for t in GOOD) + "".join(f"{t},toxic\n" for t in BAD))
+    file.write_text(
+        "text,label\n"
+        + "".join(f"{t},nontoxic\n" for t in GOOD)
+        + "".join(f"{t},toxic\n" for t in BAD)
+    )
     rows = [
-        {"prompt": {"text": f"word{i} grim", "toxicity": 0.9}, "continuation": {"text": f" fine {i}", "toxicity": 0.1}}
+        {
+            "prompt": {"text": f"word{i} grim", "toxicity": 0.9},
+            "continuation": {"text": f" fine {i}", "toxicity": 0.1},
+        }
         for i in range(40)
     ]
     graded = tmp_path / "rtp.jsonl"
@@ -194,8 +231,12 @@ def test_shipped_results_are_found_again(task, file, labels, data):
     """On the first 400 texts of each class."""
     linear, card = load_linear(task)
     corpus = read_corpus(str(data / f"{file}.jsonl.xz"), labels)
-    texts = [(text, i) for i, label in enumerate(linear.labels) for text in corpus.texts[label][:400]]
-    found = (linear.probabilities([text for text, _ in texts]).argmax(axis=1) == [i for _, i in texts]).mean()
+    texts = [
+        (text, i) for i, label in enumerate(linear.labels) for text in corpus.texts[label][:400]
+    ]
+    found = (
+        linear.probabilities([text for text, _ in texts]).argmax(axis=1) == [i for _, i in texts]
+    ).mean()
     stated = card.held_out[f"{file.split('/')[1]}.jsonl.xz accuracy"]
     assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
 
@@ -206,6 +247,13 @@ def test_short_and_long_texts_are_both_read():
         "What a wonderful, moving and beautifully acted film.",
         "What a boring, stupid and badly acted waste of time.",
     )
-    filler = "The story takes place in a small town by the river where two brothers run a shop. " * 25
+    filler = (
+        "The story takes place in a small town by the river where two brothers run a shop. " * 25
+    )
     texts = [*short, *(f"{text} {filler} {text}" for text in short)]
-    assert (run_scorer(scorer, [Item(text) for text in texts])["positive"] > 0.5).tolist() == [True, False, True, False]
+    assert (run_scorer(scorer, [Item(text) for text in texts])["positive"] > 0.5).tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -23,21 +23,35 @@ AUGMENTATIONS = [
 
 def same(found, expected, atol=1e-6):
     for name in (*SUMS, "prefix_tokens"):
-        np.testing.assert_allclose(found[name].to_numpy(), expected[name].to_numpy(), atol=atol, equal_nan=True)
+        np.testing.assert_allclose(
+            found[name].to_numpy(), expected[name].to_numpy(), atol=atol, equal_nan=True
+        )
     assert found["l_kv"].to_numpy().tolist() == expected["l_kv"].to_numpy().tolist()
 
 
 @pytest.mark.parametrize("augmentation", AUGMENTATIONS, ids=str)
 def test_equals_cached_decoding(tiny, model_class, augmentation):
-    """The texts a model made, read again under the same augmentation: prompts of several lengths, left-padded."""
+    """The texts a model made, read again under the same augmentation: prompts of several lengths,
+    left-padded."""
     model, task = load(tiny, "float64", model_class), load_task("sentiment")
     prompts = ["The lake", "Once upon a time", "A"]
     made = generate(
-        model, methods.get("prefix"), task, "positive", prompts, length=30, samples=2, augmentation=augmentation
+        model,
+        methods.get("prefix"),
+        task,
+        "positive",
+        prompts,
+        length=30,
+        samples=2,
+        augmentation=augmentation,
     )
-    layouts = [Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in made.samples["prompt"]]
+    layouts = [
+        Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in made.samples["prompt"]
+    ]
     again = teacher_forced(model, layouts, made.samples["tokens"].tolist(), augmentation, chunk=7)
-    same(again, made.trace, 1e-6 if is_bridge(model) else 1e-5)  # HookedTransformer rotates in float32
+    same(
+        again, made.trace, 1e-6 if is_bridge(model) else 1e-5
+    )  # HookedTransformer rotates in float32
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100])
@@ -61,9 +75,13 @@ def test_beside_a_soft_prefix(tiny):
     texts = [list(range(40, 60)), list(range(50, 70))]
     both = teacher_forced(model, rows, texts, Augmentation(alpha=0.5), prefixes=[prefix, None])
     for i, alone in enumerate((prefix, None)):
-        one = teacher_forced(model, rows[i], texts[i : i + 1], Augmentation(alpha=0.5), prefixes=[alone])
+        one = teacher_forced(
+            model, rows[i], texts[i : i + 1], Augmentation(alpha=0.5), prefixes=[alone]
+        )
         for name in SUMS:
-            assert np.abs(both[name].to_numpy()[:, i] - one[name].to_numpy()[:, 0]).max() < 1e-6, name
+            assert np.abs(both[name].to_numpy()[:, i] - one[name].to_numpy()[:, 0]).max() < 1e-6, (
+                name
+            )
 
 
 def test_a_trace_of_one_full_pass():
@@ -77,7 +95,10 @@ def test_a_trace_of_one_full_pass():
     recorder.begin([branch])
     with augmented(model, Augmentation(alpha=0.5), branch, recorder), torch.no_grad():
         model(torch.tensor([[*branch.ids, *text[:-1]]]))
-    same(recorder.dataset([branch], ["target"], [20]), teacher_forced(model, branch, [text], Augmentation(alpha=0.5)))
+    same(
+        recorder.dataset([branch], ["target"], [20]),
+        teacher_forced(model, branch, [text], Augmentation(alpha=0.5)),
+    )
 
 
 def test_bad_input():
@@ -88,7 +109,9 @@ def test_bad_input():
     with pytest.raises(TraceError, match="found trace 'none'"):
         teacher_forced(model, branch, [[5]], trace="none")
     room = model.cfg.n_ctx - len(branch) + 1
-    with pytest.raises(LayoutError, match=rf"context of {model.cfg.n_ctx}; give at most {room} tokens"):
+    with pytest.raises(
+        LayoutError, match=rf"context of {model.cfg.n_ctx}; give at most {room} tokens"
+    ):
         teacher_forced(model, branch, [[5] * (room + 1)])
     assert teacher_forced(model, branch, [[5] * room], trace="pooled").sizes["step"] == room
     with pytest.raises(LayoutError, match="3 texts for 2 layouts"):

@@ -1,4 +1,5 @@
-"""Grids resolve to cells before anything runs: the paper's settings, shared cells, keys that stay, and what is refused."""
+"""Grids resolve to cells before anything runs: the paper's settings, shared cells, keys that stay,
+and what is refused."""
 
 import itertools
 import json
@@ -74,7 +75,8 @@ def toml(name):
 
 
 def product(name):
-    """Cells that a file states: its blocks' axes multiplied, times the task's attributes where all are meant."""
+    """Cells that a file states: its blocks' axes multiplied, times the task's attributes where all
+    are meant."""
     raw = toml(name)
     common = {key: value for key, value in raw.items() if key not in ("block", "description")}
     total = 0
@@ -90,7 +92,16 @@ def product(name):
 
 
 def test_both_scales_have_every_ablation():
-    shared = {"alpha", "components", "detox", "hard_prefix", "layers", "profile", "scaling", "sent_topic"}
+    shared = {
+        "alpha",
+        "components",
+        "detox",
+        "hard_prefix",
+        "layers",
+        "profile",
+        "scaling",
+        "sent_topic",
+    }
     assert {name.removeprefix("paper/") for name in PAPER} >= shared
     assert {name.removeprefix("quick/") for name in QUICK} >= shared | {"related"}
 
@@ -129,11 +140,16 @@ def test_paper_grids_have_the_papers_numbers_of_texts_and_lengths(name):
         assert n == texts[task]
     assert {cell.samples for cell in grid.cells if cell.task.name == "detox"} <= {20}
     needs = " ".join(grid.needs)
-    assert ("rtp_challenging_203.jsonl (203 prompts" in needs) == any(cell.task.name == "detox" for cell in grid.cells)
+    assert ("rtp_challenging_203.jsonl (203 prompts" in needs) == any(
+        cell.task.name == "detox" for cell in grid.cells
+    )
 
 
 def test_paper_grids_have_the_papers_methods_models_and_strengths():
-    table = load_grid("paper/sent_topic", check=False).cells + load_grid("paper/detox", check=False).cells
+    table = (
+        load_grid("paper/sent_topic", check=False).cells
+        + load_grid("paper/detox", check=False).cells
+    )
     found = {cell.method: set() for cell in table}
     for cell in table:
         found[cell.method] |= {cell.augmentation.alpha if cell.augmentation else 0.0}
@@ -148,10 +164,16 @@ def test_paper_grids_have_the_papers_methods_models_and_strengths():
     }  # fmt: skip
     assert {cell.augmentation.profile for cell in table if cell.augmentation} == {"paper"}
     scaling = load_grid("paper/scaling", check=False).cells
-    assert {cell.augmentation.law for cell in scaling if cell.augmentation} == {"log", "linear", "sqrt", "constant"}
+    assert {cell.augmentation.law for cell in scaling if cell.augmentation} == {
+        "log",
+        "linear",
+        "sqrt",
+        "constant",
+    }
     assert {cell.augmentation.l0 for cell in scaling if cell.augmentation} == {None, 128.0}
     alphas = {
-        cell.augmentation.alpha if cell.augmentation else 0.0 for cell in load_grid("paper/alpha", check=False).cells
+        cell.augmentation.alpha if cell.augmentation else 0.0
+        for cell in load_grid("paper/alpha", check=False).cells
     }
     assert alphas == {0.0, 0.25, 0.5, 1.0, 1.5, 2.0}
 
@@ -165,7 +187,11 @@ def test_ablations_share_their_baselines_and_the_usual_arm():
     shared = baselines("quick/scaling")
     assert len(shared) == 5
     assert all(baselines(name) == shared for name in ablations)
-    usual = {cell.key for cell in load_grid("quick/scaling").cells if cell.arm in ("alpha 0.5 paper", "alpha 2 paper")}
+    usual = {
+        cell.key
+        for cell in load_grid("quick/scaling").cells
+        if cell.arm in ("alpha 0.5 paper", "alpha 2 paper")
+    }
     assert len(usual) == 5
     keys = [{cell.key for cell in load_grid(name).cells} for name in ablations]
     assert all(usual < each for each in keys)
@@ -179,16 +205,23 @@ def test_the_example_is_a_grid(grid):
     assert len(found.cells) == (2 * 2 * 2 + 1) * 2
     assert found.description == "does a descriptive prefix hold longer?"
     assert {cell.variant for cell in found.cells} >= {"", "omega=60.0"}
-    assert {cell.task.attributes["positive"].prefix for cell in found.cells} == {"Very positive:", "A positive text:"}
+    assert {cell.task.attributes["positive"].prefix for cell in found.cells} == {
+        "Very positive:",
+        "A positive text:",
+    }
 
 
 # --- keys
 
 
 def test_a_key_is_what_it_was():
-    """A change here is a change of what runs mean: cells that exist would be made again, and FORMAT has to change with it."""
+    """A change here is a change of what runs mean: cells that exist would be made again, and FORMAT
+    has to change with it."""
     cell = load_grid("quick/scaling", {"dtype": "bfloat16"}).cells[0]
-    assert (cell.where, cell.key) == ("smollm2-135m sentiment/positive prefix, baseline", "fb2185dfc8bd5669")
+    assert (cell.where, cell.key) == (
+        "smollm2-135m sentiment/positive prefix, baseline",
+        "fb2185dfc8bd5669",
+    )
 
 
 @pytest.mark.parametrize("name", ["quick/sent_topic", "quick/layers", "quick/components"])
@@ -258,7 +291,8 @@ def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("seed", 2), ("top_k", 9), ("eos", "block"), ("trace", "none"), ("max_rows", 3)]
+    ("key", "value"),
+    [("seed", 2), ("top_k", 9), ("eos", "block"), ("trace", "none"), ("max_rows", 3)],
 )
 def test_keys_of_a_grid_reach_its_cells(grid, key, value):
     cells, usual = grid(f"{TINY}{key} = {json.dumps(value)}").cells, grid(TINY, "usual").cells
@@ -268,7 +302,10 @@ def test_keys_of_a_grid_reach_its_cells(grid, key, value):
 
 def test_descriptions_and_orders_change_no_key(grid):
     one = grid(f'description = "a"\n{TINY}augmentation = ["none", "paper"]\nseed = [1, 2]')
-    two = grid(f'description = "b"\n[[block]]\nseed = [2, 1]\naugmentation = ["paper", "none"]\n{TINY}', "other")
+    two = grid(
+        f'description = "b"\n[[block]]\nseed = [2, 1]\naugmentation = ["paper", "none"]\n{TINY}',
+        "other",
+    )
     assert {cell.key for cell in one.cells} == {cell.key for cell in two.cells}
     assert len(one.cells) == 8
     assert (one.name, two.name) == ("g", "other")
@@ -288,8 +325,13 @@ def test_what_a_task_says_of_other_methods_is_not_in_the_key(tmp_path, grid):
 
 
 def test_the_usual_alpha_is_the_methods_and_zero_is_the_baseline(grid):
-    text = TINY.replace('method = "prefix"', 'method = ["prefix", "negprompt"]\nattribute = "positive"')
-    text += 'augmentation = ["none", "paper", "released", { alpha = 0.0 }, { alpha = 0.5 }, { layers = [1, 2] }]'
+    text = TINY.replace(
+        'method = "prefix"', 'method = ["prefix", "negprompt"]\nattribute = "positive"'
+    )
+    text += (
+        'augmentation = ["none", "paper", "released", { alpha = 0.0 }, { alpha = 0.5 }, { layers ='
+        " [1, 2] }]"
+    )
     cells = grid(text).cells
     assert [cell.arm for cell in cells if cell.method == "prefix"] == [
         "baseline", "alpha 0.5 paper", "alpha 0.5 released", "alpha 0.5 paper, layers 1,2",
@@ -302,11 +344,17 @@ def test_the_usual_alpha_is_the_methods_and_zero_is_the_baseline(grid):
 def test_methods_take_the_tasks_parameters_unless_the_grid_says_otherwise(grid):
     text = TINY.replace('"prefix"', '["air-decoding", { name = "air-decoding", omega = 3.0 }]')
     cells = grid(text + 'attribute = "positive"').cells
-    assert [(cell.parameters["omega"], cell.variant) for cell in cells] == [(140.0, ""), (3.0, "omega=3.0")]
+    assert [(cell.parameters["omega"], cell.variant) for cell in cells] == [
+        (140.0, ""),
+        (3.0, "omega=3.0"),
+    ]
 
 
 def test_soft_prefixes_are_in_the_key(tmp_path, grid):
-    sets = [soft_set(tmp_path / str(n), load("tiny-gpt2"), load_task("sentiment"), slots=3 + n) for n in range(2)]
+    sets = [
+        soft_set(tmp_path / str(n), load("tiny-gpt2"), load_task("sentiment"), slots=3 + n)
+        for n in range(2)
+    ]
     method = ", ".join(f'{{ name = "prefix", prefixes = "{folder}" }}' for folder in sets)
     cells = grid(TINY.replace('"prefix"', f"[{method}]") + 'attribute = "positive"').cells
     assert len({cell.key for cell in cells}) == len({cell.files["prefix"] for cell in cells}) == 2
@@ -315,7 +363,10 @@ def test_soft_prefixes_are_in_the_key(tmp_path, grid):
 
 
 def test_changes_replace_keys_in_every_block():
-    found = load_grid("quick/sent_topic", parse_changes(["samples=2", "length=[16, 32]", "attribute=all", "prompts=3"]))
+    found = load_grid(
+        "quick/sent_topic",
+        parse_changes(["samples=2", "length=[16, 32]", "attribute=all", "prompts=3"]),
+    )
     assert len(found.cells) == 42 * 2
     assert {(cell.samples, cell.length, len(cell.task.prompts.texts)) for cell in found.cells} == {
         (2, 16, 3),
@@ -334,7 +385,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (f'"{tmp_path}/p.txt"', ("One", "Two", "Three")),
         (f'{{ file = "{tmp_path}/p.txt", n = 3 }}', ("One", "Two", "Three")),
     ):
-        (cell, _) = grid(TINY.replace("prompts = 2", f"prompts = {prompts}")).cells
+        cell, _ = grid(TINY.replace("prompts = 2", f"prompts = {prompts}")).cells
         assert cell.task.prompts.texts == found
 
 
@@ -396,14 +447,23 @@ def test_unknown_grids_and_malformed_changes(tmp_path):
     with pytest.raises(GridError, match=r"cannot read .*latin\.toml as text: "):
         load_grid(str(tmp_path / "latin.toml"))
     with pytest.raises(
-        GridError, match="unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"
+        GridError,
+        match=(
+            "unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"
+        ),
     ):
         load_grid("quick/scalling")
-    with pytest.raises(GridError, match="there is no file nowhere.toml; `lapa2 grids` ends with an example"):
+    with pytest.raises(
+        GridError, match="there is no file nowhere.toml; `lapa2 grids` ends with an example"
+    ):
         load_grid("nowhere.toml")
-    with pytest.raises(GridError, match="--set 'samples' is not of the form KEY=VALUE, such as samples=2"):
+    with pytest.raises(
+        GridError, match="--set 'samples' is not of the form KEY=VALUE, such as samples=2"
+    ):
         parse_changes(["samples"])
-    with pytest.raises(GridError, match="--set: unknown key 'sample'; allowed: .*did you mean 'samples'"):
+    with pytest.raises(
+        GridError, match="--set: unknown key 'sample'; allowed: .*did you mean 'samples'"
+    ):
         parse_changes(["sample=2"])
 
 
@@ -414,7 +474,9 @@ def test_a_prompt_that_is_given_twice_is_refused(tmp_path, grid, monkeypatch):
         grid(TINY.replace("prompts = 2", 'prompts = "twice.txt"'))
 
 
-def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(tmp_path, grid, monkeypatch, capsys):
+def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(
+    tmp_path, grid, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     text = TINY.replace("prompts = 2", 'prompts = { file = "rtp.txt", n = 3, what = "toxic ones" }')
     found = grid(text, check=False)
@@ -423,7 +485,10 @@ def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(tmp_path, 
     assert lapa2("grids g.toml") == 0
     assert "g cannot run yet: no file rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().out
     assert lapa2("sweep g.toml --out run") == 2
-    assert "lapa2: grid g.toml cannot run yet: no file rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().err
+    assert (
+        "lapa2: grid g.toml cannot run yet: no file rtp.txt (3 prompts: toxic ones)"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
     (tmp_path / "rtp.txt").write_text("One\nTwo\n")
     with pytest.raises(GridError, match="rtp.txt has 2 prompts, and the grid says 3"):
@@ -435,14 +500,25 @@ def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(tmp_path, 
     [
         ("augmentation = { layers = [9] }", "layer 9 does not exist; the model has layers 0-3"),
         ("augmentation = { heads = [[1, 4]] }", r"head \(1, 4\) does not exist; .* heads 0-3"),
-        ("augmentation = { layers = [0], heads = [[1, 2]] }", "have nothing in common in a model of 4 layers"),
+        (
+            "augmentation = { layers = [0], heads = [[1, 2]] }",
+            "have nothing in common in a model of 4 layers",
+        ),
         ("augmentation = { span = [[3, 99]] }", r"span \[3, 99\) lies outside the sequence of"),
-        ("length = 16", "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'"),
-        ("length = 250", "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten"),
+        (
+            "length = 16",
+            "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'",
+        ),
+        (
+            "length = 250",
+            "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten",
+        ),
         ("doubled_bos = true", "doubled_bos reproduces tokenizers that prepend BOS themselves"),
     ],
 )
-def test_cells_that_cannot_be_made_are_refused_before_anything_runs(tmp_path, monkeypatch, capsys, text, message):
+def test_cells_that_cannot_be_made_are_refused_before_anything_runs(
+    tmp_path, monkeypatch, capsys, text, message
+):
     from lapa2_interp import models
 
     monkeypatch.chdir(tmp_path)
@@ -470,8 +546,13 @@ def test_soft_prefixes_of_another_model_are_refused_before_anything_runs(tmp_pat
     shape = prefix.card.shape.model_copy(update={"n_layers": 2})
     card = prefix.card.model_copy(update={"shape": shape, "model": "another"})
     save_prefix(SoftPrefix(prefix.keys[:2], prefix.values[:2], card), tmp_path / "set", "float32")
-    text = TINY.replace('"prefix"', f'{{ name = "prefix", prefixes = "{tmp_path}/set" }}') + 'attribute = "positive"'
-    with pytest.raises(GridError, match="'positive' was made for another .*; tiny-gpt2 has 4 layers"):
+    text = (
+        TINY.replace('"prefix"', f'{{ name = "prefix", prefixes = "{tmp_path}/set" }}')
+        + 'attribute = "positive"'
+    )
+    with pytest.raises(
+        GridError, match="'positive' was made for another .*; tiny-gpt2 has 4 layers"
+    ):
         check_grids([grid(text)])
 
 
@@ -482,7 +563,9 @@ def test_models_that_are_unknown_or_not_reached_are_refused_by_name(grid, tmp_pa
     (tmp_path / "g.toml").write_text(TINY.replace("tiny-gpt2", "meta-llama/Llama-2-7b-hf"))
     assert lapa2("sweep", tmp_path / "g.toml", "--out", tmp_path / "run") == 2
     error = capsys.readouterr().err
-    assert error.startswith("lapa2: cannot load model 'meta-llama/Llama-2-7b-hf'; allowed: smollm2-135m, ")
+    assert error.startswith(
+        "lapa2: cannot load model 'meta-llama/Llama-2-7b-hf'; allowed: smollm2-135m, "
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -491,10 +574,14 @@ def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid, monk
 
     from lapa2_interp.runs import checks
 
-    # by another name: `from transformer_lens import X` also looks for a loaded module transformer_lens.X
+    # by another name: `from transformer_lens import X` also looks for a loaded module
+    # transformer_lens.X
     monkeypatch.setitem(sys.modules, "transformer_lens", ModuleType("transformer_lens_without"))
     monkeypatch.setattr(checks, "_check_class", checks._check_class.__wrapped__)
-    with pytest.raises(ModelError, match="no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"):
+    with pytest.raises(
+        ModelError,
+        match="no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge",
+    ):
         check_grids([grid(TINY + 'model_class = "HookedTransformer"')])
 
 
@@ -504,7 +591,9 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
     checks._tokenizer.cache_clear()
     real, loaded = checks.load_tokenizer, []
     monkeypatch.setattr(checks, "load_tokenizer", lambda name: loaded.append(name) or real(name))
-    check_grids([grid(TINY + "seed = [1, 2]"), grid(TINY + "samples = 5".replace("samples", "top_k"), "h")])
+    check_grids(
+        [grid(TINY + "seed = [1, 2]"), grid(TINY + "samples = 5".replace("samples", "top_k"), "h")]
+    )
     assert loaded == ["tiny-gpt2"]
 
 
@@ -519,7 +608,10 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
         ("sweep GRID --out OUT --threads 0", "--threads must be at least 1, found 0"),
         ("sweep GRID --out OUT --device cudaa", "cannot use device 'cudaa'"),
         ("sweep GRID --out OUT --engine slurm", "slurm"),
-        ("sweep GRID --out /proc/nowhere/run --workers 1 --device cpu", "cannot write /proc/nowhere/run"),
+        (
+            "sweep GRID --out /proc/nowhere/run --workers 1 --device cpu",
+            "cannot write /proc/nowhere/run",
+        ),
         ("grids nonsense", "unknown grid 'nonsense'"),
         ("runs OUT", "there is no folder "),
         ("runs .", ". is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep"),
@@ -528,7 +620,10 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
 )
 def test_commands_refuse_in_a_line(tmp_path, capsys, line, message):
     (tmp_path / "g.toml").write_text(TINY)
-    assert lapa2(line.replace("GRID", str(tmp_path / "g.toml")).replace("OUT", str(tmp_path / "out"))) == 2
+    assert (
+        lapa2(line.replace("GRID", str(tmp_path / "g.toml")).replace("OUT", str(tmp_path / "out")))
+        == 2
+    )
     errors = [each for each in capsys.readouterr().err.splitlines() if each.startswith("lapa2:")]
     assert len(errors) == 1
     assert message in errors[0]
@@ -557,7 +652,9 @@ def tokens_read(cell):
         each for each in model.original_model.modules()
         if isinstance(each, torch.nn.Embedding) and each.num_embeddings == len(model.tokenizer)
     )  # fmt: skip
-    hook = embedding.register_forward_hook(lambda _module, given, _found: read.append(given[0].numel()))
+    hook = embedding.register_forward_hook(
+        lambda _module, given, _found: read.append(given[0].numel())
+    )
     for group in range(len(todo.groups)):
         worker._generate(cell, group)
     hook.remove()
@@ -565,14 +662,23 @@ def tokens_read(cell):
 
 
 @pytest.mark.parametrize(
-    ("method", "anew"), [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)]
+    ("method", "anew"),
+    [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)],
 )
 def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, anew):
     from lapa2_interp.methods import registry
 
     monkeypatch.setattr(registry()[method], "recomputes", anew)
-    text = TINY.replace("length = 24", "length = 64").replace("samples = 1", "samples = 3").replace("prefix", method)
-    task = '"detox"\nattribute = "nontoxic"' if method == "preadd" else '"sentiment"\nattribute = "positive"'
+    text = (
+        TINY.replace("length = 24", "length = 64")
+        .replace("samples = 1", "samples = 3")
+        .replace("prefix", method)
+    )
+    task = (
+        '"detox"\nattribute = "nontoxic"'
+        if method == "preadd"
+        else '"sentiment"\nattribute = "positive"'
+    )
     (cell,) = grid(text.replace('"sentiment"', task)).cells
     read = tokens_read(cell)
     assert cost(cell) == pytest.approx(read, rel=0.15)
@@ -593,7 +699,11 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                 text = None if isinstance(branch.prefix, Soft) else branch.prefix
                 found = Layout.of(tokenizer, text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
-                each = (new - 1) * len(found.ids) + new * (new - 1) // 2 if method.recomputes else new - 1
+                each = (
+                    (new - 1) * len(found.ids) + new * (new - 1) // 2
+                    if method.recomputes
+                    else new - 1
+                )
                 total += len(found.ids) + cell.samples * each
             assert cost(cell) == pytest.approx(total, rel=0.15), cell.where
             guessed, counted = guessed + cost(cell), counted + total
@@ -604,9 +714,13 @@ def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
     from lapa2_interp.runs.local import InProcess
     from lapa2_interp.runs.sweep import sweep
 
-    found = grid(TINY.replace("samples = 1", "samples = 20").replace("24", "64") + 'attribute = "positive"')
+    found = grid(
+        TINY.replace("samples = 1", "samples = 20").replace("24", "64") + 'attribute = "positive"'
+    )
     sweep(tmp_path / "run", [found], InProcess("cpu"), pytest.fail)
-    written = sum(file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file())
+    written = sum(
+        file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file()
+    )
     assert 0.4 < estimate(found.cells, 1, "cpu").disk / written < 2.5
 
 
@@ -620,7 +734,9 @@ def own_cache(monkeypatch, tmp_path):
 def test_a_step_costs_its_rows_and_their_keys():
     at = Pace((10, 20, 40), (1.0, 1.5, 3.5), 0.01, "")
     assert at.row == pytest.approx(0.1)
-    assert [at.step(rows, KEYS) for rows in (5, 10, 15, 30, 40, 100)] == pytest.approx([1, 1, 1.25, 2.5, 3.5, 9.5])
+    assert [at.step(rows, KEYS) for rows in (5, 10, 15, 30, 40, 100)] == pytest.approx(
+        [1, 1, 1.25, 2.5, 3.5, 9.5]
+    )
     assert at.step(10, KEYS + 50) == pytest.approx(1 + 10 * 50 * 0.01)
     assert at.step(10, 1) == 1, "fewer keys are no cheaper"
     assert at.batch(10, KEYS, 21, anew=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
@@ -630,7 +746,9 @@ def test_a_step_costs_its_rows_and_their_keys():
 
 
 def test_estimates_add_up(grid, own_cache):
-    remember("cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24))  # a hundredth of a second a row
+    remember(
+        "cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24)
+    )  # a hundredth of a second a row
     cells = grid(TINY + "seed = [1, 2]").cells
     one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
     assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
@@ -638,7 +756,11 @@ def test_estimates_add_up(grid, own_cache):
     assert one.basis == "tiny-gpt2 float32 as timed here"
     assert one.needs == 4 * estimates.model_size("tiny-gpt2").parameters
     assert estimate([], 2, "cpu").seconds == 0
-    assert estimate(cells, 1, "auto").row_tokens == estimate(cells, 1, "cuda:3").row_tokens == one.row_tokens
+    assert (
+        estimate(cells, 1, "auto").row_tokens
+        == estimate(cells, 1, "cuda:3").row_tokens
+        == one.row_tokens
+    )
     raw = cells[0].model_dump()
     more = [CELL.validate_python(raw | {"samples": n}) for n in (1, 2, 3)]
     costs = [cost(cell) for cell in more]
@@ -650,13 +772,17 @@ def test_estimates_add_up(grid, own_cache):
     rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
     new = wide.length - min(len(prompt.encode()) for prompt in wide.task.prompts.texts)
     passes = math.ceil(rows / 20) - math.ceil(rows / 120)
-    assert seconds(narrow, at) - seconds(wide, at) == pytest.approx(passes * (new - 1)), "in more passes"
+    assert seconds(narrow, at) - seconds(wide, at) == pytest.approx(passes * (new - 1)), (
+        "in more passes"
+    )
 
 
 def test_a_plan_takes_what_its_cell_takes(grid):
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
     for changes in ("", "max_rows = 3\n"):
-        cell = grid(TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes).cells[0]
+        cell = grid(
+            TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
+        ).cells[0]
         todo = plan(load("tiny-gpt2"), cell)
         assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at), rel=0.1)
 
@@ -676,7 +802,9 @@ def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys
 
 
 def test_more_keys_cost_more(own_cache):
-    remember("cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5))
+    remember(
+        "cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5)
+    )
     assert pace("tiny-gpt2", "float32", "cpu").key == pytest.approx(1e-5, rel=1e-3)
 
 
@@ -713,18 +841,24 @@ def test_classes_and_threads_have_paces_of_their_own(own_cache):
 
 
 def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
-    remember("cpu", "smollm2-135m float32 steps", (0.1, 0.2, 0.68, 0.2))  # a hundredth of a second a token
+    remember(
+        "cpu", "smollm2-135m float32 steps", (0.1, 0.2, 0.68, 0.2)
+    )  # a hundredth of a second a token
     cores = len(os.sched_getaffinity(0))
     small = grid(TINY.replace("24", "40"))
     tokens = 2 * 2 * 40
     assert scoring_seconds([small]) == pytest.approx(ITEM + tokens * (0.01 / cores + TOKEN))
-    assert scoring_seconds([small, small], items=5) == pytest.approx(5 * ITEM + 2 * tokens * (0.01 / cores + TOKEN))
-    many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
-    assert scoring_seconds([many]) == pytest.approx(ITEM + 40 * (120 * 0.01 / cores + 400 * TOKEN)), (
-        "120 for perplexity"
+    assert scoring_seconds([small, small], items=5) == pytest.approx(
+        5 * ITEM + 2 * tokens * (0.01 / cores + TOKEN)
     )
+    many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
+    assert scoring_seconds([many]) == pytest.approx(
+        ITEM + 40 * (120 * 0.01 / cores + 400 * TOKEN)
+    ), "120 for perplexity"
     five = grid(TINY.replace("24", "40"), name="detox")
-    assert scoring_seconds([five]) - ITEM == pytest.approx(2.625 * (scoring_seconds([small]) - ITEM))
+    assert scoring_seconds([five]) - ITEM == pytest.approx(
+        2.625 * (scoring_seconds([small]) - ITEM)
+    )
 
 
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
@@ -739,7 +873,10 @@ def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_pa
     assert lapa2("grids", tmp_path / "long.toml") == 0
     printed = capsys.readouterr().out
     most = estimates.model_size("tiny-gpt2").n_ctx
-    assert printed.count(f"long cannot run: length 5000 exceeds the context of {most} of tiny-gpt2") == 1
+    assert (
+        printed.count(f"long cannot run: length 5000 exceeds the context of {most} of tiny-gpt2")
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -773,14 +910,23 @@ def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(own_cache, t
         remember("cpu", f"smollm2-135m {dtype} steps", (0.06, 0.24, 0.72, 0.3))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("paper/", "quick/"))}
+    rows = {
+        line.split()[0]: line.split()
+        for line in out.splitlines()
+        if line.startswith(("paper/", "quick/"))
+    }
     assert list(dict.fromkeys(rows)) == built_in()
-    for name, (_, cells, texts, *rest) in ((n, r) for n, r in rows.items() if "cannot" not in r[:2]):
+    for name, (_, cells, texts, *rest) in (
+        (n, r) for n, r in rows.items() if "cannot" not in r[:2]
+    ):
         grid = load_grid(name, check=False)
         assert (int(cells), int(texts)) == (len(grid.cells), sum(arms(grid).values()))
         assert rest[-1] in ("MB", "GB") or "machine" in rest
         assert f"    {grid.description}" in out
-    assert "paper/sent_topic cannot run yet: no soft prefixes 'contrastive' of task topic for gpt2-medium" in out
+    assert (
+        "paper/sent_topic cannot run yet: no soft prefixes 'contrastive' of task topic for"
+        " gpt2-medium" in out
+    )
     assert out.endswith(EXAMPLE)
     (tmp_path / "g.toml").write_text(TINY)
     assert lapa2("grids", tmp_path / "g.toml", "--set", "seed=[1,2]") == 0

@@ -1,4 +1,5 @@
-"""TransformerBridge == HookedTransformer: forward passes, cached decoding, traces. Collected where both classes exist."""
+"""TransformerBridge == HookedTransformer: forward passes, cached decoding, traces. Collected where
+both classes exist."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ def test_forward_passes(tiny, augmentation):
         found = Layout.of(model.tokenizer, "ab cd:", "efg hi")
         with torch.no_grad(), augmented(model, augmentation, found):
             logits.append(model(found.tensor).log_softmax(-1))
-    # HookedTransformer builds its rotary tables and norm epsilons in float32; its logits are centred, hence log_softmax.
+    # HookedTransformer builds its rotary tables and norm epsilons in float32; its logits are
+    # centred, hence log_softmax.
     assert (logits[0] - logits[1]).abs().max() < 1e-5
 
 

@@ -83,11 +83,21 @@ def fill(folder, name, ratings, file=None, delimiter=",", rows=slice(None)):
 def answered(ratings, arm="run", prompts=None):
     """Answers to every metric, from [text, annotator]."""
     rows = [
-        (f"id{t}", arm, f"Prompt {t if prompts is None else prompts[t]}", "positive", f"name{a}", metric, rating)
+        (
+            f"id{t}",
+            arm,
+            f"Prompt {t if prompts is None else prompts[t]}",
+            "positive",
+            f"name{a}",
+            metric,
+            rating,
+        )
         for (t, a), rating in np.ndenumerate(np.asarray(ratings, dtype=float))
         for metric in METRICS
     ]
-    return pd.DataFrame(rows, columns=["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"])
+    return pd.DataFrame(
+        rows, columns=["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"]
+    )
 
 
 def test_the_rubric_is_the_papers():
@@ -104,7 +114,9 @@ def test_the_rubric_is_the_papers():
 def test_sheets_do_not_depend_on_what_they_hide(tmp_path):
     samples = made()
     make_sheets(samples, tmp_path / "a", n=40)
-    renamed = samples.assign(arm=samples["arm"].map({ARMS[0]: "y", ARMS[1]: "b"}), **{"zq-column": "other"})
+    renamed = samples.assign(
+        arm=samples["arm"].map({ARMS[0]: "y", ARMS[1]: "b"}), **{"zq-column": "other"}
+    )
     make_sheets(renamed.drop(columns="tokens"), tmp_path / "b", n=40)
     for name in ("sheet.csv", "sheet.html"):
         content = (tmp_path / "a" / name).read_bytes()
@@ -124,7 +136,10 @@ def test_neither_order_nor_ids_follow_the_arms(tmp_path):
 def test_arms_share_prompts_and_samples(tmp_path):
     key = make_sheets(made(), tmp_path, n=40)
     assert key["arm"].value_counts().to_dict() == dict.fromkeys(ARMS, 20)
-    units = [set(map(tuple, key[key["arm"] == arm][["prompt", "attribute", "sample"]].to_numpy())) for arm in ARMS]
+    units = [
+        set(map(tuple, key[key["arm"] == arm][["prompt", "attribute", "sample"]].to_numpy()))
+        for arm in ARMS
+    ]
     assert units[0] == units[1]
     assert len(units[0]) == 20
 
@@ -134,7 +149,9 @@ def test_without_a_sample_column_texts_pair_in_order(tmp_path):
     numbers = key["text"].str.extract(r"text (\d)\d of")[0]
     units = set(zip(key["prompt"], key["attribute"], numbers, key["arm"], strict=True))
     assert len(units) == 40
-    assert {unit[:3] for unit in units if unit[3] == ARMS[0]} == {unit[:3] for unit in units if unit[3] == ARMS[1]}
+    assert {unit[:3] for unit in units if unit[3] == ARMS[0]} == {
+        unit[:3] for unit in units if unit[3] == ARMS[1]
+    }
 
 
 def test_what_does_not_divide_differs_by_one(tmp_path):
@@ -148,7 +165,9 @@ def test_what_does_not_divide_differs_by_one(tmp_path):
 def test_units_that_an_arm_lacks_come_last(tmp_path):
     samples = made(prompts=5, samples=2)
     # The second arm lacks 12 of 20 units; 8 can be paired.
-    samples = samples[(samples["arm"] == ARMS[0]) | samples["prompt"].isin(["Prompt 0", "Prompt 3"])]
+    samples = samples[
+        (samples["arm"] == ARMS[0]) | samples["prompt"].isin(["Prompt 0", "Prompt 3"])
+    ]
     key = make_sheets(samples, tmp_path, n=16)
     assert set(key["prompt"]) == {"Prompt 0", "Prompt 3"}
     extra = samples[samples["arm"] == ARMS[1]].assign(sample=lambda s: s["sample"] + 9)
@@ -168,7 +187,9 @@ def test_the_same_seed_draws_the_same_files(tmp_path):
 
 
 def test_every_text_has_the_same_chance(tmp_path):
-    drawn = pd.concat([make_sheets(made(), tmp_path / str(seed), n=32, seed=seed) for seed in range(60)])
+    drawn = pd.concat(
+        [make_sheets(made(), tmp_path / str(seed), n=32, seed=seed) for seed in range(60)]
+    )
     times = drawn["text"].value_counts()
     assert len(times) == 96
     assert times.between(7, 34).all()  # binomial(60, 1/3): 20, standard deviation 3.7
@@ -188,7 +209,9 @@ def test_one_system_needs_no_arm(tmp_path):
 
 
 def nasty_samples():
-    return pd.DataFrame({"prompt": NASTY, "attribute": "=good", "text": NASTY, "arm": "-arm", "note": None})
+    return pd.DataFrame(
+        {"prompt": NASTY, "attribute": "=good", "text": NASTY, "arm": "-arm", "note": None}
+    )
 
 
 def test_formulas_are_harmless_and_come_back(tmp_path):
@@ -196,7 +219,11 @@ def test_formulas_are_harmless_and_come_back(tmp_path):
     for name in ("sheet.csv", "key.csv"):
         cells = [cell for row in read_csv(tmp_path / name) for cell in row.values()]
         assert not [cell for cell in cells if re.match(r"\s*[=+\-@]|[\t\r\n]", cell)]
-    assert {row["text"] for row in read_csv(tmp_path / "sheet.csv")} > {"'tis fine", "'+1, -1", "''=1"}
+    assert {row["text"] for row in read_csv(tmp_path / "sheet.csv")} > {
+        "'tis fine",
+        "'+1, -1",
+        "''=1",
+    }
     answers = read_answers(tmp_path / "key.csv", [fill(tmp_path, "Ann", lambda *_: 3)])
     assert set(answers["arm"]) == {"-arm"}
     assert set(answers["attribute"]) == {"=good"}
@@ -210,7 +237,9 @@ def test_the_page_escapes_texts_and_loads_nothing(tmp_path):
     page = (tmp_path / "sheet.html").read_text(encoding="utf-8")
     assert page.count("<script") == 2 == page.count("</script>")
     assert "<img" not in page
-    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1]
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[
+        1
+    ]
     assert [item["text"] for item in json.loads(data)["items"]] == key["text"].tolist()
     outside = page.replace(data, "")
     assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|fetch\(", outside)
@@ -258,16 +287,28 @@ def test_filled_sheets_come_back(tmp_path):
     files = [
         fill(tmp_path, "Ann", rating),
         fill(tmp_path, "Bo; B", lambda *a: f" {rating(*a)}.0", "b.csv", delimiter=";"),
-        fill(tmp_path, "Cy", lambda i, *a: "" if i == 3 else rating(i, *a), "c.csv", delimiter="\t", rows=slice(38)),
+        fill(
+            tmp_path,
+            "Cy",
+            lambda i, *a: "" if i == 3 else rating(i, *a),
+            "c.csv",
+            delimiter="\t",
+            rows=slice(38),
+        ),
     ]
     answers = read_answers(tmp_path / "key.csv", files)
     assert list(answers) == ["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"]
     assert len(answers) == 3 * 40 * 3
     assert set(answers["annotator"]) == {"Ann", "Bo; B", "Cy"}
-    place, arm = dict(zip(key["id"], key.index, strict=True)), dict(zip(key["id"], key["arm"], strict=True))
+    place, arm = (
+        dict(zip(key["id"], key.index, strict=True)),
+        dict(zip(key["id"], key["arm"], strict=True)),
+    )
     assert (answers["arm"] == answers["id"].map(arm)).all()
     missing = answers["rating"].isna()
-    assert (missing == ((answers["annotator"] == "Cy") & answers["id"].map(place).isin([3, 38, 39]))).all()
+    assert (
+        missing == ((answers["annotator"] == "Cy") & answers["id"].map(place).isin([3, 38, 39]))
+    ).all()
     expected = [rating(place[row.id], row.id, row.metric) for row in answers.itertuples()]
     assert (answers["rating"][~missing] == pd.Series(expected)[~missing]).all()
     table = human_table(answers)
@@ -299,7 +340,11 @@ def test_a_second_file_may_complete_the_first(tmp_path):
 )  # fmt: skip
 def test_answers_that_cannot_be_read(tmp_path, change, message):
     make_sheets(made(attributes=("positive",)), tmp_path, n=10)
-    file = fill(tmp_path, "Ann", lambda i, id, metric: {"relevance": 3, "fluency": 4, "topicality": 5}[metric])
+    file = fill(
+        tmp_path,
+        "Ann",
+        lambda i, id, metric: {"relevance": 3, "fluency": 4, "topicality": 5}[metric],
+    )
     lines = file.read_bytes().decode().split("\r\n")
     named = lines[2][:5]
     lines[2] = change(lines[2])
@@ -324,7 +369,8 @@ def test_one_person_twice(tmp_path):
     first = fill(tmp_path, "Ann", lambda *_: 3, "first.csv")
     second = fill(tmp_path, "Ann", lambda *_: 4, "second.csv")
     with pytest.raises(
-        ScoringError, match=r"second\.csv line 2: .* is '4', but 'Ann' has answered 3 in .*first\.csv line 2"
+        ScoringError,
+        match=r"second\.csv line 2: .* is '4', but 'Ann' has answered 3 in .*first\.csv line 2",
     ):
         read_answers(tmp_path / "key.csv", [first, second])
 
@@ -338,9 +384,13 @@ def test_files_that_are_no_answers(tmp_path):
         read_answers(key, [])
     with pytest.raises(ScoringError, match=r"cannot read .*none\.csv: No such file"):
         read_answers(key, [tmp_path / "none.csv"])
-    with pytest.raises(ScoringError, match=r"sheet\.csv line 1: no column 'arm'; found id, attribute"):
+    with pytest.raises(
+        ScoringError, match=r"sheet\.csv line 1: no column 'arm'; found id, attribute"
+    ):
         read_answers(sheet, [sheet])
-    (tmp_path / "latin.csv").write_bytes("id,relevance,fluency,topicality,annotator\r\na,1,1,1,Åse".encode("latin-1"))
+    (tmp_path / "latin.csv").write_bytes(
+        "id,relevance,fluency,topicality,annotator\r\na,1,1,1,Åse".encode("latin-1")
+    )
     with pytest.raises(ScoringError, match=r"latin\.csv is not UTF-8"):
         read_answers(key, [tmp_path / "latin.csv"])
     (tmp_path / "empty.csv").write_bytes(b"")
@@ -359,7 +409,9 @@ def test_means_are_over_all_ratings():
     answers = pd.concat(
         [
             answered([[1, 2, 3], [3, np.nan, 5]], arm="plain", prompts=[0, 1]),
-            answered([[4, 4, 4], [5, 5, 2]], arm="boosted", prompts=[0, 1]).assign(id=lambda a: "b" + a["id"]),
+            answered([[4, 4, 4], [5, 5, 2]], arm="boosted", prompts=[0, 1]).assign(
+                id=lambda a: "b" + a["id"]
+            ),
         ]
     )
     table = human_table(answers)
@@ -369,7 +421,8 @@ def test_means_are_over_all_ratings():
     found = table.set_index(["arm", "metric"]).loc[("plain", "fluency")]
     assert found["mean"] == pytest.approx(14 / 5)
     assert found[["n", "texts", "prompts", "annotators", "unanswered"]].tolist() == [5, 2, 2, 3, 1]
-    # Two prompts, 2.4 off their share of the mean: error sqrt(2 * 2 * 2.4^2) / 5 = 0.96, times t(1 degree, 97.5 %) = 12.706.
+    # Two prompts, 2.4 off their share of the mean: error sqrt(2 * 2 * 2.4^2) / 5 = 0.96, times t(1
+    # degree, 97.5 %) = 12.706.
     assert (found["low"], found["high"]) == pytest.approx((2.8 - 12.198, 2.8 + 12.198), abs=1e-2)
 
 
@@ -400,7 +453,8 @@ def test_one_prompt_tells_no_spread():
 
 
 def brute_force(ratings):
-    """Alpha as 1 - observed / expected disagreement, pair by pair; distances count the ratings in between."""
+    """Alpha as 1 - observed / expected disagreement, pair by pair; distances count the ratings in
+    between."""
     texts = [[int(r) for r in row if not np.isnan(r)] for row in ratings]
     texts = [row for row in texts if len(row) > 1]
     everything = [rating for row in texts for rating in row]
@@ -410,8 +464,13 @@ def brute_force(ratings):
         between = sum(low <= rating <= high for rating in everything)
         return (between - (everything.count(a) + everything.count(b)) / 2) ** 2 if a != b else 0
 
-    observed = sum(sum(distance(a, b) for a, b in itertools.permutations(row, 2)) / (len(row) - 1) for row in texts)
-    expected = sum(distance(a, b) for a, b in itertools.permutations(everything, 2)) / (len(everything) - 1)
+    observed = sum(
+        sum(distance(a, b) for a, b in itertools.permutations(row, 2)) / (len(row) - 1)
+        for row in texts
+    )
+    expected = sum(distance(a, b) for a, b in itertools.permutations(everything, 2)) / (
+        len(everything) - 1
+    )
     return 1 - observed / expected
 
 
@@ -432,7 +491,8 @@ def test_alpha_of_the_published_example():
 
 def test_alpha_by_hand():
     assert krippendorff_alpha(np.array([[1.0, 1, 1], [4, 4, 4], [5, 5, 5]])) == 1
-    # Two who always say the opposite: o_12 = o_21 = 2, n_1 = n_2 = 2, n = 4, so 1 - 3 * 4 delta / 8 delta.
+    # Two who always say the opposite: o_12 = o_21 = 2, n_1 = n_2 = 2, n = 4, so 1 - 3 * 4 delta / 8
+    # delta.
     assert krippendorff_alpha(np.array([[1.0, 2], [2, 1]])) == pytest.approx(-0.5)
     assert np.isnan(krippendorff_alpha(np.full((4, 2), 3.0)))
     assert np.isnan(krippendorff_alpha(np.array([[1.0, np.nan], [np.nan, 2]])))
@@ -453,11 +513,18 @@ def test_agreement_per_metric():
     row = found.loc["fluency"]
     assert row["alpha"] == pytest.approx(0.815, abs=5e-4)
     assert row["low"] < row["alpha"] < row["high"] <= 1
-    assert row[["n", "texts", "annotators"]].tolist() == [40, 11, 4]  # the twelfth text has one rating
-    # Eight texts agree throughout (28 ratings), two in three of six pairs (4 ratings each), one never (4 ratings).
+    assert row[["n", "texts", "annotators"]].tolist() == [
+        40,
+        11,
+        4,
+    ]  # the twelfth text has one rating
+    # Eight texts agree throughout (28 ratings), two in three of six pairs (4 ratings each), one
+    # never (4 ratings).
     assert row["exact"] == pytest.approx((28 + 2 * 4 / 2) / 40)
     assert found["alpha"].nunique() == 1
-    changed = answers["rating"].where((answers["metric"] != "fluency") | (answers["annotator"] != "name0"), 5)
+    changed = answers["rating"].where(
+        (answers["metric"] != "fluency") | (answers["annotator"] != "name0"), 5
+    )
     other = agreement(answers.assign(rating=changed)).set_index("metric")
     assert other.loc["fluency", "alpha"] < 0.5
     assert other.loc["relevance"].equals(found.loc["relevance"])
@@ -470,7 +537,9 @@ def test_perfect_agreement_and_none():
     chance = agreement(answered(rng.integers(1, 6, (200, 3)))).iloc[0]
     assert chance["low"] < 0 < chance["high"]
     assert chance["high"] - chance["low"] < 0.3
-    assert chance["exact"] == pytest.approx(0.2, abs=0.06)  # 600 dependent pairs: three standard errors
+    assert chance["exact"] == pytest.approx(
+        0.2, abs=0.06
+    )  # 600 dependent pairs: three standard errors
 
 
 def test_fewer_texts_tell_less():
@@ -519,7 +588,9 @@ def browse(folder, script):
         pytest.skip("there is no chromium on the path to open the form with")
     page = folder / "copy.html"
     form = (folder / "sheet.html").read_text(encoding="utf-8")
-    page.write_text(form.replace("</body>", f"<script>{HELPERS}{script}</script></body>"), encoding="utf-8")
+    page.write_text(
+        form.replace("</body>", f"<script>{HELPERS}{script}</script></body>"), encoding="utf-8"
+    )
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     done = subprocess.run(
         [chromium, *flags, "--virtual-time-budget=10000", "--dump-dom", page.as_uri()],
@@ -602,11 +673,15 @@ def test_the_form_warns_and_survives_a_reload(tmp_path):
     assert found["nameless"].startswith("Please write your name")
     assert "saved" not in found["nameless"]
     assert (found["number"], found["checked"], found["name"]) == ("3", "relevance5", "Ann")
-    assert found["warning"].startswith("24 of 30 questions are unanswered (text 2, 3, 4, 5, 6, 7, 8, 9, 10).")
+    assert found["warning"].startswith(
+        "24 of 30 questions are unanswered (text 2, 3, 4, 5, 6, 7, 8, 9, 10)."
+    )
     assert found["early"] == "null"
     file = tmp_path / "answers.csv"
     file.write_text(found["csv"], encoding="utf-8")
-    answers = read_answers(tmp_path / "key.csv", [file]).pivot(index="id", columns="metric", values="rating")
+    answers = read_answers(tmp_path / "key.csv", [file]).pivot(
+        index="id", columns="metric", values="rating"
+    )
     given = answers.loc[key["id"], list(METRICS)].to_numpy()
     nan = np.nan
     np.testing.assert_array_equal(given[:3], [[2, 1, 3], [1, 2, nan], [5, nan, nan]])

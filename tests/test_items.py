@@ -1,7 +1,9 @@
-"""The scripts of analyses/ and figures/ on a small stored run: 135 cells of SmolLM2, four prompts, one sample, 48 tokens.
+"""The scripts of analyses/ and figures/ on a small stored run: 135 cells of SmolLM2, four prompts,
+one sample, 48 tokens.
 
-The golden tables are what the scripts wrote when they were read and checked, from the perplexities stored beside the run: no
-number depends on the processor. `python tests/test_items.py` writes both anew.
+The golden tables are what the scripts wrote when they were read and checked, from the perplexities
+stored beside the run: no number depends on the processor. `python tests/test_items.py` writes both
+anew.
 """
 
 import functools
@@ -48,9 +50,16 @@ def run(tmp_path_factory):
     folder = unpack(tmp_path_factory.mktemp("small"))
     known = pd.read_csv(PERPLEXITIES, keep_default_na=False, na_values={"perplexity": ""})
     with Cache(folder / "scores") as scores:
-        scores.put((key, Skipped(why) if why else (value,)) for key, value, why in known.itertuples(index=False))
-    with pytest.MonkeyPatch.context() as patched:  # a scorer names its weights, and so loads them, in every script
-        patched.setattr(transformer, "load_transformers", functools.cache(transformer.load_transformers))
+        scores.put(
+            (key, Skipped(why) if why else (value,))
+            for key, value, why in known.itertuples(index=False)
+        )
+    with (
+        pytest.MonkeyPatch.context() as patched
+    ):  # a scorer names its weights, and so loads them, in every script
+        patched.setattr(
+            transformer, "load_transformers", functools.cache(transformer.load_transformers)
+        )
         yield folder
 
 
@@ -105,13 +114,16 @@ def test_stored_perplexities_are_those_of_the_float32_scorer(run):
 
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_script_makes_its_golden_table(item, run, capsys, monkeypatch):
-    monkeypatch.setattr(transformer.Perplexity, "score", lambda *_: pytest.fail("a perplexity that is not stored"))
+    monkeypatch.setattr(
+        transformer.Perplexity, "score", lambda *_: pytest.fail("a perplexity that is not stored")
+    )
     script("analyses", item, run)
     printed = capsys.readouterr().out
     for golden in sorted(GOLDEN.glob(f"{item}.*csv")):
         made, kept = table(run / "tables" / golden.name), table(golden)
         assert list(made) == list(kept)
-        # Six digits are written; the embedded classifiers and the fits carry float32 and float64 rounding.
+        # Six digits are written; the embedded classifiers and the fits carry float32 and float64
+        # rounding.
         pd.testing.assert_frame_equal(made, kept, check_dtype=False, rtol=1e-4, atol=1e-4)
     facts = json.loads((run / "tables" / f"{item}.json").read_text("utf-8"))
     assert facts["title"] in printed
@@ -142,7 +154,9 @@ def test_numbers_are_those_of_the_raw_texts(run):
     for cell in json.loads((run / "run.json").read_text())["grids"]["quick/scaling"]:
         plan = json.loads((run / "plan" / f"{cell}.json").read_text())
         texts = pd.read_parquet(run / "cells" / cell / "samples.parquet")["text"]
-        scorer = EmbeddedToxicity() if plan["task"]["name"] == "detox" else EmbeddedScorer("sentiment")
+        scorer = (
+            EmbeddedToxicity() if plan["task"]["name"] == "detox" else EmbeddedScorer("sentiment")
+        )
         scores = scorer.score([Item(text) for text in texts])
         if plan["task"]["name"] == "detox":
             expected, metric = 100 * np.mean([score[0] for score in scores]), "tox"
@@ -150,7 +164,9 @@ def test_numbers_are_those_of_the_raw_texts(run):
             right = scorer.columns.index(plan["attribute"])
             expected, metric = 100 * np.mean([np.argmax(score) == right for score in scores]), "acc"
         law = plan["augmentation"]["law"] if plan["augmentation"] else None
-        rows = found[(found["method"] == plan["method"]) & (found["attribute"] == plan["attribute"])]
+        rows = found[
+            (found["method"] == plan["method"]) & (found["attribute"] == plan["attribute"])
+        ]
         mine = rows[rows["arm"].str.contains(f"law {law}") if law not in (None, "log") else rows["arm"].isin(
             ["baseline"] if law is None else ["alpha 0.5 paper", "alpha 2 paper"])]  # fmt: skip
         assert mine[mine["metric"] == metric]["mean"].item() == pytest.approx(expected, abs=1e-3)
@@ -193,7 +209,10 @@ def test_plotted_data_are_the_tables(run):
     for panel, (_, part) in zip(
         figure("decay")(decay).axes, shown.groupby("task", sort=False), strict=True
     ):
-        lines = [(x["length"].tolist(), x["mean"].tolist()) for _, x in part.groupby("method", sort=False)]
+        lines = [
+            (x["length"].tolist(), x["mean"].tolist())
+            for _, x in part.groupby("method", sort=False)
+        ]
         assert drawn(panel) == lines
     steps = table(GOLDEN / "augmentation.csv")
     for panel, (_, part) in zip(
@@ -203,11 +222,17 @@ def test_plotted_data_are_the_tables(run):
         assert drawn(panel) == [(x["step"].tolist(), x["mean"].tolist()) for _, x in groups]
     local = table(GOLDEN / "local_attn.csv")
     first = local[~local["without_bos"] & (local["task"] == "sentiment")]
-    groups = [x for _, part in first.groupby("k", sort=False) for _, x in part.groupby("arm", sort=False)]
-    assert drawn(figure("local_attn")(local).axes[0]) == [(x["step"].tolist(), x["mean"].tolist()) for x in groups]
+    groups = [
+        x for _, part in first.groupby("k", sort=False) for _, x in part.groupby("arm", sort=False)
+    ]
+    assert drawn(figure("local_attn")(local).axes[0]) == [
+        (x["step"].tolist(), x["mean"].tolist()) for x in groups
+    ]
     dilution, fits = table(GOLDEN / "dilution.csv"), table(GOLDEN / "dilution.fits.csv")
     curve = dilution[
-        (dilution["name"] == "prefix") & (dilution["task"] == "sentiment") & (dilution["method"] == "prefix")
+        (dilution["name"] == "prefix")
+        & (dilution["task"] == "sentiment")
+        & (dilution["method"] == "prefix")
     ]
     measured, fitted = drawn(figure("dilution")(dilution, fits).axes[0])[:2]
     assert measured == (curve["step"].tolist(), curve["mean"].tolist())
@@ -232,17 +257,27 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     (copy / "judge").mkdir()
     pd.DataFrame(rows).to_parquet(copy / "judge" / "scores.parquet")
     (copy / "human").mkdir()
-    answers = {"id": "x", "arm": "topic air-decoding alpha 0.5 paper", "prompt": "a", "attribute": "world"}
+    answers = {
+        "id": "x",
+        "arm": "topic air-decoding alpha 0.5 paper",
+        "prompt": "a",
+        "attribute": "world",
+    }
     pd.DataFrame([answers | {"annotator": "A", "metric": "relevance", "rating": 5.0}]).to_csv(
         copy / "human" / "answers.csv"
     )
-    made = script("analyses", "eval", copy)["table"].set_index(["rater", "method", "arm", "criterion"])["mean"]
+    made = script("analyses", "eval", copy)["table"].set_index(
+        ["rater", "method", "arm", "criterion"]
+    )["mean"]
     assert made["judge (m)", "prefix", "baseline", "relevance"] == 3
     assert made["judge (m)", "prefix", "alpha 0.5 paper", "fluency"] == 5
     assert made["people", "air-decoding", "alpha 0.5 paper", "relevance"] == 5
     claims = table(copy / "tables" / "eval.claims.csv")
     by_judge = claims["claim"].str.contains("judge")
-    assert claims["verdict"][by_judge].tolist() == ["as in the paper", "against the paper"]  # fluency is one point off
+    assert claims["verdict"][by_judge].tolist() == [
+        "as in the paper",
+        "against the paper",
+    ]  # fluency is one point off
     assert set(claims["verdict"][~by_judge]) == {"missing"}  # people rated no baseline
     script("figures", "eval", copy)
 
@@ -251,7 +286,9 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "gap")
     shutil.rmtree(copy / "tables", ignore_errors=True)
     opened = load_run(copy).cells
-    gone = opened[(opened["task"] == "detox") & (opened["method"] == "preadd") & (opened["law"] == "sqrt")]["key"]
+    gone = opened[
+        (opened["task"] == "detox") & (opened["method"] == "preadd") & (opened["law"] == "sqrt")
+    ]["key"]
     for key in gone:
         shutil.rmtree(copy / "cells" / key)
     script("analyses", "scaling", copy)
@@ -271,7 +308,11 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
 def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "half")
     opened = load_run(copy).cells
-    arm = opened[(opened["method"] == "prefix") & (opened["law"] == "linear") & (opened["task"] == "sentiment")]
+    arm = opened[
+        (opened["method"] == "prefix")
+        & (opened["law"] == "linear")
+        & (opened["task"] == "sentiment")
+    ]
     shutil.rmtree(copy / "cells" / arm["key"][arm["attribute"] == "negative"].item())
     found = script("analyses", "scaling", copy)["table"]
     row = found[(found["method"] == "prefix") & found["arm"].str.contains("linear")]
@@ -305,15 +346,43 @@ def test_what_a_user_can_mend_is_one_line(run):
             "decay RUN --scorrers accuracy",
             r"unknown option '--scorrers'; allowed: .*did you mean '--scorers'\?",
         ),
-        ("analyses", "decay RUN --scorers acuracy", r"unknown scorer 'acuracy'; allowed: .*did you mean 'accuracy'\?"),
-        ("analyses", "decay RUN --perplexity 0", "--perplexity: takes a whole number, at least 1; found '0'"),
+        (
+            "analyses",
+            "decay RUN --scorers acuracy",
+            r"unknown scorer 'acuracy'; allowed: .*did you mean 'accuracy'\?",
+        ),
+        (
+            "analyses",
+            "decay RUN --perplexity 0",
+            "--perplexity: takes a whole number, at least 1; found '0'",
+        ),
         ("analyses", "decay RUN again", "there is no place for 'again'"),
-        ("figures", "decay RUN --outt x", "unknown option '--outt'; allowed: --help, --out; did you mean '--out'"),
+        (
+            "figures",
+            "decay RUN --outt x",
+            "unknown option '--outt'; allowed: --help, --out; did you mean '--out'",
+        ),
         ("analyses", "span_question --sample 3", "did you mean '--samples'"),
-        ("analyses", "span_question --samples 0", "--samples: takes a whole number, at least 1; found '0'"),
-        ("analyses", "span_question --samples 1.5", "--samples: takes a whole number, at least 1; found '1.5'"),
-        ("analyses", "span_question --prompts 16", "--prompts: takes a whole number, 2 to 15; found '16'"),
-        ("analyses", "span_question --perplexity 0", "--perplexity: takes a whole number, at least 1"),
+        (
+            "analyses",
+            "span_question --samples 0",
+            "--samples: takes a whole number, at least 1; found '0'",
+        ),
+        (
+            "analyses",
+            "span_question --samples 1.5",
+            "--samples: takes a whole number, at least 1; found '1.5'",
+        ),
+        (
+            "analyses",
+            "span_question --prompts 16",
+            "--prompts: takes a whole number, 2 to 15; found '16'",
+        ),
+        (
+            "analyses",
+            "span_question --perplexity 0",
+            "--perplexity: takes a whole number, at least 1",
+        ),
         ("analyses", "span_question --length -1", "--length: takes a whole number, at least 1"),
         ("analyses", "span_question --dtype float23", "--dtype: invalid choice: 'float23'"),
         ("analyses", "reproduce --itms decay", "did you mean '--items'"),
@@ -322,7 +391,9 @@ def test_what_a_user_can_mend_is_one_line(run):
         ("analyses", "first_look --modell tiny-gpt2", "did you mean '--model'"),
     ],
 )
-def test_a_scripts_bad_option_is_one_line_and_exit_code_2(run, capsys, monkeypatch, kind, line, message):
+def test_a_scripts_bad_option_is_one_line_and_exit_code_2(
+    run, capsys, monkeypatch, kind, line, message
+):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a script puts its own there
     item, *arguments = line.replace("RUN", str(run)).split()
     with pytest.raises(SystemExit) as caught:
@@ -335,10 +406,21 @@ def test_a_scripts_bad_option_is_one_line_and_exit_code_2(run, capsys, monkeypat
 
 
 def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys):
-    """What it was not asked the scripts get as they have it; an error of a script is a line, not a traceback."""
+    """What it was not asked the scripts get as they have it; an error of a script is a line, not a
+    traceback."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     copy = shutil.copytree(run, tmp_path / "copy")
-    asked = ["--no-sweep", "--out", copy, "--items", "decay", "layers", "--scorers", "toxicity", "perplexity"]
+    asked = [
+        "--no-sweep",
+        "--out",
+        copy,
+        "--items",
+        "decay",
+        "layers",
+        "--scorers",
+        "toxicity",
+        "perplexity",
+    ]
     with pytest.raises(SystemExit) as caught:
         script("analyses", "reproduce", *asked)
     assert caught.value.code == 1
@@ -365,7 +447,15 @@ def test_the_papers_numbers_parse():
     numbers = reported.reported()
     assert len(numbers) == 1172
     assert numbers["value"].notna().all()
-    assert set(numbers["table"]) == {"sent_topic", "detox", "half", "scaling", "layers", "components", "hard_prefix"}
+    assert set(numbers["table"]) == {
+        "sent_topic",
+        "detox",
+        "half",
+        "scaling",
+        "layers",
+        "components",
+        "hard_prefix",
+    }
     for expected, where in (
         (94.27, {"table": "sent_topic", "task": "sentiment", "method": "air-decoding", "lapa2": True, "length": 512,
                  "metric": "acc"}),
@@ -384,7 +474,8 @@ def test_the_papers_numbers_parse():
 
 
 def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch):
-    """Pretend that SmolLM2 is GPT-2 medium and 48 tokens are 256: every cell of the table finds its number."""
+    """Pretend that SmolLM2 is GPT-2 medium and 48 tokens are 256: every cell of the table finds its
+    number."""
     monkeypatch.setitem(reported.PAPER_MODELS, "smollm2-135m", "gpt2-medium")
     real = reported.paper_number
 
@@ -393,7 +484,9 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
 
     monkeypatch.setattr(tables, "paper_number", of_256)
     found = script("analyses", "layers", run)["table"]
-    found = tables.overall(found[found["task"] == "sentiment"]).set_index(["method", "arm", "metric"])["paper"]
+    found = tables.overall(found[found["task"] == "sentiment"]).set_index(
+        ["method", "arm", "metric"]
+    )["paper"]
     assert found["prefix", "baseline", "acc"] == 68.13
     assert found["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
     assert found["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
@@ -447,7 +540,10 @@ def scores(gains, prompts=12):
         ({"baseline": 0, "a": 5}, "a"),
         ({"baseline": 0, "a": -5}, "baseline"),
         ({"baseline": 0, "a": 0.1}, None),
-        ({"baseline": 0, "a": 5, "b": 5.1}, None),  # two good arms that cannot be told apart: neither is the best
+        (
+            {"baseline": 0, "a": 5, "b": 5.1},
+            None,
+        ),  # two good arms that cannot be told apart: neither is the best
         ({"baseline": 0, "a": 5, "b": 9}, "b"),
     ],
 )
@@ -466,7 +562,10 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
 
 def test_tables_survive_hostile_text():
     shown = pd.DataFrame({"a|b": ["x & y_z", "50% | **5** {~^\\}"]})
-    markdown, latex = output.as_markdown("T", shown, ["n"]), output.as_latex("T_1", shown, ["n & m"], "t")
+    markdown, latex = (
+        output.as_markdown("T", shown, ["n"]),
+        output.as_latex("T_1", shown, ["n & m"], "t"),
+    )
     assert markdown.count("\\|") == 1
     assert r"x \& y\_z" in latex
     assert r"\textbf{5}" in latex
@@ -480,10 +579,17 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
     monkeypatch.setenv("LAPA2_RUN", str(run))
     for file in (ROOT / "analyses").glob("*.py"):
         if file.stem not in ("reproduce", "demo"):
-            assert [cell.cell_type for cell in jupytext.read(file).cells][:2] == ["markdown", "code"], file
+            assert [cell.cell_type for cell in jupytext.read(file).cells][:2] == [
+                "markdown",
+                "code",
+            ], file
     book = jupytext.read(ROOT / "analyses" / "decay.py")
-    nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    nbclient.NotebookClient(
+        book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    printed = "".join(
+        output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
+    )
     assert "Accuracy of the base methods against length" in printed
 
 
@@ -501,7 +607,10 @@ def write_golden():
                 shutil.copy(made, GOLDEN)
         with Cache(stored / "scores") as scores:
             known = sorted(scores.get(sorted(asked)).items())
-    rows = [(key, *((None, found.reason) if isinstance(found, Skipped) else (found[0], ""))) for key, found in known]
+    rows = [
+        (key, *((None, found.reason) if isinstance(found, Skipped) else (found[0], "")))
+        for key, found in known
+    ]
     pd.DataFrame(rows, columns=["key", "perplexity", "skipped"]).to_csv(PERPLEXITIES, index=False)
 
 

@@ -43,7 +43,9 @@ class Reply:
         if self.body is not None:
             return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
         if self.status != 200:
-            return json.dumps({"error": {"message": str(self.content), "type": "some_error"}}).encode()
+            return json.dumps(
+                {"error": {"message": str(self.content), "type": "some_error"}}
+            ).encode()
         message = {"role": "assistant", "content": self.content, "refusal": self.refusal}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": []}
         answer["choices"] = [{"index": 0, "message": message, "finish_reason": self.finish}]
@@ -53,7 +55,8 @@ class Reply:
 
 
 class Server:
-    """Answers with `replies` in turn, the last one for ever; or with what `reply`, given the text judged, says."""
+    """Answers with `replies` in turn, the last one for ever; or with what `reply`, given the text
+    judged, says."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = [Reply()]
@@ -89,7 +92,9 @@ class Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread = threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         self.thread.start()
 
     @property
@@ -173,7 +178,11 @@ Output: Respond in JSON format only:
 )
 def test_the_prompt_is_the_papers_with_attribute_prompt_and_text_filled_in(server, make, text):
     make().score([item(text, 'The {text} "lake"', "very {prompt}")])
-    expected = PAPER.replace("ATTRIBUTE", "very {prompt}").replace("PROMPT", 'The {text} "lake"').replace("TEXT", text)
+    expected = (
+        PAPER.replace("ATTRIBUTE", "very {prompt}")
+        .replace("PROMPT", 'The {text} "lake"')
+        .replace("TEXT", text)
+    )
     assert server.bodies[0]["messages"] == [
         {"role": "system", "content": "You are an expert evaluator for text generation quality."},
         {"role": "user", "content": expected},
@@ -185,7 +194,9 @@ def test_half_a_surrogate_pair_is_sent_as_a_question_mark(server, make):
     assert server.texts == ["a ? b"]
 
 
-def test_the_request_names_the_model_temperature_zero_and_a_strict_schema_of_three_integers(server, make):
+def test_the_request_names_the_model_temperature_zero_and_a_strict_schema_of_three_integers(
+    server, make
+):
     make("gpt-4o").score([item()])
     body = server.bodies[0]
     schema = body["response_format"]["json_schema"]
@@ -197,7 +208,9 @@ def test_the_request_names_the_model_temperature_zero_and_a_strict_schema_of_thr
     assert "temperature" not in server.bodies[1]
 
 
-@pytest.mark.parametrize("fence", ["{}", " {}\n", "```json\n{}\n```", "```\n{}```", "```json {} ```"])
+@pytest.mark.parametrize(
+    "fence", ["{}", " {}\n", "```json\n{}\n```", "```\n{}```", "```json {} ```"]
+)
 def test_three_integers_are_read_with_or_without_a_code_fence(fence):
     assert parse(fence.replace("{}", GOOD)) == (5.0, 4.0, 3.0)
 
@@ -280,7 +293,9 @@ def test_a_refusal_is_not_asked_again_and_not_a_number(server, make, reply):
     assert len(server.bodies) == 1
 
 
-def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_request(server, make, monkeypatch):
+def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_request(
+    server, make, monkeypatch
+):
     monkeypatch.delenv("OPENAI_API_KEY")
     found = make().score([item(prompt=""), item(attribute=" "), item(text="\n")])
     assert found == [Skipped("no prompt"), Skipped("no attribute"), Skipped("empty text")]
@@ -324,7 +339,9 @@ def test_a_server_that_asks_for_hours_ends_the_run_without_waiting(server, make,
 
 def test_a_server_that_keeps_failing_ends_the_run_after_the_attempts(server, make, waits):
     server.replies = [Reply("out of\nmemory", status=500)]
-    with pytest.raises(ScoringError, match=r"127\.0\.0\.1:\d+ answers 500 \(.*out of memory\), 3 times in a row"):
+    with pytest.raises(
+        ScoringError, match=r"127\.0\.0\.1:\d+ answers 500 \(.*out of memory\), 3 times in a row"
+    ):
         make(attempts=3).score([item()])
     assert (waits, len(server.bodies)) == ([1.0, 2.0], 3)
 
@@ -345,7 +362,9 @@ def test_a_late_answer_is_made_up_for(server, make, waits):
 
 def test_a_server_that_is_not_there_is_named(make, waits, server):
     server.close()
-    with pytest.raises(ScoringError, match=r"127\.0\.0\.1:\d+ cannot be reached \(.*refused.*2 times in a row"):
+    with pytest.raises(
+        ScoringError, match=r"127\.0\.0\.1:\d+ cannot be reached \(.*refused.*2 times in a row"
+    ):
         make(attempts=2).score([item()])
     assert waits == [1.0]
 
@@ -358,7 +377,9 @@ def test_a_server_that_is_not_there_is_named(make, waits, server):
         (404, r"cannot serve m \(.*no such right.*model's name"),
     ],
 )
-def test_a_key_or_a_model_the_server_does_not_know_ends_the_run_at_once(server, make, waits, status, words):
+def test_a_key_or_a_model_the_server_does_not_know_ends_the_run_at_once(
+    server, make, waits, status, words
+):
     server.replies = [Reply("no such right", status=status)]
     with pytest.raises(ScoringError, match=words):
         make().score([item()])
@@ -375,7 +396,9 @@ def test_a_quota_that_is_used_up_is_not_waited_for(server, make, waits):
 
 @pytest.mark.parametrize("status", [400, 422])
 @pytest.mark.parametrize("refused", [1, 2])
-def test_a_server_that_refuses_a_format_is_asked_for_the_next_and_not_again(server, make, waits, refused, status):
+def test_a_server_that_refuses_a_format_is_asked_for_the_next_and_not_again(
+    server, make, waits, refused, status
+):
     server.replies = [Reply("unknown response_format", status=status)] * refused + [Reply()]
     judge = make(concurrency=1)
     assert judge.score([item("a"), item("b")]) == [(5.0, 4.0, 3.0)] * 2
@@ -394,8 +417,14 @@ def test_a_server_that_refuses_every_format_has_its_reason_repeated(server, make
 
 @pytest.mark.parametrize("key", [None, "", " \n"])
 def test_without_a_key_the_variable_to_set_is_named(server, make, monkeypatch, key):
-    monkeypatch.delenv("OPENAI_API_KEY") if key is None else monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(ScoringError, match="OPENAI_API_KEY is not set.*a local server accepts any value"):
+    (
+        monkeypatch.delenv("OPENAI_API_KEY")
+        if key is None
+        else monkeypatch.setenv("OPENAI_API_KEY", key)
+    )
+    with pytest.raises(
+        ScoringError, match="OPENAI_API_KEY is not set.*a local server accepts any value"
+    ):
         make().score([item()])
     assert server.bodies == []
 
@@ -427,7 +456,9 @@ def test_without_the_package_the_extra_to_install_is_named(make, monkeypatch):
         Reply(silent=True),
     ],
 )
-def test_the_key_is_sent_and_is_in_no_file_log_error_or_repr(server, make, tmp_path, caplog, capfd, reply):
+def test_the_key_is_sent_and_is_in_no_file_log_error_or_repr(
+    server, make, tmp_path, caplog, capfd, reply
+):
     caplog.set_level(logging.DEBUG)
     server.replies = [reply]
     judge = make(attempts=1, timeout=0.1 if reply.silent else 10.0)
@@ -473,7 +504,9 @@ def test_answers_keep_the_order_of_their_texts_and_as_many_are_under_way_as_aske
     server.reply = last_first
     judge = make(concurrency=4)
     assert judge.batch_size == 4
-    assert judge.score([item(text) for text in texts]) == [(float(n), 1.0, 1.0) for n in (1, 2, 3, 4)]
+    assert judge.score([item(text) for text in texts]) == [
+        (float(n), 1.0, 1.0) for n in (1, 2, 3, 4)
+    ]
     assert late == []
 
 
@@ -504,7 +537,11 @@ def test_what_was_answered_beside_a_failure_is_returned_and_the_next_call_raises
 
     server.reply = reply
     judge = make(concurrency=3)
-    assert judge.score([item(text) for text in "abc"]) == [(5.0, 4.0, 3.0), NOT_REACHED, (5.0, 4.0, 3.0)]
+    assert judge.score([item(text) for text in "abc"]) == [
+        (5.0, 4.0, 3.0),
+        NOT_REACHED,
+        (5.0, 4.0, 3.0),
+    ]
     with pytest.raises(ScoringError, match="OPENAI_API_KEY"):
         judge.score([item("d")])
     assert sorted(server.texts) == ["a", "b", "c"]
@@ -530,7 +567,9 @@ def test_after_a_failure_nothing_new_is_asked_and_nobody_waits(server, make):
     assert sorted(server.texts) == ["a", "b"]
 
 
-def test_a_stopped_run_keeps_what_was_answered_and_the_next_one_asks_only_for_the_rest(server, make, tmp_path):
+def test_a_stopped_run_keeps_what_was_answered_and_the_next_one_asks_only_for_the_rest(
+    server, make, tmp_path
+):
     items = [item(text) for text in ("a", "bb", "ccc", "dddd", "eeeee")]
     third = threading.Event()
 
@@ -566,8 +605,16 @@ def test_a_killed_run_keeps_what_was_answered(server, make, tmp_path):
     assert sorted(server.texts) == ["bb", "ccc"]
 
 
-def test_what_is_in_the_cache_is_not_asked_for_and_needs_no_key(server, make, tmp_path, monkeypatch):
-    items = [item("a"), item("a", attribute="negative"), item("a", prompt="The sea"), item("a"), item("b", prompt="")]
+def test_what_is_in_the_cache_is_not_asked_for_and_needs_no_key(
+    server, make, tmp_path, monkeypatch
+):
+    items = [
+        item("a"),
+        item("a", attribute="negative"),
+        item("a", prompt="The sea"),
+        item("a"),
+        item("b", prompt=""),
+    ]
     first = run_scorer(make(), items, Cache(tmp_path))
     assert len(server.bodies) == 3
     monkeypatch.delenv("OPENAI_API_KEY")
@@ -614,7 +661,10 @@ def test_the_version_holds_model_server_prompt_and_temperature(make, monkeypatch
     assert first.endswith(", temperature 0")
     versions = {first, make("gpt-4o", base_url="https://judge.example:8443/v1").version}
     versions |= {make("other", base_url="https://judge.example/v1").version}
-    versions |= {make("gpt-4o", base_url="https://judge.example/v1", temperature=t).version for t in (None, 0.5)}
+    versions |= {
+        make("gpt-4o", base_url="https://judge.example/v1", temperature=t).version
+        for t in (None, 0.5)
+    }
     monkeypatch.setattr("lapa2_interp.scoring.judge.PROMPT", "Rate {text}.")
     versions |= {make("gpt-4o", base_url="https://judge.example/v1").version}
     assert len(versions) == 6

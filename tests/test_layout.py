@@ -1,4 +1,5 @@
-"""Spans and lengths: every row of the table "which keys the official span covers", both profiles, all phases."""
+"""Spans and lengths: every row of the table "which keys the official span covers", both profiles,
+all phases."""
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from lapa2_interp.models import load_tokenizer
         ("Very toxic:", 3),
         ("World-related:", 4),
         (
-            "The following text perpetuates negative stereotypes, is threatening or sexually explicit, or contains "
-            "profane language.",
+            (
+                "The following text perpetuates negative stereotypes, is threatening or sexually"
+                " explicit, or contains profane language."
+            ),
             20,
         ),
     ],
@@ -42,23 +45,32 @@ def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
     assert found.spans("bos") == ((0, 1),)
     assert found.spans("prefix+bos") == ((0, 1), (1, 4))
     assert found.spans(((0, 2), (5, 6))) == ((0, 2), (5, 6))
-    assert [found.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))] == [3, 3, 3, 3, 3]
+    assert [
+        found.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))
+    ] == [3, 3, 3, 3, 3]
 
 
 def test_soft_prefix_row(gpt2_tokenizer):
     found = Layout.of(gpt2_tokenizer, None, "The lake", soft=20)
     assert (found.prefix, found.bos, found.prompt) == ((0, 20), (20, 21), (21, 23))
-    assert found.spans("prefix") == found.spans("released") == ((0, 20),), "exactly the prefix; BOS not boosted"
+    assert found.spans("prefix") == found.spans("released") == ((0, 20),), (
+        "exactly the prefix; BOS not boosted"
+    )
     assert (found.l_pre, found.n("prefix"), found.n("released"), found.n("bos")) == (20, 20, 20, 20)
     assert found.spans(((19, 22),)) == ((19, 20), (20, 22))
     query = np.array([len(found) - 1])
     assert (found.lengths(query, "paper"), found.lengths(query, "kv")) == ([22], [23])
-    soft, hard = left_pad([found, Layout.of(gpt2_tokenizer, "Very positive:", "Once upon a time in")])
+    soft, hard = left_pad(
+        [found, Layout.of(gpt2_tokenizer, "Very positive:", "Once upon a time in")]
+    )
     assert (len(soft), len(hard)) == (29, 29)
     assert (soft.pad, hard.pad) == (6, 20), "rows without soft slots have them masked"
     soft = found.padded(26)
     assert (soft.prefix, soft.bos, soft.prompt) == ((0, 20), (23, 24), (24, 26))
-    assert soft.spans(((19, 22),)) == ((19, 20), (23, 25)), "padding stands between the soft slots and BOS"
+    assert soft.spans(((19, 22),)) == (
+        (19, 20),
+        (23, 25),
+    ), "padding stands between the soft slots and BOS"
     assert soft.lengths(np.array([25]), "kv") == [23]
 
 
@@ -103,15 +115,28 @@ def test_biases_of_the_worked_example(gpt2_tokenizer):
 
 
 def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
-    """l_pro 4, alpha 1/2, second step: .1116 (paper), .2027 (released); the first step's is 0 in both."""
+    """l_pro 4, alpha 1/2, second step: .1116 (paper), .2027 (released); the first step's is 0 in
+    both."""
     found = Layout.of(gpt2_tokenizer, None, "The lake is blue")
     queries = np.arange(4, 6)
     assert found.bias(Augmentation(alpha=0.5), queries).round(4).tolist() == [0.0, 0.1116]
-    assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [0.0, 0.2027]
+    assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [
+        0.0,
+        0.2027,
+    ]
 
 
 @pytest.mark.parametrize(
-    "branch", ["gpt2 prefix", "gpt2 base", "gpt2 soft", "llama single", "llama doubled", "llama base", "llama soft"]
+    "branch",
+    [
+        "gpt2 prefix",
+        "gpt2 base",
+        "gpt2 soft",
+        "llama single",
+        "llama doubled",
+        "llama base",
+        "llama soft",
+    ],
 )
 @pytest.mark.parametrize("profile", ["paper", "released"])
 @pytest.mark.parametrize("phase", ["decode", "last_query", "all_queries"])
@@ -168,8 +193,12 @@ def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_toke
     assert Layout.of(gpt2_tokenizer, "Very positive:", "The lake").merged is None
 
 
-@pytest.mark.parametrize("prefix", ["Very positive:", "The following text contains profane language.\n\n", "x"])
-@pytest.mark.parametrize("prompt", ["The lake", " The lake", "“OMG u", "湖 is 🏞️ nice", "  two spaces"])
+@pytest.mark.parametrize(
+    "prefix", ["Very positive:", "The following text contains profane language.\n\n", "x"]
+)
+@pytest.mark.parametrize(
+    "prompt", ["The lake", " The lake", "“OMG u", "湖 is 🏞️ nice", "  two spaces"]
+)
 def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
     for tokenizer in (gpt2_tokenizer, load_tokenizer("tiny-neox")):
         found = Layout.of(tokenizer, prefix, prompt)
@@ -180,15 +209,20 @@ def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
 
 
 def test_trimmed_offsets_do_not_move_the_seam(gpt2_tokenizer):
-    """Some tokenizers leave the leading space of a token out of its offsets; the space still opens the prompt."""
+    """Some tokenizers leave the leading space of a token out of its offsets; the space still opens
+    the prompt."""
     import copy
 
     from tokenizers import processors
 
     trimming = copy.deepcopy(gpt2_tokenizer)
-    trimming.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(
+        add_prefix_space=False, trim_offsets=True
+    )
     assert trimming(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
-    assert Layout.of(trimming, "Be kind.", " The lake") == Layout.of(gpt2_tokenizer, "Be kind.", " The lake")
+    assert Layout.of(trimming, "Be kind.", " The lake") == Layout.of(
+        gpt2_tokenizer, "Be kind.", " The lake"
+    )
 
 
 def test_empty_prefix(gpt2_tokenizer):
@@ -215,11 +249,17 @@ def test_left_padding_moves_slots_not_lengths(gpt2_tokenizer):
     assert padded.pad == 3
     assert padded.prefix == (4, 7)
     queries = np.array([8, 9])
-    assert padded.lengths(queries, "kv").tolist() == short.lengths(queries - 3, "kv").tolist() == [6, 7]
+    assert (
+        padded.lengths(queries, "kv").tolist()
+        == short.lengths(queries - 3, "kv").tolist()
+        == [6, 7]
+    )
 
 
 def test_plain_text_starts_are_decided_in_one_place(gpt2_tokenizer):
-    assert gpt2_tokenizer.convert_ids_to_tokens(text_markers(gpt2_tokenizer).start) == "<|endoftext|>"
+    assert (
+        gpt2_tokenizer.convert_ids_to_tokens(text_markers(gpt2_tokenizer).start) == "<|endoftext|>"
+    )
     llama = load_tokenizer("tiny-llama")
     assert llama.convert_ids_to_tokens(text_markers(llama).start) == "<s>"
     assert llama.convert_ids_to_tokens(list(text_markers(llama).ends)) == ["</s>"]
@@ -230,19 +270,25 @@ def test_plain_text_starts_are_decided_in_one_place(gpt2_tokenizer):
 
 
 def test_an_unknown_token_is_neither_start_nor_end():
-    """Tokenizers answer <unk> for a token they do not have, such as <|endoftext|> in a Llama-2 vocabulary."""
+    """Tokenizers answer <unk> for a token they do not have, such as <|endoftext|> in a Llama-2
+    vocabulary."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
+    vocabulary = Tokenizer(
+        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>")
+    )
     names = {"unk_token": "<unk>", "eos_token": "</s>"}
     with_bos = PreTrainedTokenizerFast(tokenizer_object=vocabulary, bos_token="<s>", **names)
     assert text_markers(with_bos) == (1, (2,))
     assert text_markers(PreTrainedTokenizerFast(tokenizer_object=vocabulary, **names)) == (2, (2,))
 
 
-def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_tokenizer(gpt2_tokenizer):
-    """TransformerLens switches BOS on in tokenizers that have it off; the released count of GPT-2 has no BOS in it."""
+def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_tokenizer(
+    gpt2_tokenizer,
+):
+    """TransformerLens switches BOS on in tokenizers that have it off; the released count of GPT-2
+    has no BOS in it."""
     import copy
 
     from tokenizers import processors
@@ -252,7 +298,9 @@ def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_token
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 50256)]
     )
     assert adding("a").input_ids[0] == 50256
-    assert Layout.of(adding, "Very positive:", "The lake") == Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    assert Layout.of(adding, "Very positive:", "The lake") == Layout.of(
+        gpt2_tokenizer, "Very positive:", "The lake"
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
@@ -264,16 +312,21 @@ def test_transformer_lens_tokenises_text_as_the_layout_does(name):
 
 
 def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
-    """The method description counts 11 of the 203 prompts whose first character merges with a ":" before it."""
+    """The method description counts 11 of the 203 prompts whose first character merges with a ":"
+    before it."""
     import json
     import lzma
 
     with lzma.open(data / "prompts" / "rtp_challenging_203.jsonl.xz", "rt") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
     assert len(prompts) == 203
-    merged = [Layout.of(gpt2_tokenizer, "Very nontoxic:", prompt).merged is not None for prompt in prompts]
+    merged = [
+        Layout.of(gpt2_tokenizer, "Very nontoxic:", prompt).merged is not None for prompt in prompts
+    ]
     assert sum(merged) == 11
-    assert not any(Layout.of(gpt2_tokenizer, "Very nontoxic:", " " + prompt).merged for prompt in prompts)
+    assert not any(
+        Layout.of(gpt2_tokenizer, "Very nontoxic:", " " + prompt).merged for prompt in prompts
+    )
 
 
 def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):

@@ -1,4 +1,5 @@
-"""Long texts on the bundled model: memory that does not grow with l^2, and the time of a whole context."""
+"""Long texts on the bundled model: memory that does not grow with l^2, and the time of a whole
+context."""
 
 import json
 import subprocess
@@ -31,13 +32,16 @@ print(json.dumps({"seconds": time.perf_counter() - began, "peak": peak / 2**20, 
 
 def measure(dtype, *texts):
     """Read texts of given lengths, each under an alpha, in a process of their own."""
-    done = subprocess.run([sys.executable, "-c", CODE, dtype, json.dumps(texts)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, dtype, json.dumps(texts)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_memory_of_a_long_text():
-    """A whole [head, query, key] pattern of 2,048 tokens in float32 is 0.14 GiB a layer; several copies of it would be seen."""
+    """A whole [head, query, key] pattern of 2,048 tokens in float32 is 0.14 GiB a layer; several
+    copies of it would be seen."""
     found = measure("float32", (256, 0.0), (256, 0.5), (2048, 0.5))
     assert found["steps"] == [256, 256, 2048]
     assert found["grown"] < 1.0

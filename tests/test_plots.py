@@ -16,7 +16,17 @@ def test_model_text_is_escaped():
 
 
 def test_plots_draw_their_tables():
-    steps = pd.DataFrame({"arm": "a", "name": "prefix", "step": range(5), "mean": 0.5, "low": 0.4, "high": 0.6, "n": 3})
+    steps = pd.DataFrame(
+        {
+            "arm": "a",
+            "name": "prefix",
+            "step": range(5),
+            "mean": 0.5,
+            "low": 0.4,
+            "high": 0.6,
+            "n": 3,
+        }
+    )
     fits = pd.DataFrame({"arm": ["a"], "C": [5.0], "D": [10.0], "R2": [0.9]})
     lines = plots.attention_curves(steps, fits).axes[0].lines
     assert lines[0].get_ydata().tolist() == [0.5] * 5

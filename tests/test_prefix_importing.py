@@ -1,4 +1,5 @@
-"""Prefixes that others trained: PEFT's logits found again, Air-Decoding's affine map folded, pickles refused."""
+"""Prefixes that others trained: PEFT's logits found again, Air-Decoding's affine map folded,
+pickles refused."""
 
 import json
 import pickle
@@ -40,7 +41,8 @@ PEFTS_OWN = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fut
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
 @pytest.mark.parametrize("settings", [{}, {"prefix_projection": True, "encoder_hidden_size": 24}])
 def test_logits_equal_pefts(name, settings, tmp_path):
-    """Multi-head and grouped-query attention, learned and rotary positions, with and without PEFT's reparameterisation."""
+    """Multi-head and grouped-query attention, learned and rotary positions, with and without PEFT's
+    reparameterisation."""
     theirs = peft_adapter(name, tmp_path / "adapter", **settings)
     model = load(name)
     prefix = import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "imported")
@@ -58,12 +60,14 @@ def test_logits_equal_pefts(name, settings, tmp_path):
 def test_an_imported_prefix_decodes_as_peft_does(tmp_path):
     theirs, model = peft_adapter("tiny-llama", tmp_path / "adapter"), load("tiny-llama")
     save_prefix(
-        import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "imported"), tmp_path / "set", "float32"
+        import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "imported"),
+        tmp_path / "set",
+        "float32",
     )
     method = methods.get("prefix", prefixes=str(tmp_path / "set"))
-    ours = generate(model, method, load_task("sentiment"), "positive", ["The lake"], length=24, top_k=1).samples[
-        "tokens"
-    ][0]
+    ours = generate(
+        model, method, load_task("sentiment"), "positive", ["The lake"], length=24, top_k=1
+    ).samples["tokens"][0]
     ids = Layout.of(model.tokenizer, None, "The lake").tensor
     for token in ours:
         with torch.no_grad():
@@ -80,7 +84,9 @@ def air_checkpoint(model, numbers=(0, 3), slots=5, middle=6):
         for number in numbers:
             place = f"transformer.h.{layer}.attn.prefix"
             for part in ("keys", "values"):
-                found[f"{place}_{part}_embeddings_n{number}.weight"] = torch.randn(slots, middle, generator=rng)
+                found[f"{place}_{part}_embeddings_n{number}.weight"] = torch.randn(
+                    slots, middle, generator=rng
+                )
             found[f"{place}_mlp_n{number}.weight"] = torch.randn(middle, width, generator=rng)
             found[f"{place}_mlp_n{number}.bias"] = torch.randn(width, generator=rng)
     return found
@@ -88,7 +94,8 @@ def air_checkpoint(model, numbers=(0, 3), slots=5, middle=6):
 
 @pytest.mark.parametrize("form", ["pytorch_model.bin", "model.safetensors"])
 def test_air_decoding_checkpoints_are_folded(form, tmp_path):
-    """Keys and values of every slot, head and layer from the formula, unfolded; positions start at 0."""
+    """Keys and values of every slot, head and layer from the formula, unfolded; positions start at
+    0."""
     model = load("tiny-gpt2")
     tensors = air_checkpoint(model)
     (save_file if form.endswith("safetensors") else torch.save)(tensors, tmp_path / form)
@@ -102,14 +109,17 @@ def test_air_decoding_checkpoints_are_folded(form, tmp_path):
         for part, found in (("keys", prefix.keys), ("values", prefix.values)):
             for slot, row in enumerate(tensors[f"{place}_{part}_embeddings_n3.weight"]):
                 for head in range(model.cfg.n_heads):
-                    expected = row @ weight[:, head * d : (head + 1) * d] + bias[head * d : (head + 1) * d]
+                    expected = (
+                        row @ weight[:, head * d : (head + 1) * d] + bias[head * d : (head + 1) * d]
+                    )
                     assert torch.allclose(found[layer, head, slot], expected, atol=1e-5)
     first = import_prefix(tmp_path / form, model, "topic", "sports", "air", number=0)
     assert (first.keys - prefix.keys).abs().max() > 0.1
 
 
 def test_a_folded_prefix_acts_as_the_released_attention(tmp_path):
-    """The released code puts the prefix in front of keys and values inside each layer, positions from 0."""
+    """The released code puts the prefix in front of keys and values inside each layer, positions
+    from 0."""
     model = load("tiny-gpt2", "float64")
     torch.save(air_checkpoint(model), tmp_path / "pytorch_model.bin")
     prefix = import_prefix(tmp_path, model, "sentiment", "positive", "air")
@@ -121,14 +131,17 @@ def test_a_folded_prefix_acts_as_the_released_attention(tmp_path):
 
 
 def released_forward(network, ids, tensors, number):
-    """GPT-2 in plain tensors, with the affine map applied in every layer as the released attention does."""
+    """GPT-2 in plain tensors, with the affine map applied in every layer as the released attention
+    does."""
     gpt2 = network.transformer if hasattr(network, "transformer") else network.model.transformer
     hidden = gpt2.wte(ids)[0] + gpt2.wpe.weight[: ids.shape[1]]
     n = ids.shape[1]
     for layer, block in enumerate(gpt2.h):
         attention = block.attn
         place = f"transformer.h.{layer}.attn.prefix"
-        weight, bias = (tensors[f"{place}_mlp_n{number}.{name}"].double() for name in ("weight", "bias"))
+        weight, bias = (
+            tensors[f"{place}_mlp_n{number}.{name}"].double() for name in ("weight", "bias")
+        )
         own = [
             tensors[f"{place}_{part}_embeddings_n{number}.weight"].double() @ weight + bias
             for part in ("keys", "values")
@@ -137,7 +150,9 @@ def released_forward(network, ids, tensors, number):
         query, key, value = (each(normed) for each in (attention.q, attention.k, attention.v))
         key, value = torch.cat([own[0], key]), torch.cat([own[1], value])
         slots, heads = len(own[0]), 4
-        query, key, value = (each.unflatten(-1, (heads, -1)).transpose(0, 1) for each in (query, key, value))
+        query, key, value = (
+            each.unflatten(-1, (heads, -1)).transpose(0, 1) for each in (query, key, value)
+        )
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         seen = torch.ones(n, slots + n, dtype=torch.bool).tril(slots)
         mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
@@ -171,7 +186,10 @@ class Harmful:
 def test_what_would_run_code_is_refused(tmp_path, capsys):
     model = load("tiny-gpt2")
     for number, write in enumerate(
-        (lambda file: torch.save({"a": Harmful()}, file), lambda file: file.write_bytes(pickle.dumps(Harmful())))
+        (
+            lambda file: torch.save({"a": Harmful()}, file),
+            lambda file: file.write_bytes(pickle.dumps(Harmful())),
+        )
     ):
         file = tmp_path / f"{number}.pt"
         write(file)
@@ -196,16 +214,25 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
 
     adapter(tmp_path / "lora", {"peft_type": "LORA"}, None)
     refused(tmp_path / "lora", "adapter of type LORA; only PREFIX_TUNING holds keys and values")
-    sizes = {"peft_type": "PREFIX_TUNING", "num_layers": 4, "num_attention_heads": 4, "token_dim": 32}
+    sizes = {
+        "peft_type": "PREFIX_TUNING",
+        "num_layers": 4,
+        "num_attention_heads": 4,
+        "token_dim": 32,
+    }
     adapter(tmp_path / "short", sizes, {"prompt_embeddings": torch.zeros(3, 7)})
     refused(
         tmp_path / "short",
-        r"expected prompt_embeddings of \[slot, 4 layers x 2 x 32\]; found prompt_embeddings \(3, 7\)",
+        r"expected prompt_embeddings of \[slot, 4 layers x 2 x 32\]; found prompt_embeddings"
+        r" \(3, 7\)",
     )
-    adapter(tmp_path / "wide", sizes | {"token_dim": 64}, {"prompt_embeddings": torch.zeros(3, 512)})
+    adapter(
+        tmp_path / "wide", sizes | {"token_dim": 64}, {"prompt_embeddings": torch.zeros(3, 512)}
+    )
     refused(
         tmp_path / "wide",
-        "has 4 layers x 4 KV heads x 3 slots x 16; tiny-gpt2 needs 4 layers x 4 KV heads x 3 slots x 8",
+        "has 4 layers x 4 KV heads x 3 slots x 16; tiny-gpt2 needs 4 layers x 4 KV heads x 3"
+        " slots x 8",
     )
     adapter(tmp_path / "empty", sizes, None)
     refused(tmp_path / "empty", "has no weights; expected one of adapter_model.safetensors")

@@ -1,4 +1,5 @@
-"""Training: losses on hand-made numbers, folding, what a short real training does, and that resuming changes nothing."""
+"""Training: losses on hand-made numbers, folding, what a short real training does, and that
+resuming changes nothing."""
 
 import math
 
@@ -28,11 +29,24 @@ from lapa2_interp.soft_prefix import load_prefix
 from lapa2_interp.tasks.corpora import read_corpus
 
 SENTIMENT = load_task("sentiment")
-SMALL = {"dtype": "float32", "slots": 3, "batch": 4, "max_tokens": 12, "check_every": 3, "shared": 0}
+SMALL = {
+    "dtype": "float32",
+    "slots": 3,
+    "batch": 4,
+    "max_tokens": 12,
+    "check_every": 3,
+    "shared": 0,
+}
 POSITIVE = [
-    f"{a} {b} good" for a in ("very", "quite", "really", "so") for b in ("nice and", "well made", "kind and", "warm")
+    f"{a} {b} good"
+    for a in ("very", "quite", "really", "so")
+    for b in ("nice and", "well made", "kind and", "warm")
 ]
-NEGATIVE = [f"{a} {b} bad" for a in ("very", "quite", "really", "so") for b in ("ugly and", "cold", "dull and", "grim")]
+NEGATIVE = [
+    f"{a} {b} bad"
+    for a in ("very", "quite", "really", "so")
+    for b in ("ugly and", "cold", "dull and", "grim")
+]
 
 
 @pytest.fixture
@@ -60,7 +74,16 @@ def job(name="tiny-gpt2", folder=None, seed=0, **settings):
     texts = [rng.integers(5 + 40 * c, 45 + 40 * c, (12, 8)).tolist() for c in range(n)]
     shape = kv_shape_of(network.config, chosen.slots)
     names = ("positive", "negative")[:n]
-    return Job(network, (0,), shape, chosen, names, Examples.of(texts), Examples.of(texts), folder / "state.pt")
+    return Job(
+        network,
+        (0,),
+        shape,
+        chosen,
+        names,
+        Examples.of(texts),
+        Examples.of(texts),
+        folder / "state.pt",
+    )
 
 
 def run(each):
@@ -72,7 +95,8 @@ def run(each):
 # --- likelihoods
 
 ANGLES = 1e-5
-"""What rotary models may differ by in float64: their sines are float32, and those of AVX2 are others in rows of other lengths."""
+"""What rotary models may differ by in float64: their sines are float32, and those of AVX2 are
+others in rows of other lengths."""
 
 
 @pytest.mark.parametrize("shifted", [True, False])
@@ -86,7 +110,15 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
     shape = kv_shape_of(network.config, 4)
     texts = [[5, 6, 7, 8, 9], [20, 21], [30, 31, 32]]
     rows = TextRows.of(texts, (0,))
-    both = torch.randn(2, shape.n_layers, shape.n_kv_heads, 4, shape.d_head, dtype=torch.float64, requires_grad=True)
+    both = torch.randn(
+        2,
+        shape.n_layers,
+        shape.n_kv_heads,
+        4,
+        shape.d_head,
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     spread = both[:, None].expand(-1, 3, -1, -1, -1, -1)
     nll = text_nll(network, rows, spread[0], spread[1], shifted)
     weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
@@ -97,12 +129,16 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
         for layer in range(shape.n_layers):
             cache.update(both[0, layer][None], both[1, layer][None], layer)
         positions = torch.arange(len(text)) + (4 if shifted else 0)
-        logits = network(torch.tensor([[0, *text[:-1]]]), past_key_values=cache, position_ids=positions[None]).logits[0]
+        logits = network(
+            torch.tensor([[0, *text[:-1]]]), past_key_values=cache, position_ids=positions[None]
+        ).logits[0]
         expected.append(cross_entropy(logits, torch.tensor(text), reduction="none"))
     for row, each in enumerate(expected):
         assert (nll[row, : len(each)] - each).abs().max() < exact
         assert (nll[row, len(each) :] == 0).all()
-    (gradient,) = torch.autograd.grad(sum(w * each.sum() for w, each in zip(weights, expected, strict=True)), both)
+    (gradient,) = torch.autograd.grad(
+        sum(w * each.sum() for w, each in zip(weights, expected, strict=True)), both
+    )
     assert (found - gradient).abs().max() < exact * gradient.abs().max()
     assert gradient.abs().max() > 1e-3
 
@@ -131,24 +167,37 @@ def test_contrastive_loss_on_hand_made_numbers():
             found = contrastive_loss(nll, tokens, label, gen_weight=w, sum_loss=sum_loss)
             assert float(found) == pytest.approx((1 - w) * disc + w * gen, abs=1e-6)
     scaled = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, logit_scale=0.25)
-    assert float(scaled) == pytest.approx((math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-1))) / 2, abs=1e-6)
+    assert float(scaled) == pytest.approx(
+        (math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-1))) / 2, abs=1e-6
+    )
 
 
 def test_contrastive_loss_against_one_random_competitor():
     nll = torch.tensor([[1.0, 9.0], [2.0, 3.0], [7.0, 5.0]])
     tokens, label, other = torch.tensor([1, 1]), torch.tensor([0, 1]), torch.tensor([2, 2])
     found = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, other=other)
-    assert float(found) == pytest.approx((math.log(1 + math.exp(-6)) + math.log(1 + math.exp(-2))) / 2, abs=1e-6)
+    assert float(found) == pytest.approx(
+        (math.log(1 + math.exp(-6)) + math.log(1 + math.exp(-2))) / 2, abs=1e-6
+    )
     everyone = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True)
-    by_hand = (math.log(1 + math.exp(-1) + math.exp(-6)) + math.log(1 + math.exp(-6) + math.exp(-2))) / 2
+    by_hand = (
+        math.log(1 + math.exp(-1) + math.exp(-6)) + math.log(1 + math.exp(-6) + math.exp(-2))
+    ) / 2
     assert float(everyone) == pytest.approx(by_hand, abs=1e-6)
 
 
 def test_a_zero_prefix_without_dropout_stays_rank_one(tmp_path):
-    """All slots start equal and get equal gradients; dropout in the network, or a random start, breaks the tie."""
+    """All slots start equal and get equal gradients; dropout in the network, or a random start,
+    breaks the tie."""
 
     def spread(**settings):
-        settings = {"parameterisation": "linear", "lr": 1e-2, "epochs": 3, "patience": None, "middle": 8} | settings
+        settings = {
+            "parameterisation": "linear",
+            "lr": 1e-2,
+            "epochs": 3,
+            "patience": None,
+            "middle": 8,
+        } | settings
         (tmp_path / "state.pt").unlink(missing_ok=True)
         both = run(job(folder=tmp_path, **settings)).folded()
         return (both - both[..., :1, :]).abs().max().item(), both.std().item()
@@ -164,7 +213,8 @@ def test_a_zero_prefix_without_dropout_stays_rank_one(tmp_path):
 
 
 def test_folding_equals_the_formulas():
-    """K = E_K W + b, V = E_V W + b per layer (air); one table through Linear-Tanh-Linear, or Linear, for all layers."""
+    """K = E_K W + b, V = E_V W + b per layer (air); one table through Linear-Tanh-Linear, or
+    Linear, for all layers."""
     shape = kv_shape_of(load_transformers("tiny-llama")[0].config, 3)
     width, layers = shape.n_kv_heads * shape.d_head, shape.n_layers
 
@@ -178,29 +228,44 @@ def test_folding_equals_the_formulas():
     for prefix in range(2):
         for layer in range(layers):
             for part in range(2):
-                flat = air.tables[prefix, part, layer] @ air.weight[prefix, layer] + air.bias[prefix, layer]
+                flat = (
+                    air.tables[prefix, part, layer] @ air.weight[prefix, layer]
+                    + air.bias[prefix, layer]
+                )
                 assert torch.allclose(both[part, prefix, layer], parts(flat), atol=1e-6)
     for kind in ("mlp", "linear"):
-        made = Parameters(2, shape, Recipe(parameterisation=kind, start="random", slots=3, middle=6))
+        made = Parameters(
+            2, shape, Recipe(parameterisation=kind, start="random", slots=3, middle=6)
+        )
         both = made()
         for prefix in range(2):
             table = made.tables[prefix]
-            flat = (made.maps[prefix] if kind == "mlp" else made.map)(table).view(3, layers, 2, width)
+            flat = (made.maps[prefix] if kind == "mlp" else made.map)(table).view(
+                3, layers, 2, width
+            )
             for layer in range(layers):
                 for part in range(2):
-                    assert torch.allclose(both[part, prefix, layer], parts(flat[:, layer, part]), atol=1e-6)
+                    assert torch.allclose(
+                        both[part, prefix, layer], parts(flat[:, layer, part]), atol=1e-6
+                    )
     n_numbers = sum(each.numel() for each in air.parameters()) / 2
     assert n_numbers == layers * (2 * 3 * 6 + 6 * width + width)
 
 
 def test_a_start_from_text_is_that_texts_keys_and_values():
-    """Shifted and rotary: the slots are the text read behind BOS; unshifted ones lie before position 0."""
+    """Shifted and rotary: the slots are the text read behind BOS; unshifted ones lie before
+    position 0."""
     network, _, _ = load_transformers("tiny-llama", "float64")
     ids = [5, 6, 7, 8]
     shifted = read_start(network, (0,), ids, 4, True)
-    cache = network(torch.tensor([[0, *ids]]), position_ids=torch.arange(-1, 4)[None], use_cache=True).past_key_values
-    assert (shifted[0] - torch.stack([layer.keys[0, :, 1:] for layer in cache.layers])).abs().max() < ANGLES
-    # Only distances matter to rotary attention: unshifted slots in front of a text at 0 == shifted ones before a text at 4.
+    cache = network(
+        torch.tensor([[0, *ids]]), position_ids=torch.arange(-1, 4)[None], use_cache=True
+    ).past_key_values
+    assert (
+        shifted[0] - torch.stack([layer.keys[0, :, 1:] for layer in cache.layers])
+    ).abs().max() < ANGLES
+    # Only distances matter to rotary attention: unshifted slots in front of a text at 0 == shifted
+    # ones before a text at 4.
     unshifted = read_start(network, (0,), ids, 4, False)
     rows = TextRows.of([[9, 10, 11]], (0,))
     nll = [
@@ -209,7 +274,9 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
     ]
     assert (nll[0] - nll[1]).abs().max() < ANGLES
     short = read_start(network, (0,), ids[:3], 7, True)
-    assert (short[:, :, :, :3] - shifted[:, :, :, :3]).abs().max() < ANGLES, "a short text is repeated"
+    assert (short[:, :, :, :3] - shifted[:, :, :, :3]).abs().max() < ANGLES, (
+        "a short text is repeated"
+    )
 
 
 # --- training
@@ -219,7 +286,13 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
 @pytest.mark.parametrize("objective", ["mle", "contrastive"])
 def test_a_short_training_lowers_the_held_out_loss(parameterisation, objective, tmp_path):
     rate = {"direct": 0.1, "air": 3e-2, "mlp": 1e-2, "linear": 1e-2}[parameterisation]
-    settings = {"parameterisation": parameterisation, "objective": objective, "lr": rate, "middle": 16, "epochs": 8}
+    settings = {
+        "parameterisation": parameterisation,
+        "objective": objective,
+        "lr": rate,
+        "middle": 16,
+        "epochs": 8,
+    }
     found = run(job(folder=tmp_path, **settings)).losses
     assert min(found.values()) < found[0] - 0.1
 
@@ -232,7 +305,9 @@ def test_training_stops_when_nothing_improves(tmp_path):
     assert torch.equal(each.best, job(folder=tmp_path).folded())
 
 
-@pytest.mark.parametrize("settings", [{}, {"dropout": 0.2}, {"objective": "contrastive", "negatives": "one"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"dropout": 0.2}, {"objective": "contrastive", "negatives": "one"}]
+)
 def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkeypatch):
     settings = {"lr": 3e-2, "epochs": 5, "patience": None} | settings
     for place in ("whole", "killed"):
@@ -257,16 +332,23 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
 
 
 def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
-    """From texts to files: the network is untouched, the sets hold what was best, and a second call finishes the first."""
+    """From texts to files: the network is untouched, the sets hold what was best, and a second call
+    finishes the first."""
     settings = SMALL | {"lr": 0.05, "epochs": 2, "start": "hard", "shared": 12}
     chosen = recipe("small", **settings)
-    made = train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen)
+    made = train_set(
+        "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
+    )
     assert [prefix.card.attribute for prefix in made] == ["positive", "negative"]
     for prefix in made:
         training = prefix.card.training
         assert training.recipe["lr"] == 0.05
         assert training.texts == 16
-        assert training.losses[training.best_step] == min(training.losses.values()) < training.losses[0]
+        assert (
+            training.losses[training.best_step]
+            == min(training.losses.values())
+            < training.losses[0]
+        )
         again = load_prefix(tmp_path / "a", prefix.card.attribute)
         assert torch.equal(again.keys, prefix.keys)
         again.check(load("tiny-llama"))
@@ -302,25 +384,42 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
         )
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
     for name in ("positive", "negative"):
-        assert torch.equal(load_prefix(tmp_path / "a", name).keys, load_prefix(tmp_path / "b", name).keys)
+        assert torch.equal(
+            load_prefix(tmp_path / "a", name).keys, load_prefix(tmp_path / "b", name).keys
+        )
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()}
-    again = train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen)
+    again = train_set(
+        "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
+    )
     assert [prefix.card for prefix in again] == [prefix.card for prefix in made]
-    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == before, "a finished set stays"
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == before, (
+        "a finished set stays"
+    )
     other = recipe("small", **settings | {"lr": 0.06})
     with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
         train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", other)
 
 
 def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
-    """On texts it learned: own texts are likeliest under their own prefix, which hard prefixes of a random model cannot do."""
+    """On texts it learned: own texts are likeliest under their own prefix, which hard prefixes of a
+    random model cannot do."""
     from lapa2_interp.prefixes.evaluation import evaluate_sets
 
     chosen = recipe(
-        "small", **SMALL | {"lr": 0.1, "epochs": 12, "objective": "contrastive", "start": "random", "patience": None}
+        "small",
+        **SMALL
+        | {
+            "lr": 0.1,
+            "epochs": 12,
+            "objective": "contrastive",
+            "start": "random",
+            "patience": None,
+        },
     )
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set", chosen)
-    table = evaluate_sets([tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12)
+    table = evaluate_sets(
+        [tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12
+    )
     cells = table.set_index(["label", "prefix"])["nll"]
     for own, other in (("positive", "negative"), ("negative", "positive")):
         assert cells[own, own] < min(cells[own, other], cells[own, "none"])
@@ -340,7 +439,14 @@ def test_the_papers_recipes():
     }
     for name, expected in facts.items():
         found = recipe(name)
-        assert (found.lr, found.epochs, found.batch, found.slots, found.parameterisation, found.shifted) == expected
+        assert (
+            found.lr,
+            found.epochs,
+            found.batch,
+            found.slots,
+            found.parameterisation,
+            found.shifted,
+        ) == expected
     assert recipe("con-prefix").middle == 800
     assert recipe("con-prefix").gen_weight == 0
     assert set(RECIPES) == {"small", *facts}
@@ -366,7 +472,13 @@ def test_long_texts_give_their_first_pieces_first():
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
     found = tokenise(tokenizer, [Corpus(texts, "", "")], "positive", 3, 5)
-    assert [tokenizer.decode(ids) for ids in found] == ["A one.", "B one.", "C one.", "A two.", "C two."]
+    assert [tokenizer.decode(ids) for ids in found] == [
+        "A one.",
+        "B one.",
+        "C one.",
+        "A two.",
+        "C two.",
+    ]
 
 
 def test_treebank_sentences_are_written_as_people_do():
@@ -383,20 +495,41 @@ def test_treebank_sentences_are_written_as_people_do():
 
 def test_corpora_report_what_they_leave_out(tmp_path):
     file = tmp_path / "texts.csv"
-    file.write_text("text,label\ngood,positive\n,positive\n  ,positive\ngood,positive\nbad,negative\nodd,other\n")
+    file.write_text(
+        "text,label\ngood,positive\n,positive\n "
+        " ,positive\ngood,positive\nbad,negative\nodd,other\n"
+    )
     found = read_corpus(str(file), ["positive", "negative"])
     assert found.texts == {"positive": ("good",), "negative": ("bad",)}
-    assert found.summary == ("texts.csv: 1 positive, 1 negative (left out: 2 blank, 1 repeated, 1 with another label)")
+    assert (
+        found.summary
+        == "texts.csv: 1 positive, 1 negative (left out: 2 blank, 1 repeated, 1 with another label)"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", "", "has no field 'text'"),
-        ("a.jsonl", '{"text": "x", "label": "positive"}\n', "no text with label 'negative'; its labels are 'positive'"),
-        ("a.jsonl", '{"txt": "x", "label": "positive"}\n', "no field 'text'; found txt, label; give text and label"),
+        (
+            "a.jsonl",
+            '{"text": "x", "label": "positive"}\n',
+            "no text with label 'negative'; its labels are 'positive'",
+        ),
+        (
+            "a.jsonl",
+            '{"txt": "x", "label": "positive"}\n',
+            "no field 'text'; found txt, label; give text and label",
+        ),
         ("a.jsonl", "not json\n", "cannot read"),
-        ("a.txt", "x", "unknown corpus .*allowed: imdb, sst2, agnews, or a file that ends in .jsonl, .csv, .parquet"),
+        (
+            "a.txt",
+            "x",
+            (
+                "unknown corpus .*allowed: imdb, sst2, agnews, or a file that ends in .jsonl, .csv,"
+                " .parquet"
+            ),
+        ),
         ("a.jsonl.xz", "not xz", "cannot read"),
     ],
 )
@@ -410,7 +543,9 @@ def test_bad_corpora(name, content, message, tmp_path):
 def test_a_missing_file_and_a_hub_that_does_not_answer(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         read_corpus(str(tmp_path / "none.jsonl"), ["positive"])
-    with pytest.raises(DataError, match="cannot load stanfordnlp/imdb from the hub .*; give a file instead"):
+    with pytest.raises(
+        DataError, match="cannot load stanfordnlp/imdb from the hub .*; give a file instead"
+    ):
         read_corpus("imdb", ["positive"])
 
 
@@ -419,18 +554,34 @@ def test_bad_recipes(tmp_path, reviews):
         ({"objective": "mse"}, "objective: input should be 'mle' or 'contrastive', found 'mse'"),
         ({"larning_rate": 1}, "unknown field 'larning_rate'; allowed: objective"),
         ({"lr": 0}, "lr: input should be greater than 0"),
-        ({"parameterisation": "air", "start": "text"}, "start 'text' sets keys and values themselves"),
+        (
+            {"parameterisation": "air", "start": "text"},
+            "start 'text' sets keys and values themselves",
+        ),
         ({"parameterisation": "air", "shared": 9}, "shared sets keys and values themselves"),
-        ({"start": "set", "shared": 9}, "start 'set' begins each attribute with a prefix of its own; use shared=0"),
+        (
+            {"start": "set", "shared": 9},
+            "start 'set' begins each attribute with a prefix of its own; use shared=0",
+        ),
     ]:
         with pytest.raises(PrefixError, match=message):
             recipe("small", **settings)
-    with pytest.raises(PrefixError, match="unknown recipe 'smal'; allowed: small, .*did you mean 'small'"):
+    with pytest.raises(
+        PrefixError, match="unknown recipe 'smal'; allowed: small, .*did you mean 'small'"
+    ):
         recipe("smal")
     one = recipe("small", **SMALL | {"objective": "contrastive"})
-    with pytest.raises(DataError, match="needs texts of two attributes at least; found only 'positive'"):
+    with pytest.raises(
+        DataError, match="needs texts of two attributes at least; found only 'positive'"
+    ):
         train_set(
-            "tiny-gpt2", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "x", one, attributes=["positive"]
+            "tiny-gpt2",
+            SENTIMENT,
+            corpus(reviews),
+            corpus(reviews),
+            tmp_path / "x",
+            one,
+            attributes=["positive"],
         )
     with pytest.raises(PrefixError, match="the loss of positive is nan at step 0; lower --lr"):
         each = job(folder=tmp_path)
@@ -438,5 +589,7 @@ def test_bad_recipes(tmp_path, reviews):
             each.parameters.both[:] = torch.nan
         each._train_step()
     long = recipe("small", **SMALL | {"max_tokens": 300})
-    with pytest.raises(PrefixError, match="3 slots, BOS and 300 tokens exceed the model's context of 256"):
+    with pytest.raises(
+        PrefixError, match="3 slots, BOS and 300 tokens exceed the model's context of 256"
+    ):
         train_set("tiny-gpt2", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "x", long)

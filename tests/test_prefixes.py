@@ -1,4 +1,5 @@
-"""Soft prefixes in the network: the format, injection against full recomputation and against real text, and what is refused."""
+"""Soft prefixes in the network: the format, injection against full recomputation and against real
+text, and what is refused."""
 
 import dataclasses
 import json
@@ -23,7 +24,12 @@ SENTIMENT = load_task("sentiment")
 def made(model, folder, name="prefix", **settings):
     method = methods.get(name, prefixes=str(folder))
     return generate(
-        model, method, SENTIMENT, "positive", ["The lake", "Once upon a time"], **({"length": 30} | settings)
+        model,
+        method,
+        SENTIMENT,
+        "positive",
+        ["The lake", "Once upon a time"],
+        **({"length": 30} | settings),
     )
 
 
@@ -34,9 +40,13 @@ def made(model, folder, name="prefix", **settings):
 @pytest.mark.parametrize("profile", ["paper", "released"])
 @pytest.mark.parametrize("phase", ["decode", "last_query"])
 def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, profile, phase):
-    """Two soft prefixes of different lengths, left-padded beside a hard prefix, none, and one without a bias."""
+    """Two soft prefixes of different lengths, left-padded beside a hard prefix, none, and one
+    without a bias."""
     model = load(tiny, "float64", model_class)
-    first, second = soft_prefix(model, slots=5, shifted=shifted), soft_prefix(model, slots=3, shifted=shifted, seed=1)
+    first, second = (
+        soft_prefix(model, slots=5, shifted=shifted),
+        soft_prefix(model, slots=3, shifted=shifted, seed=1),
+    )
     prefixes = [first, None, second, None, first]
     rows = left_pad(
         [
@@ -51,7 +61,9 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
     augmentations = [augmentation] * 4 + [None]
     state = open_rows(model)
     if not (shifted or is_bridge(model)):
-        with pytest.raises(PrefixError, match="needs positions that start at 0.*use TransformerBridge"):
+        with pytest.raises(
+            PrefixError, match="needs positions that start at 0.*use TransformerBridge"
+        ):
             state.prompt_pass(rows, prefixes)
         return
     with torch.no_grad():
@@ -70,16 +82,23 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
 
 
 def test_the_keys_and_values_of_a_text_are_that_text(tiny):
-    """A shifted soft prefix read off real text == the text itself in front, and its attention is that of the text."""
+    """A shifted soft prefix read off real text == the text itself in front, and its attention is
+    that of the text."""
     from transformers import DynamicCache
 
     model = load(tiny, "float64")
-    text, branch = Layout.of(model.tokenizer, None, "some words"), Layout.of(model.tokenizer, None, "efg hi", soft=11)
+    text, branch = (
+        Layout.of(model.tokenizer, None, "some words"),
+        Layout.of(model.tokenizer, None, "efg hi", soft=11),
+    )
     cache = DynamicCache()
     with torch.no_grad():
         model(text.tensor, past_key_values=cache)
         whole = model(torch.tensor([text.ids + branch.ids]))[0, len(text.ids) :]
-        both = [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
+        both = [
+            torch.stack([getattr(layer, name)[0] for layer in cache.layers])
+            for name in ("keys", "values")
+        ]
         template = soft_prefix(model, slots=11, shifted=True)
         prefix = dataclasses.replace(template, keys=both[0], values=both[1])
         behind = model(**soft_inputs(model, [branch], [prefix]))[0]
@@ -92,7 +111,9 @@ def test_positions_and_presence_change_the_logits(tiny):
     shifted = dataclasses.replace(prefix, card=prefix.card.model_copy(update={"shifted": True}))
     branch = Layout.of(model.tokenizer, None, "efg hi", soft=4)
     with torch.no_grad():
-        at_zero, behind = (model(**soft_inputs(model, [branch], [each]))[0, -1] for each in (prefix, shifted))
+        at_zero, behind = (
+            model(**soft_inputs(model, [branch], [each]))[0, -1] for each in (prefix, shifted)
+        )
         without = model(branch.tensor)[0, -1]
     assert (at_zero - behind).abs().max() > 1e-4
     assert (at_zero - without).abs().max() > 1e-2
@@ -102,20 +123,30 @@ def test_rows_of_a_batch_equal_each_row_alone(tiny, tmp_path):
     model = load(tiny)
     folder = soft_set(tmp_path, model, SENTIMENT)
     settings = {"augmentation": Augmentation(alpha=1), "samples": 4, "seed": 3, "trace": "none"}
-    together, alone = (made(model, folder, max_rows=rows, **settings).samples["text"].tolist() for rows in (120, 1))
+    together, alone = (
+        made(model, folder, max_rows=rows, **settings).samples["text"].tolist() for rows in (120, 1)
+    )
     assert together == alone
     assert len(set(together)) == 8
 
 
 def test_the_trace_finds_the_slots(tiny, tmp_path):
-    """Attention on prefix, BOS, prompt and generated adds up, and each slot of the prefix is one prefix token."""
+    """Attention on prefix, BOS, prompt and generated adds up, and each slot of the prefix is one
+    prefix token."""
     model = load(tiny)
-    trace = made(model, soft_set(tmp_path, model, SENTIMENT, slots=6), augmentation=Augmentation(alpha=1)).trace
+    trace = made(
+        model, soft_set(tmp_path, model, SENTIMENT, slots=6), augmentation=Augmentation(alpha=1)
+    ).trace
     parts = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated"))
     assert np.nanmax(np.abs(parts - 1)) < 1e-5
     assert trace.sizes["prefix_token"] == 6
     assert (
-        np.nanmax(np.abs(trace["prefix_tokens"].sum("prefix_token") - trace["prefix"].mean(("layer", "head")))) < 1e-5
+        np.nanmax(
+            np.abs(
+                trace["prefix_tokens"].sum("prefix_token") - trace["prefix"].mean(("layer", "head"))
+            )
+        )
+        < 1e-5
     )
     assert np.nanmax(np.abs(trace["released_slice"] - trace["prefix"])) < 1e-7, (
         "on soft prefixes the code's slice is right"
@@ -136,7 +167,9 @@ def test_half_precision_generates(tiny, dtype, tmp_path):
     exact = load(tiny, "float64")
     branch = Layout.of(exact.tokenizer, None, "efg hi", soft=5)
     logits = [
-        each(**soft_inputs(each, [branch], [load_prefix(tmp_path, "positive")]))[0, -1].double().log_softmax(-1)
+        each(**soft_inputs(each, [branch], [load_prefix(tmp_path, "positive")]))[0, -1]
+        .double()
+        .log_softmax(-1)
         for each in (model, exact)
     ]
     spread = logits[1].std()
@@ -167,7 +200,9 @@ def test_cards_name_the_run(tmp_path):
 
     model = load("tiny-gpt2")
     method = methods.get("air-decoding", prefixes=soft_set(tmp_path, model, SENTIMENT))
-    run = run_of(model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1).cell()
+    run = run_of(
+        model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1
+    ).cell()
     branches = run.manifest.branches["negative"]
     assert branches["base"] is None
     assert branches["target"] == load_prefix(tmp_path, "negative").card.name
@@ -189,7 +224,10 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
     other = prefix.card.model_copy(update={"weights": "sha256 of others"})
     with pytest.raises(PrefixError) as caught:
         dataclasses.replace(prefix, card=other).check(gpt2)
-    assert "tiny-gpt2 with weights sha256 of others; this is tiny-gpt2 with weights random, seed 0" in str(caught.value)
+    assert (
+        "tiny-gpt2 with weights sha256 of others; this is tiny-gpt2 with weights random, seed 0"
+        in str(caught.value)
+    )
     with pytest.raises(PrefixError, match=r"card says \(4, 4, 5, 8\) but keys are \(4, 4, 4, 8\)"):
         dataclasses.replace(prefix, keys=prefix.keys[:, :, :4])
     with pytest.raises(PrefixError, match="values of 'positive' hold values that are not finite"):
@@ -205,12 +243,18 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
             lambda folder: (folder / "positive.safetensors").unlink(),
             "has no weights: positive.safetensors is not beside it",
         ),
-        (lambda folder: (folder / "positive.safetensors").write_bytes(b"abc"), "not the file its card describes"),
+        (
+            lambda folder: (folder / "positive.safetensors").write_bytes(b"abc"),
+            "not the file its card describes",
+        ),
         (
             lambda folder: (folder / "positive.json").write_text('{"attribute": "positive"}'),
             "not the card of a soft prefix",
         ),
-        (lambda folder: (folder / "positive.json").unlink(), "no soft prefix 'positive' in .*; there are: negative"),
+        (
+            lambda folder: (folder / "positive.json").unlink(),
+            "no soft prefix 'positive' in .*; there are: negative",
+        ),
     ],
 )
 def test_damaged_sets(harm, message, tmp_path):
@@ -228,7 +272,9 @@ def test_weights_that_match_their_card_but_hold_something_else(tmp_path):
     soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
     stored = save({"weight": torch.zeros(3)})
     (tmp_path / "positive.safetensors").write_bytes(stored)
-    card = json.loads((tmp_path / "positive.json").read_text()) | {"sha256": sha256(stored).hexdigest()}
+    card = json.loads((tmp_path / "positive.json").read_text()) | {
+        "sha256": sha256(stored).hexdigest()
+    }
     (tmp_path / "positive.json").write_text(json.dumps(card))
     with pytest.raises(PrefixError, match="does not hold keys and values"):
         load_prefix(tmp_path, "positive")
@@ -244,6 +290,14 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path):
 def test_a_set_that_is_not_there():
     model = load("tiny-gpt2")
     with pytest.raises(
-        PrefixError, match="no soft prefixes 'mle' of task topic for tiny-gpt2; hard ones .*prefixes=hard"
+        PrefixError,
+        match="no soft prefixes 'mle' of task topic for tiny-gpt2; hard ones .*prefixes=hard",
     ):
-        generate(model, methods.get("prefix", prefixes="mle"), load_task("topic"), "world", ["The lake"], length=20)
+        generate(
+            model,
+            methods.get("prefix", prefixes="mle"),
+            load_task("topic"),
+            "world",
+            ["The lake"],
+            length=20,
+        )

@@ -76,7 +76,8 @@ def test_a_log_is_told_nothing_of_quick_work(clock, capsys, seconds, shown):
 
 
 def test_what_a_bar_is_told_on_the_way_is_in_its_lines(clock, capsys):
-    """A postfix adds no line of its own; work that falls away or was done before is not counted as done now."""
+    """A postfix adds no line of its own; work that falls away or was done before is not counted as
+    done now."""
     bar = progress_bar(100, "2 cells", initial=20)
     for _ in work(clock, bar, steps=4, seconds=10.0, each=10):
         bar.set_postfix_str("1/2 cells")
@@ -89,7 +90,9 @@ def test_what_a_bar_is_told_on_the_way_is_in_its_lines(clock, capsys):
 
 
 def test_work_that_is_broken_off_says_how_far_it_came(clock, capsys):
-    for _ in itertools.islice(work(clock, progress_bar(10, "scoring", "text"), steps=10, seconds=1.0), 4):
+    for _ in itertools.islice(
+        work(clock, progress_bar(10, "scoring", "text"), steps=10, seconds=1.0), 4
+    ):
         pass
     assert lines(capsys) == ["scoring: 40 % (4 of 10 texts), 00:04 gone"]
 
@@ -118,10 +121,16 @@ def test_the_two_forms_from_outside():
     assert seen.count(b"\r3 cells: ") > 1
     assert b"1200/1200" in seen
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"3 cells: 100 % \(1,200 of 1,200 tokens\), 00:0\d gone\n", done.stderr), repr(done.stderr)
+    assert re.fullmatch(r"3 cells: 100 % \(1,200 of 1,200 tokens\), 00:0\d gone\n", done.stderr), (
+        repr(done.stderr)
+    )
 
 
 def test_there_is_one_way_to_make_a_bar():
     package = Path(progress.__file__).parent
-    makers = [file.name for file in package.rglob("*.py") if re.search(r"\btqdm\(", file.read_text("utf-8"))]
+    makers = [
+        file.name
+        for file in package.rglob("*.py")
+        if re.search(r"\btqdm\(", file.read_text("utf-8"))
+    ]
     assert makers == ["progress.py"]

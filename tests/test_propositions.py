@@ -30,8 +30,17 @@ from lapa2_interp.stats import tails
 from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
 from lapa2_interp.theory import augmented_share, shifted_share
 
-RATE, SHARE, MEAN, TYPICAL = "A is O(1/l)", "E[A] = l_pre / l", "E[A] falls as 1/l", "a typical A keeps e_P/e_R"
-REACHED, LAW, ODDS = "A' is what Eq. 8 says", "the bias adds alpha log(l/l_pre)", "odds go as r^alpha / (r-1)"
+RATE, SHARE, MEAN, TYPICAL = (
+    "A is O(1/l)",
+    "E[A] = l_pre / l",
+    "E[A] falls as 1/l",
+    "a typical A keeps e_P/e_R",
+)
+REACHED, LAW, ODDS = (
+    "A' is what Eq. 8 says",
+    "the bias adds alpha log(l/l_pre)",
+    "odds go as r^alpha / (r-1)",
+)
 
 
 def judge(low, high, expected, margin, relation="same"):
@@ -78,7 +87,11 @@ def test_sums_equal_those_of_the_whole_row_of_logits(name, monkeypatch):
         distance = l - 1 - np.arange(l)  # of every key from the query, which is the last
         z = np.concatenate([before[7], beside[: l - l_pre]])
         fall = -family.recency * np.log(1 + distance)
-        z += np.where(np.arange(l) < l_pre, 0 if family.anchored else fall, fall) if family.recency else 0
+        z += (
+            np.where(np.arange(l) < l_pre, 0 if family.anchored else fall, fall)
+            if family.recency
+            else 0
+        )
         z[:l_pre] += family.growth * np.log(l)
         assert prefix[7, i] == pytest.approx(np.log(np.exp(z[:l_pre]).sum()))
         assert others[i] == pytest.approx(np.log(np.exp(z[l_pre:]).sum()))
@@ -103,11 +116,14 @@ def synthetic():
 
 
 def of(table, family):
-    return table[table["where"] == f"synthetic: {family} ({FAMILIES[family].keeps})"].set_index("claim")
+    return table[table["where"] == f"synthetic: {family} ({FAMILIES[family].keeps})"].set_index(
+        "claim"
+    )
 
 
 def test_true_propositions_are_not_rejected(synthetic):
-    """O(1/l) wherever the ratio is bounded, the sink included; the mean wherever keys are exchangeable; all if all are equal."""
+    """O(1/l) wherever the ratio is bounded, the sink included; the mean wherever keys are
+    exchangeable; all if all are equal."""
     table = synthetic_verdicts(*synthetic, 3)
     for name, family in FAMILIES.items():
         rows = of(table, name)["verdict"]
@@ -117,21 +133,32 @@ def test_true_propositions_are_not_rejected(synthetic):
             assert rows[SHARE] != "against the paper", name
             assert rows[MEAN] != "against the paper", name
     assert (of(table, "equal")["verdict"] == "as in the paper").all()
-    assert of(table, "normal").loc[[RATE, MEAN, TYPICAL], "verdict"].tolist() == ["as in the paper"] * 3
+    assert (
+        of(table, "normal").loc[[RATE, MEAN, TYPICAL], "verdict"].tolist()
+        == ["as in the paper"] * 3
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rare_draws_refute_nothing(seed):
     """Means carried by draws too rare to be seen at l = 10^6 are inconclusive, not refuted."""
     lengths = lengths_up_to(10**6, 3)
-    drawn = draw_log_odds(lengths, 3, {n: FAMILIES[n] for n in ("infinite mean", "wide normal")}, texts=10, seed=seed)
+    drawn = draw_log_odds(
+        lengths, 3, {n: FAMILIES[n] for n in ("infinite mean", "wide normal")}, texts=10, seed=seed
+    )
     table = synthetic_verdicts(drawn, lengths, 3, ())
     for name in drawn:
-        assert of(table, name).loc[[SHARE, MEAN], "verdict"].isin(["inconclusive", "as in the paper"]).all()
+        assert (
+            of(table, name)
+            .loc[[SHARE, MEAN], "verdict"]
+            .isin(["inconclusive", "as in the paper"])
+            .all()
+        )
 
 
 def test_the_mean_may_fall_as_1_over_l_while_a_typical_text_does_not(synthetic):
-    """e^z of infinite mean: keys are exchangeable, so E[A] = l_pre/l; but a text's A falls faster, and few carry the mean."""
+    """e^z of infinite mean: keys are exchangeable, so E[A] = l_pre/l; but a text's A falls faster,
+    and few carry the mean."""
     rows = of(synthetic_verdicts(*synthetic, 3, ()), "infinite mean")["verdict"]
     assert rows[TYPICAL] == "against the paper"
     assert rows[MEAN] != "against the paper"
@@ -141,10 +168,16 @@ def test_violations_are_reported(synthetic):
     table = synthetic_verdicts(*synthetic, 3)
     for name in ("growing prefix", "anchored prefix"):
         rows = of(table, name)
-        assert (rows.loc[[RATE, SHARE, MEAN, TYPICAL], "verdict"] == "against the paper").all(), name
-    reached = table[(table["claim"] == REACHED) & (table["alpha"] == 1)].set_index("where")["verdict"]
+        assert (rows.loc[[RATE, SHARE, MEAN, TYPICAL], "verdict"] == "against the paper").all(), (
+            name
+        )
+    reached = table[(table["claim"] == REACHED) & (table["alpha"] == 1)].set_index("where")[
+        "verdict"
+    ]
     assert reached["synthetic: equal (exchangeable)"] == "as in the paper"
-    assert reached["synthetic: normal (exchangeable)"] == "against the paper", "exchangeable is not equal: E[X/(1+X)] < 1/2"
+    assert reached["synthetic: normal (exchangeable)"] == "against the paper", (
+        "exchangeable is not equal: E[X/(1+X)] < 1/2"
+    )
 
 
 def test_a_sink_at_short_lengths_is_inconclusive():
@@ -157,7 +190,8 @@ def test_a_sink_at_short_lengths_is_inconclusive():
 
 @pytest.mark.parametrize("alpha", [0.25, 1.0, 2.0])
 def test_the_law_on_whole_rows_of_logits(alpha):
-    """Families draw sums and apply the law; here the bias goes on the logits themselves and softmax runs over all of them."""
+    """Families draw sums and apply the law; here the bias goes on the logits themselves and softmax
+    runs over all of them."""
     rng, l_pre = np.random.default_rng(1), 3
     for l in (10, 100, 1000):
         for family in ("normal", "infinite mean", "wide normal"):
@@ -166,12 +200,17 @@ def test_the_law_on_whole_rows_of_logits(alpha):
             z[:l_pre] += alpha * np.log(l / l_pre)
             weights = np.exp(z - z.max())
             share = weights[:l_pre].sum() / weights.sum()
-            assert shifted_share(1 / (1 + np.exp(-odds)), alpha * np.log(l / l_pre)) == pytest.approx(share, rel=1e-9)
+            assert shifted_share(
+                1 / (1 + np.exp(-odds)), alpha * np.log(l / l_pre)
+            ) == pytest.approx(share, rel=1e-9)
 
 
 def test_identical_is_not_exchangeable():
-    """AR(1) logits have one distribution at every position, yet the mean attention on the first three of 64 is not 3/64."""
-    drawn = draw_log_odds(np.array([64, 65, 66]), 3, {"correlated": FAMILIES["correlated"]}, texts=1500)["correlated"]
+    """AR(1) logits have one distribution at every position, yet the mean attention on the first
+    three of 64 is not 3/64."""
+    drawn = draw_log_odds(
+        np.array([64, 65, 66]), 3, {"correlated": FAMILIES["correlated"]}, texts=1500
+    )["correlated"]
     ratio = (1 / (1 + np.exp(-drawn[..., 0]))).mean(1) * 64 / 3
     assert ratio.mean() - 3 * ratio.std() / np.sqrt(len(ratio)) > 1
 
@@ -179,7 +218,10 @@ def test_identical_is_not_exchangeable():
 def test_synthetic_tables(synthetic):
     drawn, lengths = synthetic
     few = {name: drawn[name] for name in ("equal", "normal")}
-    shares, found = synthetic_shares(few, lengths, 3, (0.0, 0.5)), synthetic_slopes(few, lengths, 3, (0.0, 0.5))
+    shares, found = (
+        synthetic_shares(few, lengths, 3, (0.0, 0.5)),
+        synthetic_slopes(few, lengths, 3, (0.0, 0.5)),
+    )
     equal = shares[shares["family"] == "equal"]
     assert equal["mean"].to_numpy() == pytest.approx(equal["predicted"].to_numpy())
     assert (equal["ratio"] - 1).abs().max() < 1e-9
@@ -187,7 +229,10 @@ def test_synthetic_tables(synthetic):
     assert slope.loc[("equal", 0.5, "log A'"), "mean"] == pytest.approx(
         slope.loc[("equal", 0.5, "log A'"), "predicted"]
     )
-    steep = slope.loc[("normal", 0.5, "log-odds"), "mean"] - slope.loc[("normal", 0.0, "log-odds"), "mean"]
+    steep = (
+        slope.loc[("normal", 0.5, "log-odds"), "mean"]
+        - slope.loc[("normal", 0.0, "log-odds"), "mean"]
+    )
     assert steep == pytest.approx(0.5)
     stored = as_dataset(few, lengths)
     assert stored["log_odds"].sel(family="normal").shape == (20, 256, len(lengths))
@@ -213,7 +258,8 @@ def test_bad_synthetic_input():
 
 
 def made_trace(growth, *, alpha=0.0, texts=12, steps=300, noise=0.1, seed=0, n=3, l0=8):
-    """A trace whose log(e_P/e_R) grows as growth * log(l), with AR(1) noise along steps that texts do not share."""
+    """A trace whose log(e_P/e_R) grows as growth * log(l), with AR(1) noise along steps that texts
+    do not share."""
     rng = np.random.default_rng(seed)
     l = l0 + np.arange(steps)
     shocks = rng.normal(0, noise * np.sqrt(1 - 0.9**2), (texts, steps))
@@ -221,7 +267,11 @@ def made_trace(growth, *, alpha=0.0, texts=12, steps=300, noise=0.1, seed=0, n=3
     for i in range(1, steps):
         wobble[:, i] = 0.9 * wobble[:, i - 1] + shocks[:, i]
     odds = (
-        growth * np.log(l) + wobble + rng.normal(0, 0.3, (texts, 1)) - np.log(l / n - 1) + alpha * np.log((l - 1) / n)
+        growth * np.log(l)
+        + wobble
+        + rng.normal(0, 0.3, (texts, 1))
+        - np.log(l / n - 1)
+        + alpha * np.log((l - 1) / n)
     )
     share = (1 / (1 + np.exp(-odds)))[None, :, :, None, None]
     rest = 1 - share
@@ -256,13 +306,19 @@ def test_known_exponents_are_found(growth):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_sink_of_any_size_refutes_nothing(seed):
-    """BOS holds e^z = 10^5: over these lengths e_P/e_R rises like l and does not bend, but it is bounded all the same."""
+    """BOS holds e^z = 10^5: over these lengths e_P/e_R rises like l and does not bend, but it is
+    bounded all the same."""
     trace = made_trace(0.0, seed=seed, steps=250)
     l, n, sink = trace["l_kv"].to_numpy()[0, :, :, None, None], 3, 1e5
     odds = (trace["prefix"] / (1 - trace["prefix"])).to_numpy()[0]
     weights = odds * (l - n)  # e^z of the prefix, where all other keys have 1
     total = weights + sink + (l - n - 1)
-    for name, mass in {"prefix": weights, "bos": sink, "prompt": 1.0, "generated": l - n - 2}.items():
+    for name, mass in {
+        "prefix": weights,
+        "bos": sink,
+        "prompt": 1.0,
+        "generated": l - n - 2,
+    }.items():
         trace[name] = (trace["prefix"].dims, np.broadcast_to(mass / total, total.shape)[None])
     verdicts = trace_verdicts(by_alpha({0.0: trace}), "made").set_index("claim")["verdict"]
     assert verdicts[RATE] != "against the paper"
@@ -272,7 +328,9 @@ def test_a_sink_of_any_size_refutes_nothing(seed):
 def test_a_verdict_follows_from_its_own_row():
     """Interval, margin and claim of every row give its verdict, or it says inconclusive."""
     for growth in (0.0, 0.3):
-        table = trace_verdicts(by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)}), "made")
+        table = trace_verdicts(
+            by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)}), "made"
+        )
         for row in table.to_dict("records"):
             expected = float(row["expected"].lstrip("<>= "))
             kind = {"<": "less", ">": "more"}.get(row["expected"][0], "same")
@@ -286,7 +344,12 @@ def test_a_strong_prefix_is_not_rounded_away():
     strong = made_trace(0.0, alpha=1.0)
     left = np.float64(1e-9)
     for each, share in ((trace, 0.5), (strong, 1 - left)):
-        parts = {"prefix": share, "bos": (1 - share) / 2, "prompt": (1 - share) / 4, "generated": (1 - share) / 4}
+        parts = {
+            "prefix": share,
+            "bos": (1 - share) / 2,
+            "prompt": (1 - share) / 4,
+            "generated": (1 - share) / 4,
+        }
         if each is strong:
             parts = {"prefix": 1.0, "bos": left / 2, "prompt": left / 4, "generated": left / 4}
         for name, value in parts.items():
@@ -296,7 +359,8 @@ def test_a_strong_prefix_is_not_rounded_away():
 
 
 def test_intervals_cover_under_autocorrelated_noise():
-    """Resampling texts: the 95 % interval of the slope holds the truth in about 95 % of 200 repetitions."""
+    """Resampling texts: the 95 % interval of the slope holds the truth in about 95 % of 200
+    repetitions."""
     held = 0
     for seed in range(200):
         found = curves(by_alpha({0.0: made_trace(0.2, seed=seed, texts=20, steps=80)}), pooled=True)
@@ -357,7 +421,10 @@ def test_prediction_follows_the_augmentations_fields():
         0.5: Augmentation(alpha=0.5, layers=(0,), heads=((0, 1),), phase="decode"),
         1.0: Augmentation(alpha=1.0, layers=(0,), length="kv"),
     }
-    forced = {alpha: teacher_forced(model, branch, text, rule) for alpha, rule in ({0.0: None} | rules).items()}
+    forced = {
+        alpha: teacher_forced(model, branch, text, rule)
+        for alpha, rule in ({0.0: None} | rules).items()
+    }
     traces = by_alpha(forced)
     table = prediction_table(traces, rules)
     assert table[table["layer"] == 0]["error"].max() < 1e-4
@@ -379,11 +446,21 @@ def test_thinned_steps():
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-llama"])
 def forced(request):
     model = load(request.param, "float64")
-    layouts = [Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake", "Once upon", "A man", "It")]
+    layouts = [
+        Layout.of(model.tokenizer, "Very positive:", prompt)
+        for prompt in ("The lake", "Once upon", "A man", "It")
+    ]
     rng = np.random.default_rng(0)
     texts = rng.integers(40, 200, (4, 60)).tolist()
-    rules = {0.0: None} | {alpha: Augmentation(alpha=alpha, layers=(1, 2, 3)) for alpha in (0.5, 1.0)}
-    return by_alpha({alpha: teacher_forced(model, layouts, texts, rule) for alpha, rule in rules.items()}), rules
+    rules = {0.0: None} | {
+        alpha: Augmentation(alpha=alpha, layers=(1, 2, 3)) for alpha in (0.5, 1.0)
+    }
+    return (
+        by_alpha(
+            {alpha: teacher_forced(model, layouts, texts, rule) for alpha, rule in rules.items()}
+        ),
+        rules,
+    )
 
 
 def test_the_exact_law_in_the_first_augmented_layer(forced):
@@ -409,7 +486,9 @@ def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
         share = stored["prefix"].mean(("layer", "head")).astype("float64")
         l, n = stored["l_kv"].to_numpy(), stored["l_pre"].to_numpy()
         slopes = [
-            linregress(np.log(l[i]), np.log(share[0, i] / (1 - share[0, i])) + np.log(l[i] / n[i] - 1)).slope
+            linregress(
+                np.log(l[i]), np.log(share[0, i] / (1 - share[0, i])) + np.log(l[i] / n[i] - 1)
+            ).slope
             for i in range(4)
         ]
     row = trace_verdicts(traces, "tiny", 1).set_index("claim").loc[TYPICAL]
@@ -421,8 +500,12 @@ def test_the_local_ratio_within_a_layer_is_an_identity(forced):
     first = table[(table["layer"] == 1) & (table["pooling"] == "per head")]
     assert len(first) == 2 * 2 * 4
     assert first["difference"].abs().max() < 1e-5
-    pooled = table[(table["layer"] == 1) & (table["pooling"] == "pooled") & (table["outside"] == "prefix")]
-    assert pooled["difference"].abs().max() > 1e-5, "heads lose different shares, so the pooled ratio moves"
+    pooled = table[
+        (table["layer"] == 1) & (table["pooling"] == "pooled") & (table["outside"] == "prefix")
+    ]
+    assert pooled["difference"].abs().max() > 1e-5, (
+        "heads lose different shares, so the pooled ratio moves"
+    )
 
 
 def test_local_ratio_by_hand(forced):
@@ -431,7 +514,9 @@ def test_local_ratio_by_hand(forced):
     row = table[(table["alpha"] == 1) & (table["layer"] == "all") & (table["k"] == 4)
                 & (table["outside"] == "prefix") & (table["pooling"] == "pooled")].iloc[0]  # fmt: skip
     means = traces[["nearest_4", "prefix"]].sel(alpha=1.0).mean(("layer", "head"))
-    assert row["augmented"] == pytest.approx(float((means["nearest_4"] / (1 - means["prefix"])).mean()), rel=1e-5)
+    assert row["augmented"] == pytest.approx(
+        float((means["nearest_4"] / (1 - means["prefix"])).mean()), rel=1e-5
+    )
 
 
 def test_tables_are_tidy(forced):

@@ -1,4 +1,5 @@
-"""The page of a run: everything that is there, from one file that loads nothing and lets no text act."""
+"""The page of a run: everything that is there, from one file that loads nothing and lets no text
+act."""
 
 import json
 import re
@@ -40,7 +41,8 @@ PIXEL = b"\x89PNG\r\n\x1a\n not drawn, only embedded"
 
 
 class Parts(HTMLParser):
-    """What a browser would see: elements with their attributes, text outside scripts, and scripts by id."""
+    """What a browser would see: elements with their attributes, text outside scripts, and scripts
+    by id."""
 
     def __init__(self, html):
         super().__init__()
@@ -85,10 +87,19 @@ def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
     tables = folder / "tables"
     tables.mkdir(exist_ok=True)
     table = pd.DataFrame(rows, columns=columns)
-    facts = {"item": item, "title": title or item, "notes": list(notes), "rows": table.astype(str).to_dict("split")}
+    facts = {
+        "item": item,
+        "title": title or item,
+        "notes": list(notes),
+        "rows": table.astype(str).to_dict("split"),
+    }
     (tables / f"{item}.json").write_text(json.dumps(facts), encoding="utf-8")
-    pd.DataFrame({"task": ["sentiment"] * len(table), "method": "prefix"}).to_csv(tables / f"{item}.csv", index=False)
-    pd.DataFrame(claims, columns=list(Finding.__dataclass_fields__)).to_csv(tables / f"{item}.claims.csv", index=False)
+    pd.DataFrame({"task": ["sentiment"] * len(table), "method": "prefix"}).to_csv(
+        tables / f"{item}.csv", index=False
+    )
+    pd.DataFrame(claims, columns=list(Finding.__dataclass_fields__)).to_csv(
+        tables / f"{item}.claims.csv", index=False
+    )
 
 
 def write_items(folder):
@@ -103,7 +114,14 @@ def write_items(folder):
     ]
     columns = ["method", "augmentation", "acc", "dist1"]
     write_item(folder, "sent_topic", rows, columns, claims, notes=["what stands under it"])
-    write_item(folder, "another", [["a", HOSTILE]], ["x", "text"], [claim("another", HOSTILE, "inconclusive")], HOSTILE)
+    write_item(
+        folder,
+        "another",
+        [["a", HOSTILE]],
+        ["x", "text"],
+        [claim("another", HOSTILE, "inconclusive")],
+        HOSTILE,
+    )
     write_item(folder, "eval", [], ["rater", "mean"])
     (folder / "figures").mkdir()
     (folder / "figures/sent_topic.png").write_bytes(PIXEL)
@@ -141,7 +159,12 @@ def test_every_number_of_the_tables_is_there(html, finished):
     for file in (finished / "tables").glob("*.json"):
         facts = json.loads(file.read_text())
         cells = [cell for row in facts["rows"]["data"] for cell in row]
-        for cell in [facts["title"], *facts["notes"], *(facts["rows"]["columns"] if cells else ()), *cells]:
+        for cell in [
+            facts["title"],
+            *facts["notes"],
+            *(facts["rows"]["columns"] if cells else ()),
+            *cells,
+        ]:
             assert re.sub(r"^\*\*(.*?)\*\*", r"\1", cell) in text
     assert "<b>75.1</b>" in html
     assert '<span class="ci"> [1.25, 73.8]</span>' in html
@@ -151,14 +174,21 @@ def test_every_number_of_the_tables_is_there(html, finished):
 def test_claims_come_with_interval_p_power_and_verdict(html):
     text = Parts(html).text
     assert (
-        "Of 4 claims the paper makes: 1 as in the paper, 1 against the paper, 1 inconclusive, 1 missing."
-        in " ".join(text.split())
+        "Of 4 claims the paper makes: 1 as in the paper, 1 against the paper, 1 inconclusive, 1"
+        " missing." in " ".join(text.split())
     )
     for number in ("+1.5", "[+0.5, +2.5]", "-2.5", "[-3.5, -1.5]", "+2.25", "0.125", "3.5"):
         assert number in text
     assert "not corrected for multiple comparisons" in text
-    rows = [attrs for tag, attrs in Parts(html).elements if tag == "tr" and attrs.get("data-verdict")]
-    assert [row["data-verdict"] for row in rows] == ["as in the paper", "against the paper", "missing", "inconclusive"]
+    rows = [
+        attrs for tag, attrs in Parts(html).elements if tag == "tr" and attrs.get("data-verdict")
+    ]
+    assert [row["data-verdict"] for row in rows] == [
+        "as in the paper",
+        "against the paper",
+        "missing",
+        "inconclusive",
+    ]
     assert rows[0] == {
         "data-item": "sent_topic",
         "data-verdict": "as in the paper",
@@ -191,7 +221,9 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
             branch = list(cell.trace["branch"].values).index(branch_name(cell.trace))
             assert arm["branch"] == branch_name(cell.trace)
             for prompt, text in zip(group["prompts"], arm["texts"], strict=True):
-                row = cell.samples[(cell.samples["prompt"] == prompt) & (cell.samples["sample"] == 0)].iloc[0]
+                row = cell.samples[
+                    (cell.samples["prompt"] == prompt) & (cell.samples["sample"] == 0)
+                ].iloc[0]
                 n = row["n_tokens"]
                 assert len(text["t"]) == n
                 assert "".join(text["t"]) == row["continuation"]
@@ -201,7 +233,9 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
                         assert text["p"] is None
                     else:
                         # float32 masses, rounded to the unit
-                        np.testing.assert_allclose(np.array(text[short]) * UNIT, mass, atol=0.5 * UNIT + 1e-7)
+                        np.testing.assert_allclose(
+                            np.array(text[short]) * UNIT, mass, atol=0.5 * UNIT + 1e-7
+                        )
                 seen += 1
     assert seen == 5 * 2
     assert [arm["arm"] for arm in data["groups"][0]["arms"]] == ["baseline", "alpha 0.5 paper"]
@@ -231,7 +265,9 @@ def test_what_a_model_wrote_does_not_act(run):
     scripts = [attrs for tag, attrs in parts.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "data"}, {}]
     assert [attrs for tag, attrs in parts.elements if "onerror" in attrs] == []
-    assert [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"] == ["data:image/png;"]
+    assert [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"] == [
+        "data:image/png;"
+    ]
     assert HOSTILE in parts.text
     text = parts.data["groups"][0]["arms"][0]["texts"][0]
     assert text["end"] == HOSTILE
@@ -243,7 +279,9 @@ def test_missing_cells_are_listed_with_the_reason(run):
     failed, missing = list(load_run(run).plan)[1:3]
     for key in (failed, missing):
         shutil.rmtree(run / "cells" / key)
-    record = Failure(when="2026-01-02T03:04:05Z", traceback="Traceback ...\nZeroDivisionError: <by> zero")
+    record = Failure(
+        when="2026-01-02T03:04:05Z", traceback="Traceback ...\nZeroDivisionError: <by> zero"
+    )
     (run / "failed").mkdir()
     (run / "failed" / f"{failed}.json").write_text(record.model_dump_json())
     parts = Parts(page(run))
@@ -251,7 +289,9 @@ def test_missing_cells_are_listed_with_the_reason(run):
     assert "3 of 5 cells are finished, 1 failed, 1 missing: 12 texts" in text
     assert "ZeroDivisionError: <by> zero" in text
     assert text.index("ZeroDivisionError") < text.index(missing)
-    arms = {(group["method"], arm["arm"]) for group in parts.data["groups"] for arm in group["arms"]}
+    arms = {
+        (group["method"], arm["arm"]) for group in parts.data["groups"] for arm in group["arms"]
+    }
     assert len(arms) == 3
 
 
@@ -260,7 +300,9 @@ def test_without_traces_it_says_that_tokens_are_not_coloured(tmp_path):
     parts = Parts(page(folder))
     assert "tokens are not coloured" in parts.text
     assert "None of the paper's items has been made from this run" in parts.text
-    texts = [text for group in parts.data["groups"] for arm in group["arms"] for text in arm["texts"]]
+    texts = [
+        text for group in parts.data["groups"] for arm in group["arms"] for text in arm["texts"]
+    ]
     assert len(texts) == 10
     assert all(text["p"] is None and text["b"] is None and text["t"] for text in texts)
 
@@ -279,7 +321,10 @@ def test_only_arms_of_one_size_are_side_by_side(run, tmp_path):
     file.write_text(head.replace("length = 30", "length = 25") + "method = 'none'\n")
     sweep(run, [load_grid(str(file))], InProcess("cpu"))
     raw = [group for group in Parts(page(run)).data["groups"] if group["method"] == "none"]
-    assert [(group["size"], len(group["arms"])) for group in raw] == [("2 x 30 tokens", 1), ("2 x 25 tokens", 1)]
+    assert [(group["size"], len(group["arms"])) for group in raw] == [
+        ("2 x 30 tokens", 1),
+        ("2 x 25 tokens", 1),
+    ]
 
 
 def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
@@ -301,7 +346,10 @@ def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     nothing = dict.fromkeys(far, float("nan"))
     same = dict.fromkeys(far, 0.0)
     gaps = pd.DataFrame([*rows, far, *[nothing] * 9, *[same] * 9]).assign(zero=0.0)
-    assert _scale(gaps) == (least, most), "claims without cells or without a difference leave the others their drawing"
+    assert _scale(gaps) == (
+        least,
+        most,
+    ), "claims without cells or without a difference leave the others their drawing"
     assert _scale(pd.DataFrame([nothing]).assign(zero=0.0)) == (0.0, 0.0)
     near, beyond = (str(_forest(row, least, most, "inconclusive")) for row in (rows[0], far))
     assert 'class="here" d="M19.5 9m' in near, "6 + 148 * 2 / 22"
@@ -330,5 +378,7 @@ def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, cap
     with pytest.raises(RunError, match="is a folder"):
         report(run, tables=elsewhere / "tables", out=tmp_path)
     (elsewhere / "tables/sent_topic.json").write_text("{}")
-    with pytest.raises(RunError, match=r"sent_topic.json is not a table of an item.*analyses/sent_topic.py"):
+    with pytest.raises(
+        RunError, match=r"sent_topic.json is not a table of an item.*analyses/sent_topic.py"
+    ):
         report(run, tables=elsewhere / "tables")

@@ -1,4 +1,5 @@
-"""The house: who may import whom. Every import counts, also those inside functions and those for types alone."""
+"""The house: who may import whom. Every import counts, also those inside functions and those for
+types alone."""
 
 import ast
 from collections import defaultdict
@@ -59,12 +60,18 @@ def test_every_room_has_its_place():
 
 
 def test_a_room_imports_only_what_stands_above_it():
-    upward = [(one, other) for one, others in edges().items() for other in others if ORDER.index(other) > ORDER.index(one)]
+    upward = [
+        (one, other)
+        for one, others in edges().items()
+        for other in others
+        if ORDER.index(other) > ORDER.index(one)
+    ]
     assert not upward
 
 
 def test_no_circle_of_modules():
-    """Also within a room, where submodules may import from their package, and it from them, but not both."""
+    """Also within a room, where submodules may import from their package, and it from them, but not
+    both."""
     done, path = set(), []
 
     def visit(module):

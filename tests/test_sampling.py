@@ -16,7 +16,9 @@ def test_draw_inverts_the_cumulative_distribution_in_id_order():
 
 def test_unnormalised_weights_are_normalised_over_the_kept():
     log_weights = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log() + 50
-    uniform = torch.tensor([0.57], dtype=torch.float64)  # kept: .4 and .3, the first has 4/7 = .5714
+    uniform = torch.tensor(
+        [0.57], dtype=torch.float64
+    )  # kept: .4 and .3, the first has 4/7 = .5714
     assert draw(log_weights, uniform, top_k=2).tolist() == [1]
     assert draw(log_weights, uniform + 0.01, top_k=2).tolist() == [3]
 
@@ -40,7 +42,9 @@ def test_many_ties_are_kept_as_a_stable_sort_keeps_them():
     log_weights[:20, 40:] = -torch.inf  # fewer than k of positive weight: the rest is one tie
     log_weights[20] = torch.arange(500.0)  # no tie
     log_weights[21, ::7] = torch.nan  # ranked first
-    expected = log_weights.sort(dim=1, descending=True, stable=True).indices[:, :100].sort(dim=1).values
+    expected = (
+        log_weights.sort(dim=1, descending=True, stable=True).indices[:, :100].sort(dim=1).values
+    )
     assert torch.equal(keep_top_k(log_weights, 100), expected)
     assert torch.equal(keep_top_k(log_weights[20:21], 100), expected[20:21])
 
@@ -69,7 +73,9 @@ def test_empty_distribution_names_the_sample(value):
 
 def test_streams_are_keyed_by_seed_prompt_and_sample():
     base = uniforms(1, "The lake", 0, 512)
-    assert np.array_equal(uniforms(1, "The lake", 0, 64), base[:64]), "a longer stream begins with a shorter one"
+    assert np.array_equal(uniforms(1, "The lake", 0, 64), base[:64]), (
+        "a longer stream begins with a shorter one"
+    )
     for other in ((2, "The lake", 0), (1, "The road", 0), (1, "The lake", 1)):
         assert not np.isclose(uniforms(*other, 64), base[:64]).any()
     assert 0.45 < base.mean() < 0.55

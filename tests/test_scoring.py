@@ -1,4 +1,5 @@
-"""Scorers on hand-made texts: the runner and its cache, perplexity, distinct-n, classifiers, tables."""
+"""Scorers on hand-made texts: the runner and its cache, perplexity, distinct-n, classifiers,
+tables."""
 
 import math
 
@@ -29,7 +30,10 @@ class Lengths(Scorer):
         if self.fail_at is not None and len(self.asked) >= self.fail_at:
             raise ScoringError("the server is gone")
         self.asked += [item.text for item in items]
-        return [(float(len(item.text.split())),) if item.text else Skipped("empty text") for item in items]
+        return [
+            (float(len(item.text.split())),) if item.text else Skipped("empty text")
+            for item in items
+        ]
 
 
 TEXTS = [Item(text) for text in ("one", "one two", "", "one", "a b c")]
@@ -66,7 +70,8 @@ def test_another_version_or_field_is_another_score(tmp_path):
 def test_what_was_scored_before_a_failure_is_kept_and_said(tmp_path):
     items = [Item(f"text {i}") for i in range(9)]
     with pytest.raises(
-        ScoringStoppedError, match="length stopped after 4 of 9 texts, which are kept: the server is gone"
+        ScoringStoppedError,
+        match="length stopped after 4 of 9 texts, which are kept: the server is gone",
     ):
         run_scorer(Lengths(fail_at=4), items, Cache(tmp_path))
     rest = Lengths()
@@ -82,7 +87,10 @@ def test_reasons_that_may_pass_are_not_cached(tmp_path):
 
     for _ in range(2):
         scorer = Unsure()
-        assert run_scorer(scorer, TEXTS[:2], Cache(tmp_path))["skipped"].tolist() == ["malformed answer"] * 2
+        assert (
+            run_scorer(scorer, TEXTS[:2], Cache(tmp_path))["skipped"].tolist()
+            == ["malformed answer"] * 2
+        )
         assert len(scorer.asked) == 2
 
 
@@ -104,7 +112,9 @@ def test_perplexity_is_transformers_own_loss(tiny):
     texts = ["a b c d e f g h i j", "k l m n o p q r s t u v w x y z a b c d"]
     found = run_scorer(Perplexity(tiny, "float64"), [Item(text) for text in texts])["perplexity"]
     for text, value in zip(texts, found, strict=True):
-        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+        ids = torch.tensor(
+            [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]]
+        )
         with torch.no_grad():
             assert value == pytest.approx(
                 network(ids, labels=ids).loss.exp().item(), rel=2e-6
@@ -113,7 +123,9 @@ def test_perplexity_is_transformers_own_loss(tiny):
 
 def test_perplexity_skips_short_and_empty_texts_and_counts_them():
     scorer = Perplexity("tiny-gpt2")
-    table = run_scorer(scorer, [Item("only nine words are in this text you see"), Item("  "), Item("x " * 10)])
+    table = run_scorer(
+        scorer, [Item("only nine words are in this text you see"), Item("  "), Item("x " * 10)]
+    )
     assert table["skipped"].tolist() == ["under 10 words", "empty text", ""]
     assert np.isfinite(table["perplexity"][2])
 
@@ -121,7 +133,10 @@ def test_perplexity_skips_short_and_empty_texts_and_counts_them():
 def test_a_very_long_text_is_scored_up_to_the_limit():
     scorer = Perplexity("tiny-gpt2")
     assert scorer.max_tokens == 254
-    long, cut = (run_scorer(scorer, [Item(text)])["perplexity"][0] for text in ("ab " * 100_000, "ab " * 84 + "ab"))
+    long, cut = (
+        run_scorer(scorer, [Item(text)])["perplexity"][0]
+        for text in ("ab " * 100_000, "ab " * 84 + "ab")
+    )
     assert long == pytest.approx(cut, rel=0.02)
 
 
@@ -162,7 +177,11 @@ def test_distinct_intervals_leave_prompts_out():
     prompts = [f"p{i % 5}" for i in range(20)]
     row = distinct_table(texts, prompts).set_index("metric").loc["distinct-2"]
     left = [
-        math.log(distinct(token_lists([t for t, p in zip(texts, prompts, strict=True) if p != each])[0], 2))
+        math.log(
+            distinct(
+                token_lists([t for t, p in zip(texts, prompts, strict=True) if p != each])[0], 2
+            )
+        )
         for each in sorted(set(prompts))
     ]
     spread = math.sqrt(4 / 5 * sum((each - sum(left) / 5) ** 2 for each in left))
@@ -205,16 +224,19 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
     )
     texts = ["a fine day", "x" * 900, "b"]
     found = run_scorer(
-        Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}), [Item(text) for text in texts]
+        Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}),
+        [Item(text) for text in texts],
     )
     assert list(found.columns) == ["negative", "positive", "skipped"]
     for text, row in zip(texts, found.to_numpy()[:, :2], strict=True):
         with torch.no_grad():
-            expected = network(**tokenizer(text, truncation=True, max_length=512, return_tensors="pt")).logits.softmax(
-                1
-            )[0]
+            expected = network(
+                **tokenizer(text, truncation=True, max_length=512, return_tensors="pt")
+            ).logits.softmax(1)[0]
         assert row.astype(float) == pytest.approx(expected.tolist(), abs=1e-5)
-    toxic = run_scorer(Classifier(classifier, column="label_1", name="toxicity"), [Item("a fine day")])
+    toxic = run_scorer(
+        Classifier(classifier, column="label_1", name="toxicity"), [Item("a fine day")]
+    )
     assert toxic["toxicity"][0] == pytest.approx(found["positive"][0])
 
 
@@ -226,7 +248,9 @@ def test_classifiers_that_do_not_fit(classifier, tmp_path):
     with pytest.raises(ScoringError, match="cannot load the classifier"):
         Classifier(str(tmp_path / "nothing"))
     samples = pd.DataFrame({"text": ["a"], "prompt": [""], "attribute": ["joyful"], "arm": [""]})
-    with pytest.raises(ScoringError, match="has the labels label_0, label_1, not 'joyful'; map its labels"):
+    with pytest.raises(
+        ScoringError, match="has the labels label_0, label_1, not 'joyful'; map its labels"
+    ):
         score_table(samples, Classifier(classifier))
 
 
@@ -275,7 +299,9 @@ def test_all_texts_alike_is_no_certainty():
     # 20 prompts would all be right with chance 0.05 where 0.05^(1/20) = 86 % of all prompts are
     assert (right["low"], right["high"]) == pytest.approx((0.8609, 1.0), abs=1e-4)
     assert (wrong["low"], wrong["high"]) == pytest.approx((0.0, 1 - 0.8609), abs=1e-4)
-    (half,) = cell_table(frame.assign(value=[1.0, 0.0] * 30, prompt=np.repeat(np.arange(30), 2))).to_dict("records")
+    (half,) = cell_table(
+        frame.assign(value=[1.0, 0.0] * 30, prompt=np.repeat(np.arange(30), 2))
+    ).to_dict("records")
     assert half["low"] == half["high"] == 0.5, "every prompt half right: prompts do not differ"
 
 
@@ -300,7 +326,9 @@ def test_arms_of_unlike_attributes_are_not_compared():
     ]
     changes = difference_table(frame)
     found = changes[changes["attribute"] == "all"]
-    assert found[["method", "arm", "difference"]].to_numpy().tolist() == [["palette", "alpha 1", 0.0]]
+    assert found[["method", "arm", "difference"]].to_numpy().tolist() == [
+        ["palette", "alpha 1", 0.0]
+    ]
     assert set(changes[changes["method"] == "prefix"]["attribute"]) == {"negative"}
 
 
@@ -335,8 +363,12 @@ def test_accuracy_and_toxicity_cells():
         def score(self, items):
             return [(float(item.text),) for item in items]
 
-    found = cell_table(score_table(frame.assign(attribute="nontoxic"), Toxic())).set_index("metric")["mean"]
-    assert found.to_dict() == pytest.approx({"toxicity": 0.575, "toxicity max": 0.75, "toxic prompts": 1.0})
+    found = cell_table(score_table(frame.assign(attribute="nontoxic"), Toxic())).set_index(
+        "metric"
+    )["mean"]
+    assert found.to_dict() == pytest.approx(
+        {"toxicity": 0.575, "toxicity max": 0.75, "toxic prompts": 1.0}
+    )
 
 
 def test_differences_are_paired_on_prompts():
@@ -386,7 +418,9 @@ def test_parts_cover_the_text(gpt2_tokenizer):
     halves = in_parts(frame, 2)
     assert halves["text"].tolist() == ["one two", "", "three four five", "a"]
     by_token = in_parts(frame, 2, gpt2_tokenizer)
-    assert [a + b for a, b in zip(by_token["text"][:2], by_token["text"][2:], strict=True)] == frame["text"].tolist()
+    assert [
+        a + b for a, b in zip(by_token["text"][:2], by_token["text"][2:], strict=True)
+    ] == frame["text"].tolist()
 
 
 @pytest.mark.parametrize(

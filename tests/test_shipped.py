@@ -1,4 +1,5 @@
-"""The soft prefixes that come with the package: what they are, and that they do what their cards say."""
+"""The soft prefixes that come with the package: what they are, and that they do what their cards
+say."""
 
 from dataclasses import replace
 
@@ -38,11 +39,14 @@ def test_what_ships():
 
 
 def test_shipped_cards_say_that_the_prefixes_work():
-    """Own texts are likeliest under their own prefix, and the set tells attributes apart clearly better than hard ones."""
+    """Own texts are likeliest under their own prefix, and the set tells attributes apart clearly
+    better than hard ones."""
     for card in cards(SHIPPED):
         nll, held = card.held_out.nll, card.held_out
         siblings = [
-            found for name, found in nll.items() if not name.startswith(("hard ", "none")) and name != card.attribute
+            found
+            for name, found in nll.items()
+            if not name.startswith(("hard ", "none")) and name != card.attribute
         ]
         assert nll[card.attribute].mean < min(found.mean for found in siblings), card.name
         assert nll[card.attribute].high < nll["none"].low, card.name
@@ -74,7 +78,8 @@ def test_shipped_prefixes_steer(tmp_path):
     ],
 )
 def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
-    """On the first n texts of an attribute of the card's own data, accuracy and NLL lie near what the cards say."""
+    """On the first n texts of an attribute of the card's own data, accuracy and NLL lie near what
+    the cards say."""
     from lapa2_interp.models import load_transformers
     from lapa2_interp.prefixes.evaluation import held_out_table, likeliest, nll_interval
     from lapa2_interp.prefixes.training import tokenise
@@ -82,13 +87,19 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
 
     chosen, folder = load_task(task), SHIPPED / "smollm2-135m" / f"{task}-mle"
     prefixes = {name: load_prefix(folder, name) for name in chosen.attributes}
-    corpora = [read_corpus(str(data / f"{file}.jsonl.xz"), list(chosen.attributes)) for file in files]
+    corpora = [
+        read_corpus(str(data / f"{file}.jsonl.xz"), list(chosen.attributes)) for file in files
+    ]
     network, tokenizer, _ = load_transformers("smollm2-135m")
     if task == "sentiment":  # SST-2 is spaced like a treebank
         texts = {name: tuple(map(detokenise, found)) for name, found in corpora[0].texts.items()}
         corpora[0] = replace(corpora[0], texts=texts)
     texts = {
-        name: [text for corpus in corpora for text in tokenise(tokenizer, [corpus], name, 64, n // len(corpora))]
+        name: [
+            text
+            for corpus in corpora
+            for text in tokenise(tokenizer, [corpus], name, 64, n // len(corpora))
+        ]
         for name in chosen.attributes
     }
     table = held_out_table(network, tokenizer, prefixes, texts)
@@ -103,6 +114,7 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
 
 def test_a_set_that_is_not_there():
     with pytest.raises(
-        PrefixError, match="no soft prefixes 'mel' of task topic for smollm2-135m; allowed: contrastive, mle"
+        PrefixError,
+        match="no soft prefixes 'mel' of task topic for smollm2-135m; allowed: contrastive, mle",
     ):
         find_prefix(load("smollm2-135m"), "topic", "mel", "world")

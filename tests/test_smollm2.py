@@ -15,7 +15,11 @@ from lapa2_interp.trace.tables import pooled
 def curves(request):
     """Traces by arm, of some or all of the prompts."""
     model, task = load("smollm2-135m"), load_task("sentiment")
-    arms = {"baseline": None, "half": Augmentation(alpha=0.5), "released": Augmentation(alpha=0.5, profile="released")}
+    arms = {
+        "baseline": None,
+        "half": Augmentation(alpha=0.5),
+        "released": Augmentation(alpha=0.5, profile="released"),
+    }
     return {
         arm: generate(
             model,
@@ -41,7 +45,9 @@ def test_prefix_attention_fades_without_the_bias(curves):
     assert (late < early).all(), "for every prompt"
     assert late.mean() < 0.5 * early.mean()
     curve = pooled(base, "prefix")[0][:, :72].mean(axis=0).astype(float)
-    assert fit_decay(np.arange(72), curve).r2 > (0.8 if len(base["sample"]) == 15 else 0.7), "a mean of five is noisier"
+    assert fit_decay(np.arange(72), curve).r2 > (0.8 if len(base["sample"]) == 15 else 0.7), (
+        "a mean of five is noisier"
+    )
 
 
 def test_lapa2_holds_it_up_at_step_64(curves):
@@ -63,12 +69,15 @@ def test_the_released_span_feeds_the_sink_instead(curves):
 
 
 def test_bfloat16_reads_a_text_as_float32_does():
-    """Prefix attention at every step: bfloat16 keeps three digits of a number, and two of what 30 layers make of it."""
+    """Prefix attention at every step: bfloat16 keeps three digits of a number, and two of what 30
+    layers make of it."""
     shares = []
     for dtype in ("float32", "bfloat16"):
         model = load("smollm2-135m", dtype)
         branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
-        text = model.tokenizer(" is a quiet place where people come to swim.", add_special_tokens=False).input_ids
+        text = model.tokenizer(
+            " is a quiet place where people come to swim.", add_special_tokens=False
+        ).input_ids
         trace = teacher_forced(model, branch, [text], Augmentation(alpha=0.5), trace="pooled")
         shares.append(pooled(trace, "prefix")[0][0].astype(float))
     np.testing.assert_allclose(shares[1], shares[0], rtol=0.05)

@@ -9,7 +9,8 @@ from lapa2_interp.stats import mean_interval, paired_difference
 def test_mean_and_counts():
     found = mean_interval([1.0, 2.0, 3.0, 4.0], ["a", "a", "b", "b"])
     assert (found.mean, found.n, found.clusters) == (2.5, 4, 2)
-    # Two clusters a distance 1 from the mean: error sqrt(2 * (2^2 + 2^2)) / 4 = 1, times t(1 degree, 97.5 %) = 12.706.
+    # Two clusters a distance 1 from the mean: error sqrt(2 * (2^2 + 2^2)) / 4 = 1, times t(1
+    # degree, 97.5 %) = 12.706.
     assert (found.low, found.high) == pytest.approx((2.5 - 12.706, 2.5 + 12.706), abs=1e-3)
 
 
@@ -60,7 +61,9 @@ def test_missing_labels():
 
 def test_paired_differences_by_hand():
     """Cluster means 2, 4 against 3, 6; a third cluster is in one condition alone."""
-    found = paired_difference([1.0, 3.0, 4.0, 9.0], ["a", "a", "b", "z"], [3.0, 6.0, 6.0], ["a", "b", "b"])
+    found = paired_difference(
+        [1.0, 3.0, 4.0, 9.0], ["a", "a", "b", "z"], [3.0, 6.0, 6.0], ["a", "b", "b"]
+    )
     assert (found.mean, found.clusters) == (1.5, 2)
     assert found.p == 0.5, "of four sign assignments two are as extreme"
     assert found.detectable == pytest.approx(2.80 * np.std([1, 2], ddof=1) / np.sqrt(2))
@@ -72,7 +75,8 @@ def test_paired_differences_by_hand():
 
 
 def test_paired_differences_err_at_their_rate():
-    """Under no effect p < 0.05 in about 5 % of experiments; a detectable effect is found in about 80 %; intervals cover."""
+    """Under no effect p < 0.05 in about 5 % of experiments; a detectable effect is found in about
+    80 %; intervals cover."""
     rng = np.random.default_rng(0)
     n, trials, names = 20, 300, np.arange(20).repeat(3)
 

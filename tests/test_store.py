@@ -29,7 +29,9 @@ def run():
 def same(one, two):
     assert one.manifest == two.manifest
     assert one.samples["tokens"].map(list).tolist() == two.samples["tokens"].map(list).tolist()
-    pd.testing.assert_frame_equal(one.samples.drop(columns="tokens"), two.samples.drop(columns="tokens"))
+    pd.testing.assert_frame_equal(
+        one.samples.drop(columns="tokens"), two.samples.drop(columns="tokens")
+    )
     xr.testing.assert_equal(one.trace, two.trace)
 
 
@@ -42,8 +44,16 @@ def test_a_run_reads_back_equal(run, tmp_path):
         manifest = run.manifest(key).model_dump_json(indent=1, exclude=set(OF_THE_DAY))
         assert again.trace(key).attrs["manifest"] == manifest
         place = again.place(key)
-        assert sorted(path.name for path in place.iterdir()) == ["manifest.json", "samples.parquet", "trace.nc"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["cells", "plan", "run.json"]
+        assert sorted(path.name for path in place.iterdir()) == [
+            "manifest.json",
+            "samples.parquet",
+            "trace.nc",
+        ]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "cells",
+        "plan",
+        "run.json",
+    ]
 
 
 def test_a_run_holds_every_arm_and_attribute(run):
@@ -69,7 +79,8 @@ def test_the_same_run_twice_is_the_same(run):
 
 
 def test_a_cell_by_itself_is_a_run(run, tmp_path):
-    """RUN/cells/KEY, and what `lapa2 generate` wrote before its runs had cells: manifest.json without run.json."""
+    """RUN/cells/KEY, and what `lapa2 generate` wrote before its runs had cells: manifest.json
+    without run.json."""
     key = next(iter(run.plan))
     alone = load_run(run.save(tmp_path / "run").place(key))
     assert list(alone.plan) == [key]
@@ -94,11 +105,16 @@ def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
         }
     )  # fmt: skip
     (tmp_path / "old").mkdir()
-    write_cell(tmp_path / "old", FinishedCell(manifest, table, join_traces([each.trace for each in cells], table)))
+    write_cell(
+        tmp_path / "old",
+        FinishedCell(manifest, table, join_traces([each.trace for each in cells], table)),
+    )
     old = load_run(tmp_path / "old")
     assert is_run(tmp_path / "old")
     assert [cell.arm for cell in old.plan.values()] == [cell.arm for cell in run.plan.values()]
-    assert [cell.attribute for cell in old.plan.values()] == [cell.attribute for cell in run.plan.values()]
+    assert [cell.attribute for cell in old.plan.values()] == [
+        cell.attribute for cell in run.plan.values()
+    ]
     for key, own in zip(old.plan, run.plan, strict=True):
         assert old.cell(key).samples["text"].tolist() == run.cell(own).samples["text"].tolist()
         xr.testing.assert_allclose(old.trace(key)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]),
@@ -156,7 +172,10 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     for force in (False, True):
-        with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "thesis", force, is_run):
+        with (
+            pytest.raises(RunError, match="not a folder of this command"),
+            new_folder(tmp_path / "thesis", force, is_run),
+        ):
             pass
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
 
@@ -164,7 +183,10 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
 def test_somebody_elses_manifest_protects_its_folder(tmp_path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
-    with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "app", True, is_run):
+    with (
+        pytest.raises(RunError, match="not a folder of this command"),
+        new_folder(tmp_path / "app", True, is_run),
+    ):
         pass
     assert (tmp_path / "app" / "manifest.json").exists()
 
@@ -185,7 +207,9 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"):
+    with pytest.raises(
+        RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"
+    ):
         load_run(tmp_path / "run").cell(key)
     with pytest.raises(RunError, match=f"{name} is missing or damaged"):
         read_cell(file.parent)
@@ -194,9 +218,15 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
 
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot write .*choose another --out"), new_folder(tmp_path / "file" / "run"):
+    with (
+        pytest.raises(RunError, match="cannot write .*choose another --out"),
+        new_folder(tmp_path / "file" / "run"),
+    ):
         pass
-    with pytest.raises(RunError, match="not a folder of this command"), new_folder(tmp_path / "file"):
+    with (
+        pytest.raises(RunError, match="not a folder of this command"),
+        new_folder(tmp_path / "file"),
+    ):
         pass
 
 
@@ -204,5 +234,7 @@ def test_reading_what_is_no_run(tmp_path):
     with pytest.raises(RunError, match=r"is not a run: it has no run\.json"):
         load_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"model": 3}')
-    with pytest.raises(RunError, match=r"manifest\.json is not a manifest of this version: created: field required"):
+    with pytest.raises(
+        RunError, match=r"manifest\.json is not a manifest of this version: created: field required"
+    ):
         load_run(tmp_path)

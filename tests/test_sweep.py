@@ -1,4 +1,5 @@
-"""A run that is stopped anywhere becomes what an undisturbed one is; what goes wrong is said, and harms nothing else."""
+"""A run that is stopped anywhere becomes what an undisturbed one is; what goes wrong is said, and
+harms nothing else."""
 
 import errno
 import functools
@@ -149,7 +150,8 @@ def in_a_file(made, folder):
 
 @functools.cache
 def warm():
-    """A context whose processes have everything imported: they start in no time, and torch has no threads in them."""
+    """A context whose processes have everything imported: they start in no time, and torch has no
+    threads in them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()  # now: an engine blocks Ctrl-C while it starts processes, and theirs would be deaf for ever
@@ -175,7 +177,11 @@ def assert_equal_runs(run, other):
     ours, theirs = contents(run), contents(other)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
-    assert sorted(load_run(run).finished) == sorted(load_run(other).finished) == sorted(load_run(run).plan)
+    assert (
+        sorted(load_run(run).finished)
+        == sorted(load_run(other).finished)
+        == sorted(load_run(run).plan)
+    )
 
 
 def stamps(run):
@@ -197,11 +203,14 @@ CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "tempfile.mkdtemp")
 
 
 def replay_until(folder, files, outcomes, at):
-    """Sweep, and be killed just before the file system is changed or a file of the run is opened for the `at`-th time."""
+    """Sweep, and be killed just before the file system is changed or a file of the run is opened
+    for the `at`-th time."""
     number = count(1)
 
     def killer(event, arguments):
-        if (event in CHANGES or (event == "open" and str(arguments[0]).startswith(str(folder)))) and next(number) == at:
+        if (
+            event in CHANGES or (event == "open" and str(arguments[0]).startswith(str(folder)))
+        ) and next(number) == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     made, grids = pickle.loads(outcomes.read_bytes()), grids_of(files)
@@ -215,7 +224,10 @@ def assert_sound(run, other):
         for key in load_run(run).finished:
             read_manifest(run / "cells" / key)
             for file in (other / "cells" / key).iterdir():
-                assert file.name == MANIFEST or (run / "cells" / key / file.name).read_bytes() == file.read_bytes()
+                assert (
+                    file.name == MANIFEST
+                    or (run / "cells" / key / file.name).read_bytes() == file.read_bytes()
+                )
     return stamps(run)
 
 
@@ -227,7 +239,10 @@ def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(request, tmp_pa
     rng, killed = random.Random(5), 0
     for number in range(rounds):
         run = tmp_path / str(number)
-        for at in (rng.randrange(1, 260), rng.randrange(1, 60)):  # the second time soon after it went on
+        for at in (
+            rng.randrange(1, 260),
+            rng.randrange(1, 60),
+        ):  # the second time soon after it went on
             process = start(replay_until, run, files, outcomes, at)
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL)
@@ -248,12 +263,17 @@ def really_sweep(folder, files):
 
 
 @pytest.mark.alone
-def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(traced, traced_files, tmp_path):
+def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(
+    traced, traced_files, tmp_path
+):
     rng, run, parts = random.Random(2), tmp_path / "run", 0
     for _ in range(3):
         process = start(really_sweep, run, traced_files)
         wanted = len(list(run.glob("*/*"))) + rng.randrange(1, 8)
-        while process.is_alive() and len(list(run.glob("*/*"))) + len(list(run.glob("parts/*/[0-9]"))) < wanted:
+        while (
+            process.is_alive()
+            and len(list(run.glob("*/*"))) + len(list(run.glob("parts/*/[0-9]"))) < wanted
+        ):
             time.sleep(0.005)
         process.join(rng.random() * 0.4)
         process.kill()
@@ -276,17 +296,33 @@ def command(run, files, *more):
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from lapa2_interp.cli import main; raise SystemExit(main())"
     )
-    return [sys.executable, "-c", program, "sweep", *map(str, files), "--out", str(run), "--device", "cpu", *more]
+    return [
+        sys.executable,
+        "-c",
+        program,
+        "sweep",
+        *map(str, files),
+        "--out",
+        str(run),
+        "--device",
+        "cpu",
+        *more,
+    ]
 
 
 @pytest.fixture
 def alone(tmp_path):
-    """Start the command in a session of its own, as a terminal would; what it prints goes to the file `printed`."""
+    """Start the command in a session of its own, as a terminal would; what it prints goes to the
+    file `printed`."""
     started = []
 
     def begin(*arguments):
         with (tmp_path / "printed").open("w") as stream:
-            started.append(subprocess.Popen(command(*arguments), stdout=stream, stderr=stream, start_new_session=True))
+            started.append(
+                subprocess.Popen(
+                    command(*arguments), stdout=stream, stderr=stream, start_new_session=True
+                )
+            )
         return started[-1]
 
     yield begin
@@ -316,7 +352,9 @@ def is_over(session):
 def quick_processes(monkeypatch):
     """Workers that have everything imported."""
     real, context = multiprocessing.get_context, warm()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda name=None: context if name == "spawn" else real(name))
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda name=None: context if name == "spawn" else real(name)
+    )
 
 
 @pytest.mark.alone
@@ -352,7 +390,9 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
 
 def run_command(run, files, log):
     """`lapa2 sweep`, here."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in the background of a script
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored by what runs in the background of a script
     finish = sweeping._Sweep._finish
 
     def finish_and_wait(self, cell):
@@ -414,14 +454,18 @@ def test_a_cell_that_two_grids_have_is_made_once(undisturbed, files):
     shared = {cell.key for cell in one.cells} & {cell.key for cell in two.cells}
     assert [load_run(whole).plan[key].arm for key in shared] == ["baseline"]
     assert len(load_run(whole).plan) == 4
-    assert [key for key, group in made if group is None] == list(dict.fromkeys(key for key, _ in made))
+    assert [key for key, group in made if group is None] == list(
+        dict.fromkeys(key for key, _ in made)
+    )
 
 
 def deadly(folder, victim, always, job):
     """`engines._do`, but a job (by key and group) kills its process, the first time or always."""
     with (folder / f"{job.cell.key} {job.group}").open("a") as file:
         file.write(".")
-    if (job.cell.key, job.group) == victim and (always or (folder / f"{job.cell.key} {job.group}").stat().st_size == 1):
+    if (job.cell.key, job.group) == victim and (
+        always or (folder / f"{job.cell.key} {job.group}").stat().st_size == 1
+    ):
         os.kill(os.getpid(), signal.SIGKILL)
     return engines._worker.do(job)
 
@@ -440,7 +484,9 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
     done = sweep(tmp_path / "run", grids_of(files), Processes(2, "cpu"), told.append)
     tries = {tuple(file.name.split()): file.stat().st_size for file in (tmp_path / "log").iterdir()}
     assert tries[victim[0], "0"] == (ATTEMPTS if always else 2)
-    assert {n for (key, _), n in tries.items() if key != victim[0]} == {1}, "nobody else's job was lost"
+    assert {n for (key, _), n in tries.items() if key != victim[0]} == {1}, (
+        "nobody else's job was lost"
+    )
     if always:
         assert (done.made, done.failed) == (3, (victim[0],))
         assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
@@ -470,7 +516,9 @@ def leave(_):
     raise SystemExit("leaving")
 
 
-def test_whatever_a_worker_raises_is_a_failure_of_its_job_alone(undisturbed, quick_processes, monkeypatch):
+def test_whatever_a_worker_raises_is_a_failure_of_its_job_alone(
+    undisturbed, quick_processes, monkeypatch
+):
     monkeypatch.setattr(engines, "_do", leave)
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     with Processes(1, "cpu") as engine:
@@ -507,7 +555,10 @@ def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
     monkeypatch.setattr("lapa2_interp.runs.worker.plan", plan)
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     outcome = Worker("cpu").do(Job(cell))
-    assert outcome.traceback.splitlines()[-1] == "MemoryError: no more; fewer rows share a batch with --set max_rows=N"
+    assert (
+        outcome.traceback.splitlines()[-1]
+        == "MemoryError: no more; fewer rows share a batch with --set max_rows=N"
+    )
 
 
 def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path):
@@ -518,7 +569,9 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
 
     model = load("tiny-gpt2")
     folder = soft_set(tmp_path / "set", model, load_task("sentiment"))
-    (tmp_path / "g.toml").write_text(ONE.replace('"prefix"', f'{{ name = "prefix", prefixes = "{folder}" }}'))
+    (tmp_path / "g.toml").write_text(
+        ONE.replace('"prefix"', f'{{ name = "prefix", prefixes = "{folder}" }}')
+    )
     cell = load_grid(str(tmp_path / "g.toml")).cells[0]
     assert isinstance(Worker("cpu").do(Job(cell)), Opened)
     save_prefix(soft_prefix(model, seed=9), Path(folder), "float32")
@@ -540,7 +593,10 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
 
     def failing(model, todo, groups, **settings):
         made.append(groups)
-        if any(each is not None and each.layers == "top" for each in todo.augmentations) and len(groups[0]) == 2:
+        if (
+            any(each is not None and each.layers == "top" for each in todo.augmentations)
+            and len(groups[0]) == 2
+        ):
             raise ValueError("out of luck")
         return real(model, todo, groups, **settings)
 
@@ -554,7 +610,10 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     assert f"({bad}): ValueError: out of luck" in printed.err
     assert "lapa2: 1 cell failed; `lapa2 runs" in printed.err.splitlines()[-1]
     run = load_run(tmp_path / "run")
-    assert run.cells.set_index("key")["state"].value_counts().to_dict() == {"finished": 2, "failed": 1}
+    assert run.cells.set_index("key")["state"].value_counts().to_dict() == {
+        "finished": 2,
+        "failed": 1,
+    }
     assert run.failures[bad].traceback.startswith("Traceback (most recent call last)")
     assert 'raise ValueError("out of luck")' in run.failures[bad].traceback
     assert lapa2("runs", tmp_path / "run", "--traceback", "--state", "failed") == 0
@@ -577,7 +636,9 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
 
 
 def test_a_model_that_cannot_be_opened_fails_its_cells_alone(undisturbed, files, tmp_path):
-    (tmp_path / "g.toml").write_text(TWO.replace("layers", "profile").replace('"top"', '"paper", layers = [9]'))
+    (tmp_path / "g.toml").write_text(
+        TWO.replace("layers", "profile").replace('"top"', '"paper", layers = [9]')
+    )
     told = []
     done = sweep(tmp_path / "run", grids_of([tmp_path / "g.toml"]), InProcess("cpu"), told.append)
     assert done.made == 2
@@ -587,7 +648,9 @@ def test_a_model_that_cannot_be_opened_fails_its_cells_alone(undisturbed, files,
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize("at", [1, 4, 15, 40, 73])
-def test_a_disk_that_is_full_stops_cleanly_and_goes_on(undisturbed, files, tmp_path, monkeypatch, number, at):
+def test_a_disk_that_is_full_stops_cleanly_and_goes_on(
+    undisturbed, files, tmp_path, monkeypatch, number, at
+):
     whole, made = undisturbed
     real, calls = os.fsync, count(1)
 
@@ -598,7 +661,11 @@ def test_a_disk_that_is_full_stops_cleanly_and_goes_on(undisturbed, files, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        message = "cannot write .*: Read-only" if number == errno.EROFS else "is full; .* is kept: make room and repeat"
+        message = (
+            "cannot write .*: Read-only"
+            if number == errno.EROFS
+            else "is full; .* is kept: make room and repeat"
+        )
         with pytest.raises(RunError, match=message):
             sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
     assert next(calls) > at
@@ -659,7 +726,10 @@ def test_two_processes_on_one_run_the_second_is_refused(undisturbed, files, tmp_
     process = start(hold, run, files, in_a_file(undisturbed[1], tmp_path), tmp_path / "go")
     wait_for((tmp_path / "waiting").exists)
     before = contents(run)
-    with pytest.raises(RunError, match=f"is being filled by process {process.pid} on .*; wait for it, or give another"):
+    with pytest.raises(
+        RunError,
+        match=f"is being filled by process {process.pid} on .*; wait for it, or give another",
+    ):
         sweep(run, grids_of(files), Replaying(undisturbed[1]))
     assert lapa2("runs", run) == 0, "it may be read meanwhile"
     assert contents(run) == before
@@ -679,7 +749,13 @@ def copy(undisturbed, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "run of format 2 .*this is .*format 1; read it with that version, or sweep into a new folder"),
+        (
+            {"format": 2},
+            (
+                "run of format 2 .*this is .*format 1; read it with that version, or sweep into a"
+                " new folder"
+            ),
+        ),
         ({"kind": "tables"}, "is not a run: its run.json is something else's"),
         ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
         ({"nonsense": 3}, "is damaged or of another version: nonsense"),
@@ -713,7 +789,9 @@ def test_a_plan_that_was_changed_is_refused(copy, files):
     file = next((copy / "plan").iterdir())
     file.write_text(file.read_text().replace('"seed": 1', '"seed": 2'))
     for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
-        with pytest.raises(RunError, match=f"the configuration of cell {file.stem} gives the key .* here"):
+        with pytest.raises(
+            RunError, match=f"the configuration of cell {file.stem} gives the key .* here"
+        ):
             act(copy)
 
 
@@ -726,7 +804,10 @@ def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
     assert [each.name for each in (tmp_path / "thesis").iterdir()] == ["chapter1.txt"]
     with pytest.raises(RunError, match="cannot write .*file: File exists"):
         sweep(tmp_path / "file", grids_of(files), Replaying({}))
-    with pytest.raises(RunError, match="is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep GRID --out"):
+    with pytest.raises(
+        RunError,
+        match="is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep GRID --out",
+    ):
         load_run(tmp_path / "thesis")
     (tmp_path / "empty").mkdir()
     assert len(add_grids(tmp_path / "empty", grids_of(files)).plan) == 4
@@ -740,7 +821,10 @@ def test_weights_that_changed_since_the_run_was_made_are_refused(undisturbed, fi
     other = opened.facts["model"].model_copy(update={"weights": "sha256 of others"})
     changed = made | {(key, None): Opened(opened.groups, opened.facts | {"model": other}, 0.0)}
     with pytest.raises(
-        RunError, match="was made with tiny-gpt2 of random, seed 0, and it is now sha256 of others; sweep into"
+        RunError,
+        match=(
+            "was made with tiny-gpt2 of random, seed 0, and it is now sha256 of others; sweep into"
+        ),
     ):
         sweep(copy, grids_of(files), Replaying(changed))
 
@@ -796,7 +880,9 @@ def rewrite(file, change):
     ],
     ids=["away", "half", "empty"],
 )
-def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(traced, traced_files, tmp_path, capsys, spoil):
+def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(
+    traced, traced_files, tmp_path, capsys, spoil
+):
     run = shutil.copytree(traced[0], tmp_path / "run")
     assert load_run(run).cells["state"].tolist() == ["finished"] * 4
     for key, name in zip(load_run(run).plan, (SAMPLES, TRACE, MANIFEST), strict=False):
@@ -824,20 +910,29 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
     before = file.read_bytes()
     file.unlink()
     with pytest.raises(
-        RunError, match=f"{key}.json is missing; `lapa2 sweep` with the cell's grid .one, two. writes it anew"
+        RunError,
+        match=(
+            f"{key}.json is missing; `lapa2 sweep` with the cell's grid .one, two. writes it anew"
+        ),
     ):
         load_run(copy)
     done = sweep(copy, grids_of(files), Replaying({}), pytest.fail)
     assert (done.before, done.made) == (4, 0)
     assert file.read_bytes() == before
     file.write_text("{")
-    with pytest.raises(RunError, match=f"{key}.json is damaged or of another version: .*; if damaged, remove it and"):
+    with pytest.raises(
+        RunError,
+        match=f"{key}.json is damaged or of another version: .*; if damaged, remove it and",
+    ):
         load_run(copy)
 
 
 def test_what_a_kill_left_beside_finished_cells_is_taken_away(undisturbed, files, copy):
     key = next(iter(load_run(copy).plan))
-    write_text(copy / "failed" / f"{key}.json", '{"when": "2026-01-01T00:00:00Z", "traceback": "ValueError: old"}')
+    write_text(
+        copy / "failed" / f"{key}.json",
+        '{"when": "2026-01-01T00:00:00Z", "traceback": "ValueError: old"}',
+    )
     (copy / "parts" / key / "1").mkdir(parents=True)
     (copy / "scores" / ".writing-of-another").mkdir(parents=True)
     assert load_run(copy).failures == {}
@@ -871,8 +966,13 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
     assert log[4:] == [fresh, (fresh, parent / "place"), parent]
     log.clear()
     write_text(parent / "new" / "file", "text")
-    (above, aside, (source, target), after) = log
-    assert (above, aside, target, after) == (parent, source, parent / "new" / "file", parent / "new")
+    above, aside, (source, target), after = log
+    assert (above, aside, target, after) == (
+        parent,
+        source,
+        parent / "new" / "file",
+        parent / "new",
+    )
     assert [each.name for each in (parent / "new").iterdir()] == ["file"]
 
 
@@ -910,7 +1010,9 @@ def test_samples_and_traces_are_those_of_generate(traced):
             else:
                 assert trace[name].to_numpy().tolist() == values.to_numpy().tolist(), name
         assert np.isnan(trace["l_kv"]).any() == np.isnan(alone.trace["l_kv"]).any()
-    assert any(np.isnan(run.trace(key)["l_kv"]).any() for key in run.plan), "the parts are not all equally long"
+    assert any(np.isnan(run.trace(key)["l_kv"]).any() for key in run.plan), (
+        "the parts are not all equally long"
+    )
 
 
 def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
@@ -932,12 +1034,17 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
     assert samples.groupby("cell", sort=False).size().to_dict() == {
         key: 3 * cell.samples for key, cell in run.plan.items()
     }
-    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [22] * 21, "a byte is a token"
+    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [22] * 21, (
+        "a byte is a token"
+    )
     assert list(samples["sample"].unique()) == [0, 1]
     assert list(cells["key"]) == list(run.plan)
     assert (cells["state"] == "finished").all()
     assert cells["grids"].tolist().count("one, two") == 1
-    assert cells.set_index("key")["tokens"].to_dict() == samples.groupby("cell")["n_tokens"].sum().to_dict()
+    assert (
+        cells.set_index("key")["tokens"].to_dict()
+        == samples.groupby("cell")["n_tokens"].sum().to_dict()
+    )
     assert (cells["seconds"] > 0).all()
     row = cells[cells["layers"] == "top"].iloc[0]
     assert (row["model"], row["dtype"], row["task"], row["attribute"]) == (
@@ -946,11 +1053,18 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
         "sentiment",
         "positive",
     )
-    assert (row["method"], row["alpha"], row["law"], row["profile"]) == ("prefix", 0.5, "log", "paper")
+    assert (row["method"], row["alpha"], row["law"], row["profile"]) == (
+        "prefix",
+        0.5,
+        "log",
+        "paper",
+    )
     assert (row["max_length"], row["samples"], row["seed"], row["why"]) == (22, 2, 1, "")
     assert isinstance(run.trace(row["key"]), xr.Dataset)
     only = run.samples([row["key"]])
-    pd.testing.assert_frame_equal(only, samples[samples["cell"] == row["key"]].reset_index(drop=True))
+    pd.testing.assert_frame_equal(
+        only, samples[samples["cell"] == row["key"]].reset_index(drop=True)
+    )
     assert run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment") == [
         key for key, cell in run.plan.items() if cell.arm in ("baseline", row["arm"])
     ]
@@ -965,7 +1079,9 @@ def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsy
     key = run.cells["key"][2]
     assert set(run.samples()["cell"]) == {run.cells["key"][0]}
     for read in (run.cell, run.trace, lambda missing: run.samples([missing])):
-        with pytest.raises(RunError, match=f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"):
+        with pytest.raises(
+            RunError, match=f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"
+        ):
             read(key)
         with pytest.raises(RunError, match="has no cell 'nonsense'; `lapa2 runs .*` lists them"):
             read("nonsense")
@@ -975,7 +1091,9 @@ def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsy
     assert "one: 1 finished, 1 partly\ntwo: 1 finished, 2 missing\n" in capsys.readouterr().out
     file = tmp_path / "run" / "cells" / run.cells["key"][0] / SAMPLES
     rewrite(file, lambda old: old[:4] + bytes(400) + old[404:])  # what its footer does not tell
-    with pytest.raises(RunError, match="samples.parquet is damaged; remove its folder, and the sweep makes"):
+    with pytest.raises(
+        RunError, match="samples.parquet is damaged; remove its folder, and the sweep makes"
+    ):
         run.samples()
     rewrite(file, lambda old: old[:500])
     assert run.finished == {}
@@ -994,7 +1112,12 @@ def test_a_manifest_says_what_made_the_cell(traced):
     run = load_run(traced[0])
     for key, cell in run.plan.items():
         found = run.cell(key).manifest
-        assert (found.kind, found.cell, found.method, found.task) == ("run", key, cell.method, "sentiment")
+        assert (found.kind, found.cell, found.method, found.task) == (
+            "run",
+            key,
+            cell.method,
+            "sentiment",
+        )
         assert found.parameters == cell.parameters
         assert found.arms == {cell.arm: cell.augmentation}
         assert (found.length, found.samples, found.seed, found.max_rows, found.trace) == (
@@ -1004,13 +1127,20 @@ def test_a_manifest_says_what_made_the_cell(traced):
             4,
             "pooled",
         )
-        assert found.prompts == cell.task.prompts.texts == ("Once upon a time", "The book", "The chicken")
+        assert (
+            found.prompts
+            == cell.task.prompts.texts
+            == ("Once upon a time", "The book", "The chicken")
+        )
         assert (found.model.name, found.model.weights) == ("tiny-gpt2", "random, seed 0")
         assert (found.model.dtype, found.model.device, found.threads) == ("float32", "cpu", 1)
         assert found.versions["torch"] == importlib.metadata.version("torch")
         assert found.new_tokens == run.samples([key])["n_tokens"].sum()
         assert found.seconds > 0
-        assert found.branches["positive"]["prefix" if cell.method == "prefix" else "target"] == "Very positive:"
+        assert (
+            found.branches["positive"]["prefix" if cell.method == "prefix" else "target"]
+            == "Very positive:"
+        )
         inside = json.loads(run.trace(key).attrs["manifest"])
         assert inside["cell"] == key
         assert not {"created", "seconds", "commit"} & inside.keys(), "equal runs have equal bytes"
@@ -1024,12 +1154,17 @@ def test_a_manifest_has_the_sha_of_its_soft_prefixes(tmp_path):
     from lapa2_interp import load_task
 
     folder = soft_set(tmp_path / "set", load("tiny-gpt2"), load_task("sentiment"))
-    (tmp_path / "g.toml").write_text(HEAD + f'method = {{ name = "prefix", prefixes = "{folder}" }}')
+    (tmp_path / "g.toml").write_text(
+        HEAD + f'method = {{ name = "prefix", prefixes = "{folder}" }}'
+    )
     (grid,) = grids_of([tmp_path / "g.toml"])
     sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail)
     (cell,) = grid.cells
     sha = hashlib.sha256(Path(folder, "positive.safetensors").read_bytes()).hexdigest()
-    assert load_run(tmp_path / "run").cell(cell.key).manifest.branches["positive"]["prefix"].sha256 == sha
+    assert (
+        load_run(tmp_path / "run").cell(cell.key).manifest.branches["positive"]["prefix"].sha256
+        == sha
+    )
     assert cell.files == {"prefix": sha}
 
 
@@ -1046,7 +1181,9 @@ def test_every_field_of_a_manifest_is_documented():
         for node, after in zip(body, [*body[1:], None], strict=True)
         if isinstance(node, ast.AnnAssign)
         and not (
-            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+            isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
         )
     ]
     assert bare == []
@@ -1055,7 +1192,10 @@ def test_every_field_of_a_manifest_is_documented():
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
 def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, model_class):
     text = HEAD.replace("prompts = 3", "prompts = 1").replace("samples = 2", "samples = 1")
-    text += f'model_class = "{model_class}"\ndtype = "float64"\neos = "stop"\ntop_k = 5\nseed = 3\ntrace = "none"\n'
+    text += (
+        f'model_class = "{model_class}"\ndtype = "float64"\neos = "stop"\ntop_k = 5\nseed ='
+        ' 3\ntrace = "none"\n'
+    )
     text += 'method = "prefix"\n'
     (tmp_path / "g.toml").write_text(text)
     (grid,) = grids_of([tmp_path / "g.toml"])
@@ -1064,7 +1204,10 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     run, (cell,) = load_run(tmp_path / "run"), grid.cells
     found = run.cell(cell.key)
     assert (found.trace, run.trace(cell.key)) == (None, None)
-    assert (found.manifest.model.model_class, found.manifest.model.dtype) == (model_class, "float64")
+    assert (found.manifest.model.model_class, found.manifest.model.dtype) == (
+        model_class,
+        "float64",
+    )
     alone = generate(
         load("tiny-gpt2", "float64", model_class), cell.decoder, cell.task, "positive", cell.task.prompts.texts, length=22,
         seed=3, top_k=5, eos="stop", trace="none",
@@ -1095,5 +1238,7 @@ def test_the_bar_ends_where_the_work_does(undisturbed, files, tmp_path, monkeypa
     assert total == sum(costs.values())
     assert bar.n == bar.total
     first = costs[next(iter(costs))]
-    assert bar.n == total - first * 4 // 6 - (costs[key] - costs[key] // 3), "4 of 6 texts were there; 2 of 3 failed"
+    assert bar.n == total - first * 4 // 6 - (costs[key] - costs[key] // 3), (
+        "4 of 6 texts were there; 2 of 3 failed"
+    )
     assert "3/4 cells, 1 failed" in bar.postfix

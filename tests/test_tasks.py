@@ -22,13 +22,18 @@ def test_the_papers_tasks():
     assert built_in() == ["detox", "sentiment", "topic"]
     sentiment, topic, detox = (load_task(name) for name in ("sentiment", "topic", "detox"))
     assert (len(sentiment.prompts.texts), len(topic.prompts.texts)) == (15, 20)
-    assert (sentiment.prefix("positive"), sentiment.prefix("negative")) == ("Very positive:", "Very negative:")
+    assert (sentiment.prefix("positive"), sentiment.prefix("negative")) == (
+        "Very positive:",
+        "Very negative:",
+    )
     assert list(topic.attributes) == ["world", "sports", "business", "science"]
     assert detox.prefix("nontoxic") == "Very nontoxic:"
     assert [task.length_counts_prompt for task in (sentiment, topic, detox)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("task", "file"), [("sentiment", "pplm_sentiment_15"), ("topic", "pplm_topic_20")])
+@pytest.mark.parametrize(
+    ("task", "file"), [("sentiment", "pplm_sentiment_15"), ("topic", "pplm_topic_20")]
+)
 def test_prompts_are_the_papers(data, task, file):
     with lzma.open(data / "prompts" / f"{file}.jsonl.xz", "rt") as lines:
         assert [json.loads(line)["prompt"] for line in lines] == list(load_task(task).prompts.texts)
@@ -37,8 +42,14 @@ def test_prompts_are_the_papers(data, task, file):
 def test_a_users_task(tmp_path):
     (tmp_path / "mood.toml").write_text(GOOD)
     task = load_task(str(tmp_path / "mood.toml"))
-    assert (task.name, task.prefix("calm"), task.prompts.texts) == ("mood", "Very calm:", ("The sea",))
-    with pytest.raises(TaskError, match="task 'mood': unknown attribute 'clam'; allowed: calm; did you mean 'calm'"):
+    assert (task.name, task.prefix("calm"), task.prompts.texts) == (
+        "mood",
+        "Very calm:",
+        ("The sea",),
+    )
+    with pytest.raises(
+        TaskError, match="task 'mood': unknown attribute 'clam'; allowed: calm; did you mean 'calm'"
+    ):
         task.prefix("clam")
 
 
@@ -47,15 +58,24 @@ def test_a_users_task(tmp_path):
     [
         (GOOD.replace("[prompts]", "oops\n[prompts]"), "at line 5"),
         (GOOD.replace("texts", "lines"), "line 6: prompts.lines: there is no such field"),
-        (GOOD.replace('"Very calm:"', '""'), "line 4: attributes.calm.prefix: string should have at least 1 character"),
+        (
+            GOOD.replace('"Very calm:"', '""'),
+            "line 4: attributes.calm.prefix: string should have at least 1 character",
+        ),
         (GOOD.replace('["The sea"]', "[]"), "prompts.texts: .*at least 1 item"),
         ("speed = 3\n" + GOOD, "line 1: speed: there is no such field, found 3"),
-        (GOOD + "[methods.preaddd]\n", "methods: unknown method 'preaddd'; .*did you mean 'preadd'"),
+        (
+            GOOD + "[methods.preaddd]\n",
+            "methods: unknown method 'preaddd'; .*did you mean 'preadd'",
+        ),
         (
             GOOD + '[methods.preadd.texts.calm]\nprefx = "a"',
             "methods.preadd.texts.calm: unknown text 'prefx'; allowed: prefix",
         ),
-        (GOOD + '[methods.preadd.texts.clam]\nprefix = "a"', "methods.preadd.texts: unknown attribute 'clam'"),
+        (
+            GOOD + '[methods.preadd.texts.clam]\nprefix = "a"',
+            "methods.preadd.texts: unknown attribute 'clam'",
+        ),
         ("[prompts]\ntexts = ['a']", "line 2: attributes: field required"),
     ],
 )
@@ -82,7 +102,10 @@ def test_a_task_file_that_is_no_text(tmp_path):
 
 def test_unknown_tasks(tmp_path):
     for name in ("sentimnt", str(tmp_path / "missing.toml")):
-        with pytest.raises(TaskError, match=r"unknown task .*allowed: detox, sentiment, topic.*path of a \.toml file"):
+        with pytest.raises(
+            TaskError,
+            match=r"unknown task .*allowed: detox, sentiment, topic.*path of a \.toml file",
+        ):
             load_task(name)
 
 
@@ -95,7 +118,9 @@ def test_prompt_files(tmp_path):
     objects.write_text('{"prompt": {"text": "The lake", "toxicity": 0.1}, "continuation": {}}\n')
     assert read_prompts(objects) == ("The lake",)
     objects.write_text('{"prompt": "The lake"}\n{"text": "x"}\n')
-    with pytest.raises(TaskError, match=r'b\.jsonl line 2: expected a JSON object with a text in "prompt"'):
+    with pytest.raises(
+        TaskError, match=r'b\.jsonl line 2: expected a JSON object with a text in "prompt"'
+    ):
         read_prompts(objects)
     lines.write_text("\n")
     with pytest.raises(TaskError, match="has no prompts"):
@@ -107,14 +132,22 @@ def test_prompt_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "written", "message"),
     [
-        ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": 3}\n', r'line 2: expected .*found \'{"prompt": 3}\''),
+        (
+            "p.jsonl",
+            b'{"prompt": "ok"}\n{"prompt": 3}\n',
+            r'line 2: expected .*found \'{"prompt": 3}\'',
+        ),
         ("p.jsonl", b'["The lake"]', r"line 1: expected a JSON object with a text"),
         ("p.jsonl", b"3", "line 1: expected"),
         ("p.jsonl", b'{"prompt": null}', "line 1: expected"),
         ("p.jsonl", b'{"prompt": " "}', "line 1: expected"),
         ("p.jsonl", b'{"prompt": {"text": 4}}', "line 1: expected"),
         ("p.jsonl", b"[" * 100_000, r"line 1: expected .*\[\['\.\.\.$"),
-        ("p.txt", b"The lake\n\xff\xfe\n", r"p\.txt line 2: the bytes b'\\xff\\xfe\\n' are not UTF-8"),
+        (
+            "p.txt",
+            b"The lake\n\xff\xfe\n",
+            r"p\.txt line 2: the bytes b'\\xff\\xfe\\n' are not UTF-8",
+        ),
         ("p.txt", b"\n \n", "has no prompts"),
         ("p.txt", None, "cannot read prompts from .*Is a directory"),
     ],
@@ -128,7 +161,8 @@ def test_a_bad_file_of_prompts_names_line_and_value(tmp_path, name, written, mes
 
 
 def test_a_line_of_prompts_ends_where_the_file_says(tmp_path):
-    """JSON lets U+2028 stand in a text; editors put a mark in front and carriage returns at the ends."""
+    """JSON lets U+2028 stand in a text; editors put a mark in front and carriage returns at the
+    ends."""
     file = tmp_path / "p.jsonl"
     file.write_bytes('\ufeff{"prompt": "two\u2028lines"}\r\n{"prompt": "The sea"}\r\n'.encode())
     assert read_prompts(file) == ("two\u2028lines", "The sea")

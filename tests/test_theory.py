@@ -32,7 +32,9 @@ def test_propositions_against_softmax(l_pre, l, alpha):
     scores = np.full(l, 0.3)
     assert prefix_share(l, l_pre) == pytest.approx(softmax(scores)[:l_pre].sum(), abs=1e-14)
     scores[:l_pre] += alpha * np.log(l / l_pre)
-    assert augmented_share(l, l_pre, alpha) == pytest.approx(softmax(scores)[:l_pre].sum(), abs=1e-14)
+    assert augmented_share(l, l_pre, alpha) == pytest.approx(
+        softmax(scores)[:l_pre].sum(), abs=1e-14
+    )
 
 
 def test_a_few_points_by_hand():
@@ -99,7 +101,9 @@ def test_the_exponent_is_the_derivative(alpha, l_pre):
     for l in (l_pre * 1.5, 64.0, 1e4, 1e7):
         h = 1e-5
         both = np.log(augmented_share(np.array([l * (1 - h), l * (1 + h)]), l_pre, alpha))
-        assert exponent(l, l_pre, alpha) == pytest.approx((both[1] - both[0]) / np.log((1 + h) / (1 - h)), abs=1e-5)
+        assert exponent(l, l_pre, alpha) == pytest.approx(
+            (both[1] - both[0]) / np.log((1 + h) / (1 - h)), abs=1e-5
+        )
     assert exponent(float(l_pre), l_pre, alpha) == -1
     assert exponent(1e30, l_pre, alpha) == pytest.approx(min(alpha - 1, 0), abs=1e-3)
 
@@ -162,7 +166,9 @@ def test_other_laws_under_uniform_logits(law):
         scores = np.zeros(l)
         scores[:3] += {"log": 0.5 * np.log(l / 3), "linear": 0.5 * l / 3, "sqrt": 0.5 * (l / 3) ** 0.5,
                        "constant": 0.5 * np.log(128 / 3)}[law]  # fmt: skip
-        assert uniform_share(l, 3, augmentation) == pytest.approx(softmax(scores)[:3].sum(), abs=1e-14)
+        assert uniform_share(l, 3, augmentation) == pytest.approx(
+            softmax(scores)[:3].sum(), abs=1e-14
+        )
     far = uniform_share(np.array([1e5, 1e6]), 3, augmentation)
     if law == "constant":
         assert far[1] / far[0] == pytest.approx(0.1, rel=1e-3)

@@ -14,14 +14,23 @@ from lapa2_interp.layout import Layout
 from lapa2_interp.theory import fit_decay
 from lapa2_interp.trace import SUMS
 from lapa2_interp.trace.recorder import Recorder, trace_bytes
-from lapa2_interp.trace.tables import fit_table, head_table, local_ratio, pooled, prefix_token_table, step_table
+from lapa2_interp.trace.tables import (
+    fit_table,
+    head_table,
+    local_ratio,
+    pooled,
+    prefix_token_table,
+    step_table,
+)
 
 PROMPTS = ["The lake", "Once upon a time"]
 
 
 def made(model, **settings):
     settings = {"length": 34, "samples": 2, "augmentation": Augmentation(alpha=1)} | settings
-    return generate(model, methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS, **settings)
+    return generate(
+        model, methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS, **settings
+    )
 
 
 def expected_sums(pattern, found):
@@ -38,8 +47,12 @@ def expected_sums(pattern, found):
     return sums | {f"nearest_{k}": pattern[:, rest[-k:]].sum(1) for k in (2, 4, 6, 8)}
 
 
-@pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")])
-def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(tiny, model_class, augmentation):
+@pytest.mark.parametrize(
+    "augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
+)
+def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(
+    tiny, model_class, augmentation
+):
     model = load(tiny, "float32", model_class)
     run = made(model, augmentation=augmentation, patterns=[(1, 2), (3, 0)])
     trace = run.trace.isel(branch=0)
@@ -49,12 +62,17 @@ def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(tiny, mo
         _, patterns = oracle_logits(model, found, sample.tokens[:-1], augmentation)
         for step in range(sample.n_tokens):
             query = len(found) - 1 + step
-            rows = {layer: pattern[:, query, : query + 1].double() for layer, pattern in patterns.items()}
+            rows = {
+                layer: pattern[:, query, : query + 1].double()
+                for layer, pattern in patterns.items()
+            }
             for layer, row in rows.items():
                 for name, expected in expected_sums(row, found).items():
                     recorded = trace[name][number, step, layer].to_numpy()
                     assert np.abs(recorded - expected.numpy()).max() < 2e-5, (name, layer, step)
-            tokens = np.mean([row[:, slice(*found.prefix)].numpy() for row in rows.values()], axis=(0, 1))
+            tokens = np.mean(
+                [row[:, slice(*found.prefix)].numpy() for row in rows.values()], axis=(0, 1)
+            )
             assert np.abs(trace["prefix_tokens"][number, step].to_numpy() - tokens).max() < 2e-5
             for pair, (layer, head) in enumerate([(1, 2), (3, 0)]):
                 kept = trace["pattern"][number, step, pair].to_numpy()
@@ -94,11 +112,15 @@ def test_batches_do_not_change_a_trace():
 
 def test_a_base_branch_has_no_prefix():
     model = load("tiny-gpt2")
-    run = generate(model, methods.get("none"), load_task("sentiment"), "positive", PROMPTS, length=34)
+    run = generate(
+        model, methods.get("none"), load_task("sentiment"), "positive", PROMPTS, length=34
+    )
     assert np.nanmax(run.trace["prefix"].to_numpy()) == 0
     assert run.trace.sizes["prefix_token"] == 0
     first = run.trace.isel(branch=0, sample=0, step=0)
-    assert np.allclose(first["released_slice"] + 0, 1 - nearest_last_prompt_token(run, model), atol=1e-5)
+    assert np.allclose(
+        first["released_slice"] + 0, 1 - nearest_last_prompt_token(run, model), atol=1e-5
+    )
 
 
 def nearest_last_prompt_token(run, model):
@@ -113,21 +135,34 @@ def test_local_ratios(kind):
     trace = made(load("tiny-gpt2"), trace=kind).trace
     nearest, prefix, bos = (trace[name].to_numpy() for name in ("nearest_4", "prefix", "bos"))
     np.testing.assert_allclose(local_ratio(trace, 4), nearest / (1 - prefix), rtol=1e-4)
-    np.testing.assert_allclose(local_ratio(trace, 4, without_bos=True), nearest / (1 - prefix - bos), rtol=1e-4)
+    np.testing.assert_allclose(
+        local_ratio(trace, 4, without_bos=True), nearest / (1 - prefix - bos), rtol=1e-4
+    )
     with pytest.raises(TraceError, match="nearest 2, 4, 6, 8 keys, not 3"):
         local_ratio(trace, 3)
 
 
 def test_local_ratio_in_a_head_that_is_all_sink():
-    """BOS gets all but 1e-6 of the attention: what is left is measured, not rounded away; and BOS is no near key of its own."""
+    """BOS gets all but 1e-6 of the attention: what is left is measured, not rounded away; and BOS
+    is no near key of its own."""
     import xarray as xr
 
     rest = np.float32(1e-6)
-    parts = {"prefix": 0.0, "bos": 1 - rest, "prompt": 0.25 * rest, "generated": 0.75 * rest, "nearest_2": 0.5 * rest}
-    data = {
-        name: (("branch", "sample", "step"), np.full((1, 1, 1), value, np.float32)) for name, value in parts.items()
+    parts = {
+        "prefix": 0.0,
+        "bos": 1 - rest,
+        "prompt": 0.25 * rest,
+        "generated": 0.75 * rest,
+        "nearest_2": 0.5 * rest,
     }
-    coords = {"l_pre": (("branch", "sample"), [[3]]), "l_kv": (("branch", "sample", "step"), [[[20]]])}
+    data = {
+        name: (("branch", "sample", "step"), np.full((1, 1, 1), value, np.float32))
+        for name, value in parts.items()
+    }
+    coords = {
+        "l_pre": (("branch", "sample"), [[3]]),
+        "l_kv": (("branch", "sample", "step"), [[[20]]]),
+    }
     assert local_ratio(xr.Dataset(data, coords), 2, without_bos=True).item() == pytest.approx(0.5)
     data["nearest_8"] = (("branch", "sample", "step"), np.ones((1, 1, 1), np.float32))
     coords["l_kv"] = (("branch", "sample", "step"), [[[8]]])  # BOS, three of the prefix, four more
@@ -135,7 +170,14 @@ def test_local_ratio_in_a_head_that_is_all_sink():
 
 
 def test_tables_of_one_prompt_and_of_short_texts_claim_nothing():
-    run = generate(load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS[:1], length=10)
+    run = generate(
+        load("tiny-gpt2"),
+        methods.get("prefix"),
+        load_task("sentiment"),
+        "positive",
+        PROMPTS[:1],
+        length=10,
+    )
     steps = step_table(run.trace, run.samples)
     assert steps[["low", "high"]].isna().all(axis=None)
     assert steps["prompts"].unique().tolist() == [1]
@@ -145,7 +187,9 @@ def test_tables_of_one_prompt_and_of_short_texts_claim_nothing():
 
 
 def test_netcdf_round_trip(tmp_path):
-    trace = made(load("tiny-gpt2"), patterns=[(0, 0)]).trace.assign_attrs(manifest='{"nested": {"a": [1]}}')
+    trace = made(load("tiny-gpt2"), patterns=[(0, 0)]).trace.assign_attrs(
+        manifest='{"nested": {"a": [1]}}'
+    )
     trace.to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
     with xr.open_dataset(tmp_path / "trace.nc", engine="h5netcdf") as stored:
         xr.testing.assert_identical(stored.load(), trace)
@@ -168,7 +212,9 @@ def test_tables_of_a_run_with_two_arms():
     model = load("tiny-gpt2")
     arms = {"base": None, "lapa2": Augmentation(alpha=1)}
     runs = {arm: made(model, augmentation=a, trace="full") for arm, a in arms.items()}
-    samples = pd.concat([run.samples.assign(arm=arm) for arm, run in runs.items()], ignore_index=True)
+    samples = pd.concat(
+        [run.samples.assign(arm=arm) for arm, run in runs.items()], ignore_index=True
+    )
     trace = join_traces([run.trace for run in runs.values()], samples)
     steps = step_table(trace, samples)
     shortest = min(samples["n_tokens"])
@@ -184,7 +230,11 @@ def test_tables_of_a_run_with_two_arms():
         assert row["C"] == pytest.approx(fit.c, rel=1e-5, nan_ok=True)
         heads = head_table(trace, samples)
         expected = np.nanmean(run.trace["prefix"].to_numpy()[0], axis=(0, 1))
-        found = heads[heads["arm"] == arm].pivot(index="layer", columns="head", values="prefix").to_numpy()
+        found = (
+            heads[heads["arm"] == arm]
+            .pivot(index="layer", columns="head", values="prefix")
+            .to_numpy()
+        )
         assert np.allclose(found, expected, atol=1e-6)
     tokens = prefix_token_table(trace, samples)
     assert tokens["key"].tolist() == ["BOS", *(f"p{i}" for i in range(1, 15))] * 2

@@ -1,6 +1,7 @@
 """A model whose layers are on two devices, as accelerate places it on two GPUs.
 
-The devices are pretended: `toy:0` and `toy:1` compute on the CPU, and refuse an operation on tensors of both, as CUDA does.
+The devices are pretended: `toy:0` and `toy:1` compute on the CPU, and refuse an operation on
+tensors of both, as CUDA does.
 """
 
 import pytest
@@ -27,7 +28,9 @@ class Toy(torch.Tensor):
     @staticmethod
     def __new__(cls, inner, device):
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=device, **layout)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=device, **layout
+        )
 
     def __init__(self, inner, device):
         self.inner = inner
@@ -45,26 +48,44 @@ def compute(func, args, kwargs):
     elif func in (aten.copy_.default, aten._to_copy.default, *INDEXING):
         device = args[0].device
     else:
-        device = next((each.device for each in tensors if isinstance(each, Toy)), torch.device("cpu"))
+        device = next(
+            (each.device for each in tensors if isinstance(each, Toy)), torch.device("cpu")
+        )
     if func in INDEXING:  # an index may also be on the CPU
         indices = [
-            each for each in tree_leaves(args[1]) if isinstance(each, torch.Tensor) and each.device.type != "cpu"
+            each
+            for each in tree_leaves(args[1])
+            if isinstance(each, torch.Tensor) and each.device.type != "cpu"
         ]
         together = indices + [each for each in args[2:3] if each.dim()]
     elif func in (aten.copy_.default, aten._to_copy.default):
         together = []
     else:
-        together = [each for each in tensors if each.dim()]  # a number on the CPU goes with any device
+        together = [
+            each for each in tensors if each.dim()
+        ]  # a number on the CPU goes with any device
     if any(each.device != device for each in together):
-        raise RuntimeError(f"{func}: tensors on {[str(each.device) for each in tensors]}, wanted on {device}")
-    args, kwargs = tree_map(lambda each: each.inner if isinstance(each, Toy) else each, (args, kwargs))
+        raise RuntimeError(
+            f"{func}: tensors on {[str(each.device) for each in tensors]}, wanted on {device}"
+        )
+    args, kwargs = tree_map(
+        lambda each: each.inner if isinstance(each, Toy) else each, (args, kwargs)
+    )
     made = func(*args, **kwargs | ({"device": "cpu"} if asked is not None else {}))
     if device.type == "cpu":
         return made
-    same = {id(each.inner): each for each in tensors if isinstance(each, Toy)}  # what was written in place
+    same = {
+        id(each.inner): each for each in tensors if isinstance(each, Toy)
+    }  # what was written in place
 
     def wrapped(each):
-        return same[id(each)] if id(each) in same else Toy(each, device) if isinstance(each, torch.Tensor) else each
+        return (
+            same[id(each)]
+            if id(each) in same
+            else Toy(each, device)
+            if isinstance(each, torch.Tensor)
+            else each
+        )
 
     return tree_map(wrapped, made)
 
@@ -88,7 +109,11 @@ class Below(TorchFunctionMode):
             parts = args[1] if isinstance(args[1], tuple) else (args[1],)
             parts = tuple(torch.tensor(part) if isinstance(part, list) else part for part in parts)
             value = args[2:]
-            if value and not isinstance(value[0], torch.Tensor) and any(isinstance(p, torch.Tensor) for p in parts):
+            if (
+                value
+                and not isinstance(value[0], torch.Tensor)
+                and any(isinstance(p, torch.Tensor) for p in parts)
+            ):
                 value = (torch.tensor(value[0], dtype=args[0].dtype),)
             args = (args[0], parts, *value)
         return func(*args, **kwargs)
@@ -119,11 +144,21 @@ def two(tiny, monkeypatch):
         for kind in (module._parameters, module._buffers):
             for own, tensor in kind.items():
                 if tensor is not None:
-                    place = next(each for part, each in places.items() if f"{name}.{own}".startswith(f"{part}."))
+                    place = next(
+                        each
+                        for part, each in places.items()
+                        if f"{name}.{own}".startswith(f"{part}.")
+                    )
                     toy = Toy(tensor.detach(), place)
-                    toy = torch.nn.Parameter(toy, requires_grad=False) if kind is module._parameters else toy
+                    toy = (
+                        torch.nn.Parameter(toy, requires_grad=False)
+                        if kind is module._parameters
+                        else toy
+                    )
                     kind[own] = moved.setdefault(id(tensor), toy)
-    monkeypatch.setattr(hooks, "set_module_tensor_to_device", lambda *_, **__: None)  # they are where they should be
+    monkeypatch.setattr(
+        hooks, "set_module_tensor_to_device", lambda *_, **__: None
+    )  # they are where they should be
     with torch.no_grad(), Dispatch(), Below():
         hooks.attach_align_device_hook_on_blocks(
             network, {**places, "": places[next(iter(places))]}, offload=dict.fromkeys(places, False),
@@ -141,13 +176,29 @@ def tiny(request):
 
 @pytest.mark.parametrize("method", ["prefix", "preadd", "soft"])
 def test_two_devices_make_the_texts_and_traces_of_one(two, tiny, method, tmp_path, monkeypatch):
-    monkeypatch.setattr(CachedHeads, "of", lambda heads: heads)  # a toy cannot be one, and they sum in another order
+    monkeypatch.setattr(
+        CachedHeads, "of", lambda heads: heads
+    )  # a toy cannot be one, and they sum in another order
     task, made = load_task("sentiment"), []
     own = {"prefixes": soft_set(tmp_path, load(tiny), task)} if method == "soft" else {}
     chosen = for_task("prefix" if method == "soft" else method, task, **own)
-    assert (str(two.cfg.device), two.cfg.n_devices, str(load(tiny).cfg.device)) == ("toy:0", 2, "cpu")
+    assert (str(two.cfg.device), two.cfg.n_devices, str(load(tiny).cfg.device)) == (
+        "toy:0",
+        2,
+        "cpu",
+    )
     for model in (two, load(tiny)):
-        todo = plan(model, chosen, task, "positive", ("The lake", "Once"), Augmentation(alpha=1.0), 16, 2, patterns=((0, 1), (3, 2)))
+        todo = plan(
+            model,
+            chosen,
+            task,
+            "positive",
+            ("The lake", "Once"),
+            Augmentation(alpha=1.0),
+            16,
+            2,
+            patterns=((0, 1), (3, 2)),
+        )
         made.append(run_plan(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)

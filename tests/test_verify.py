@@ -23,8 +23,31 @@ SMALL = ["--model", "tiny-llama", "--length", "48", "--synthetic-length", "2000"
 def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("study")
     (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
-    options = ["--alphas", "0.5", "1", "--text", str(where / "book.txt"), "--long-texts", "3", "--long-length", "100"]
-    assert main(["propositions", "--out", str(where / "out"), *SMALL, *options, "--long-dtype", "float32"]) == 0
+    options = [
+        "--alphas",
+        "0.5",
+        "1",
+        "--text",
+        str(where / "book.txt"),
+        "--long-texts",
+        "3",
+        "--long-length",
+        "100",
+    ]
+    assert (
+        main(
+            [
+                "propositions",
+                "--out",
+                str(where / "out"),
+                *SMALL,
+                *options,
+                "--long-dtype",
+                "float32",
+            ]
+        )
+        == 0
+    )
     return where / "out"
 
 
@@ -35,7 +58,9 @@ def test_the_folder(folder):
     facts = json.loads((folder / "manifest.json").read_text())
     assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
     free = load_run(folder / "free")
-    assert all(free.trace(key) is None for key in free.plan), "they are thinned, and no reader may take them for whole"
+    assert all(free.trace(key) is None for key in free.plan), (
+        "they are thinned, and no reader may take them for whole"
+    )
     with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:
         assert thinned.sizes["step"] <= 48
 
@@ -45,13 +70,17 @@ def test_verdicts_say_all_three_sources(folder):
     assert set(verdicts["verdict"]) <= {"as in the paper", "against the paper", "inconclusive"}
     places = set(verdicts["where"])
     assert {"tiny-llama, each alpha its own texts", *FORCED} < places
-    law = verdicts[(verdicts["claim"] == "the bias adds alpha log(l/l_pre)") & ~verdicts["where"].str.contains("synth")]
+    law = verdicts[
+        (verdicts["claim"] == "the bias adds alpha log(l/l_pre)")
+        & ~verdicts["where"].str.contains("synth")
+    ]
     assert set(law["where"]) == FORCED
     assert (law["verdict"] == "as in the paper").all()
 
 
 def test_the_law_recomputed_from_the_stored_trace(folder):
-    """log-odds of the first layer rise by alpha * log(l/l_pre): nothing of ours between the file and the number."""
+    """log-odds of the first layer rise by alpha * log(l/l_pre): nothing of ours between the file
+    and the number."""
     with xr.open_dataset(folder / "forced.nc", engine="h5netcdf") as trace:
         share = trace["prefix"].isel(layer=0).astype("float64")
         odds = np.log(share / (1 - share))
@@ -70,7 +99,9 @@ def test_figures_are_drawn_from_their_tables(folder):
 
 
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
-    study = Study(model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9)
+    study = Study(
+        model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
+    )
     assert study.alphas == ()
     found = run_study(study)
     assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
@@ -80,19 +111,29 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
 
 
 def test_texts_that_do_not_fit_side_by_side():
-    """A prompt's length decides what fits: rows that exceed the context together are read apart, and equal those read alone."""
+    """A prompt's length decides what fits: rows that exceed the context together are read apart,
+    and equal those read alone."""
     model = load("tiny-llama", "float64")
-    long, short = (Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It"))
+    long, short = (
+        Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It")
+    )
     texts = [list(range(40, 50)), [50 + i % 90 for i in range(model.cfg.n_ctx - len(short) - 5)]]
     both = teacher_forced(model, [long, short], texts, Augmentation(alpha=0.5))
     for i, branch in enumerate((long, short)):
-        alone = teacher_forced(model, branch, [texts[i]], Augmentation(alpha=0.5))["prefix"].to_numpy()
-        assert np.abs(both["prefix"].to_numpy()[:, i : i + 1, : alone.shape[2]] - alone).max() < 1e-6
+        alone = teacher_forced(model, branch, [texts[i]], Augmentation(alpha=0.5))[
+            "prefix"
+        ].to_numpy()
+        assert (
+            np.abs(both["prefix"].to_numpy()[:, i : i + 1, : alone.shape[2]] - alone).max() < 1e-6
+        )
 
 
 def test_bad_input(tmp_path, capsys, folder):
     def fails(*options):
-        assert main(["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *options]) == 2
+        assert (
+            main(["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *options])
+            == 2
+        )
         return capsys.readouterr().err.splitlines()[-1]
 
     short = tmp_path / "short.txt"
@@ -107,7 +148,9 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "--alphas must be numbers of at least 0, found -1" in fails("--alphas", "-1")
     assert "--seed must be at least 0, found -1" in fails("--seed", "-1")
     assert "cut a text: give it with --text FILE" in fails("--long-length", "300")
-    assert "--long-alphas needs an alpha above 0" in fails("--text", str(short), "--long-alphas", "0")
+    assert "--long-alphas needs an alpha above 0" in fails(
+        "--text", str(short), "--long-alphas", "0"
+    )
     assert "at least 8 tokens, found 2" in fails("--text", str(short), "--long-length", "2")
     assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
     assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")

@@ -22,7 +22,10 @@ def test_the_statistic_by_hand():
     d = math.log(a / (10 + PRIOR - a)) - math.log(b / (8 + PRIOR - b))
     assert z_score(3, 0, 10, 8, PRIOR * 3 / 18) == pytest.approx(d / math.sqrt(1 / a + 1 / b))
     found = derive_words(TEXTS, n=5, least=1, sure=0.0)
-    assert [word for word, _ in found["positive"]] == ["great", "fun"], "function words and those of both sides are out"
+    assert [word for word, _ in found["positive"]] == [
+        "great",
+        "fun",
+    ], "function words and those of both sides are out"
     assert [word for word, _ in found["negative"]] == ["dull", "kind", "acting", "film"]
     # Nine words of three letters and more in the first class's texts, seven in the second's.
     assert found["positive"][0][1] == pytest.approx(z_score(3, 0, 9, 7, PRIOR * 3 / 16))
@@ -72,7 +75,10 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     assert main([*line[:-3], "/proc/none/words.json", "--least", "1", "--sure", "0"]) == 2
     assert "cannot write /proc/none/words.json" in capsys.readouterr().err
     assert main(["words", "--task", "topic", *line[3:], "--force"]) == 2
-    assert "has no text with label 'world'; its labels are 'positive', 'negative'" in capsys.readouterr().err
+    assert (
+        "has no text with label 'world'; its labels are 'positive', 'negative'"
+        in capsys.readouterr().err
+    )
     assert json.loads(out.read_text()) == stored, "a refusal changes nothing"
     assert main([*line, "--force", "--least", "1", "--n", "1"]) == 0
     assert json.loads(out.read_text())["words"]["positive"] == ["great"]

@@ -1,4 +1,4 @@
-"""The demo's page: what is measured on its run and its stored texts, and how each panel shows it."""
+"""The demo's page: what is measured on its run and stored texts, and how each panel shows it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 SCORER_DTYPE = "float32"
 ALL_LAYERS = ("all", "")
-COLOURS = dict(zip(("0", "1/2", "1", "1/2, bottom half", "1/2, top half"), plots.COLOURS, strict=False))
+COLOURS = dict(
+    zip(("0", "1/2", "1", "1/2, bottom half", "1/2, top half"), plots.COLOURS, strict=False)
+)
 """An arm keeps its colour in every panel."""
 L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
-"""How far synthetic logits go, and texts per family: seconds, where `lapa2 propositions` takes minutes."""
+"""How far synthetic logits go, and texts per family: seconds, where `lapa2 propositions` takes
+minutes."""
 WIDTH = 7.2
 """Inches of a drawing: its letters are still read on a telephone."""
 SHOWN_FIRST = 2
@@ -42,8 +45,8 @@ SHOWN_FIRST = 2
 class Measured:
     """What is read off the short texts, and the verdicts on synthetic logits.
 
-    Attributes:
-        cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`, against the arm without LaPA2.
+    Attributes: cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`,
+        against the arm without LaPA2.
     """
 
     cells: pd.DataFrame
@@ -52,7 +55,8 @@ class Measured:
 
 
 def measure(out: Path, grid: Grid) -> Measured:
-    """Score the run's texts and judge the claims on synthetic logits; what was measured before is read."""
+    """Score the run's texts and judge the claims on synthetic logits; what was measured before is
+    read."""
     from lapa2_interp.paper.propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
     from lapa2_interp.synthetic import draw_log_odds, lengths_up_to
@@ -86,7 +90,10 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     cell = grid.cells[0]
     weights = read_manifest(out / "cells" / cell.key).model.weights
     with Cache(out / "scores") as cache:
-        scorers = (EmbeddedScorer("sentiment"), Perplexity(cell.model, SCORER_DTYPE, generator=weights))
+        scorers = (
+            EmbeddedScorer("sentiment"),
+            Perplexity(cell.model, SCORER_DTYPE, generator=weights),
+        )
         return pd.concat([score_table(samples, each, cache) for each in scorers], ignore_index=True)
 
 
@@ -104,7 +111,8 @@ def _hash(*parts: Any) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: how to read it, what it shows (found in this run), and the command that makes it for other texts."""
+    """One panel: how to read it, what it shows (found in this run), and the command that makes it
+    for other texts."""
 
     title: str
     how: str
@@ -117,7 +125,9 @@ class Panel:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-def page(out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], seconds: float) -> str:
+def page(
+    out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], seconds: float
+) -> str:
     """The page as one string that loads nothing.
 
     Args:
@@ -140,11 +150,12 @@ def page(out: Path, grid: Grid, measured: Measured, read: Sequence[xr.Dataset], 
     cell = grid.cells[0]
     prefix = cell.task.attributes[cell.attribute].prefix
     lead = (
-        f"A prefix such as “{prefix}” in front of a prompt steers what a language model writes, as far as the model attends to "
-        "it. The longer the text, the less it does. LaPA2 adds alpha · log(l / l_pre) to the attention scores of the prefix's "
-        "l_pre tokens, where l is the number of tokens so far, so that attention on the prefix falls more slowly. This page "
-        f"shows that on {cell.model}: in panels 1, 2 and 5 on longer texts that come with the demo, read here; in panels 3, 4 "
-        "and 6 on short texts written here."
+        f"A prefix such as “{prefix}” in front of a prompt steers what a language model writes, as"
+        " far as the model attends to it. The longer the text, the less it does. LaPA2 adds alpha"
+        " · log(l / l_pre) to the attention scores of the prefix's l_pre tokens, where l is the"
+        " number of tokens so far, so that attention on the prefix falls more slowly. This page"
+        f" shows that on {cell.model}: in panels 1, 2 and 5 on longer texts that come with the"
+        " demo, read here; in panels 3, 4 and 6 on short texts written here."
     )
     return template("page.html.j2", HERE).render(
         title="A first look at LaPA2",
@@ -159,7 +170,9 @@ def _joined(read: Sequence[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     numbered = [each.assign_coords(sample=[i]) for i, each in enumerate(read)]
-    return xr.concat(numbered, dim="sample", join="inner", data_vars="all", coords="different", compat="equals")
+    return xr.concat(
+        numbered, dim="sample", join="inner", data_vars="all", coords="different", compat="equals"
+    )
 
 
 def arm_name(cell: Cell) -> str:
@@ -195,7 +208,12 @@ def interval(low: float, high: float, digits: int = 2) -> str:
 def _table(
     head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", words: Sequence[int] = ()
 ) -> dict[str, Any]:
-    return {"head": list(head), "rows": [list(row) for row in rows], "note": note, "words": set(words)}
+    return {
+        "head": list(head),
+        "rows": [list(row) for row in rows],
+        "note": note,
+        "words": set(words),
+    }
 
 
 def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
@@ -223,7 +241,10 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     rows, found = [], []
     for alpha, line in curve.groupby("alpha"):
         alpha = float(alpha)
-        fit = {row["quantity"]: row for row in exponents[exponents["alpha"] == alpha].to_dict("records")}
+        fit = {
+            row["quantity"]: row
+            for row in exponents[exponents["alpha"] == alpha].to_dict("records")
+        }
         share, odds = fit["log A'"], fit["log-odds"]
         rows.append(
             [
@@ -236,35 +257,42 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
             ]
         )
         first, last = line.iloc[0], line.iloc[-1]
-        found.append(f"{shown(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}")
+        found.append(
+            f"{shown(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
+        )
     l = curve["l"]
     head = [
-        "", "fitted exponent of l", "closed form, these lengths", "limit, alpha − 1", "slope of the log-odds", "claimed, alpha"
-    ]  # fmt: skip
+        "",
+        "fitted exponent of l",
+        "closed form, these lengths",
+        "limit, alpha − 1",
+        "slope of the log-odds",
+        "claimed, alpha",
+    ]
     note = (
-        "Fitted: slope of log attention on log l, with its 95 % interval over texts. The limit is reached only "
-        "at lengths far beyond these; "
-        "the closed form's own slope over the same lengths, with the ratio of prefix and other scores as it is "
-        "without LaPA2, is what to "
-        "compare with. On log-odds, slope of log(A'/(1−A')) + log(l/l_pre − 1) on log(l/l_pre), the claim holds "
-        "at every length if that "
-        "ratio stays the same as the text grows."
+        "Fitted: slope of log attention on log l, with its 95 % interval over texts. The limit is"
+        " reached only at lengths far beyond these; the closed form's own slope over the same"
+        " lengths, with the ratio of prefix and other scores as it is without LaPA2, is what to"
+        " compare with. On log-odds, slope of log(A'/(1−A')) + log(l/l_pre − 1) on log(l/l_pre),"
+        " the claim holds at every length if that ratio stays the same as the text grows."
     )
     return Panel(
         "Attention on the prefix against length, without LaPA2 and with it",
-        f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all that differs. "
-        "Each line is the share "
-        "of attention that the prefix gets, mean over all layers, heads and texts; both axes are logarithmic, so "
-        "a power of l is a straight "
-        "line. Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores as they "
-        "are without LaPA2.",
-        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400 --long-texts 6 "
-        "--out results/my-curves",
-        [f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes: {'; '.join(found)}."],
+        f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all"
+        " that differs. Each line is the share of attention that the prefix gets, mean over all"
+        " layers, heads and texts; both axes are logarithmic, so a power of l is a straight line."
+        " Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores"
+        " as they are without LaPA2.",
+        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400"
+        " --long-texts 6 --out results/my-curves",
+        [
+            f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes:"
+            f" {'; '.join(found)}."
+        ],
         _image(_decay_figure(traces, curve)),
         "attention on the prefix against l",
         [_table(head, rows, note)],
-    )  # fmt: skip
+    )
 
 
 def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
@@ -281,8 +309,12 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
         colour = COLOURS.get(name, plots.COLOURS[3])
         axes.plot(line["l"], line["mean"], color=colour, lw=1.8, label=shown(name))
         seen = line["low"] > 0
-        axes.fill_between(line["l"], line["low"].where(seen), line["high"], seen, color=colour, alpha=0.15, lw=0)
-        expected = 1 / (1 + np.exp(-(ratio - pooled.log_rest + float(alpha) * pooled.log_r))).mean(0)
+        axes.fill_between(
+            line["l"], line["low"].where(seen), line["high"], seen, color=colour, alpha=0.15, lw=0
+        )
+        expected = 1 / (1 + np.exp(-(ratio - pooled.log_rest + float(alpha) * pooled.log_r))).mean(
+            0
+        )
         axes.plot(line["l"], expected, color=colour, lw=1.3, ls=":")
     axes.plot([], [], color="#555555", lw=1.3, ls=":", label="closed form")
     axes.set(xscale="log", yscale="log")
@@ -305,7 +337,14 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     axes.set_xlim(low / 1.04, high * 1.04)
     axes.grid(color="#e8e8e8", lw=0.7)
     _axes(axes, "l, tokens so far (BOS included)", "attention on the prefix")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=11, ncols=4, handlelength=1.5, columnspacing=1.2)
+    figure.legend(
+        loc="outside upper center",
+        frameon=False,
+        fontsize=11,
+        ncols=4,
+        handlelength=1.5,
+        columnspacing=1.2,
+    )
     return figure
 
 
@@ -320,18 +359,22 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     order = np.sort(base.ravel())[::-1]
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
-    best = ", ".join(f"layer {layer} head {head} ({percent(base[layer, head])})" for layer, head in top)
+    best = ", ".join(
+        f"layer {layer} head {head} ({percent(base[layer, head])})" for layer, head in top
+    )
     found = [
-        f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix; those with most are {best}."
+        f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix;"
+        f" those with most are {best}."
     ]
     for alpha, each in zip(alphas, mass, strict=True):
         if alpha:
             more = int((each > base).sum())
             found.append(
-                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from {percent(base.mean())} to "
-                f"{percent(each.mean())} on average"
+                f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from"
+                f" {percent(base.mean())} to {percent(each.mean())} on average"
                 + (
-                    f"; in {base.size - more} it falls, through queries and keys that earlier layers changed."
+                    f"; in {base.size - more} it falls, through queries and keys that earlier"
+                    " layers changed."
                     if more < base.size
                     else "."
                 )
@@ -339,15 +382,15 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     model = grid.cells[0].model
     return Panel(
         "The layers and heads that attend to the prefix",
-        "Each square is one head of one layer. Left: its attention on the prefix without LaPA2. Right: what "
-        "LaPA2 adds (red) or takes "
-        "(blue). The same texts as above, mean over texts and steps. Each map has its own scale.",
-        f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out results/my-map && '
-        "lapa2 trace results/my-map --out results/my-map-figures",
+        "Each square is one head of one layer. Left: its attention on the prefix without LaPA2."
+        " Right: what LaPA2 adds (red) or takes (blue). The same texts as above, mean over texts"
+        " and steps. Each map has its own scale.",
+        f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out'
+        " results/my-map && lapa2 trace results/my-map --out results/my-map-figures",
         found,
         _image(_head_figure(alphas, mass)),
         "layer by head maps of attention on the prefix",
-    )  # fmt: skip
+    )
 
 
 def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
@@ -363,7 +406,13 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
         maps.append((f"alpha {number(alpha)}", "change, points", 100 * each, scale))
     for panel, (title, label, found, scale) in zip(axes, maps, strict=True):
         panel.set_title(title, fontsize=11)
-        bar = figure.colorbar(panel.imshow(found, **look, **scale), ax=panel, location="bottom", shrink=0.92, aspect=18)
+        bar = figure.colorbar(
+            panel.imshow(found, **look, **scale),
+            ax=panel,
+            location="bottom",
+            shrink=0.92,
+            aspect=18,
+        )
         bar.set_label(label, fontsize=10)
         bar.ax.tick_params(labelsize=10)
     for panel in axes:
@@ -392,15 +441,26 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         if "half" not in arms[each.key]
     }
     names = list(dict.fromkeys(arm for _, arm in columns))
-    masses = [text["p"] for column in columns.values() for text in column["texts"] if text and text["p"]]
+    masses = [
+        text["p"] for column in columns.values() for text in column["texts"] if text and text["p"]
+    ]
     top = colour_top(masses)
     groups = []
     for i, prompt in enumerate(prompts):
         for attribute in attributes:
-            made = [_coloured(columns[attribute, arm]["texts"][i], top, UNIT) | {"arm": shown(arm)} for arm in names]
+            made = [
+                _coloured(columns[attribute, arm]["texts"][i], top, UNIT) | {"arm": shown(arm)}
+                for arm in names
+            ]
             prefix = cell.task.attributes[attribute].prefix
             groups.append(
-                {"prompt": prompt, "attribute": attribute, "prefix": prefix, "columns": made, "open": i < SHOWN_FIRST}
+                {
+                    "prompt": prompt,
+                    "attribute": attribute,
+                    "prefix": prefix,
+                    "columns": made,
+                    "open": i < SHOWN_FIRST,
+                }
             )
     means = {
         arm: np.mean(
@@ -414,15 +474,18 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         )
         for arm in names
     }
-    found = ", ".join(f"{100 * mean * UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}" for arm, mean in means.items())
+    found = ", ".join(
+        f"{100 * mean * UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}"
+        for arm, mean in means.items()
+    )
     model = cell.model
     return Panel(
         "The same prompt, side by side",
-        "Each token is coloured by the prefix attention of the step that chose it: the stronger the blue, the "
-        "more. All texts of a row "
-        "start from the same prompt and the same random numbers. Point at a token for its number.",
-        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt --out results/mine "
-        "&& lapa2 report results/mine",
+        "Each token is coloured by the prefix attention of the step that chose it: the stronger the"
+        " blue, the more. All texts of a row start from the same prompt and the same random"
+        " numbers. Point at a token for its number.",
+        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt"
+        " --out results/mine && lapa2 report results/mine",
         [f"Mean attention on the prefix over these texts: {found}."],
         part="texts",
         data={
@@ -430,7 +493,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
             "folded": [group for group in groups if not group["open"]],
             "ends": ["0 %", f"{100 * top * UNIT:.0f} % or more"],
         },
-    )  # fmt: skip
+    )
 
 
 LEVELS = 16
@@ -445,22 +508,30 @@ def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str
         {"text": token.replace("\n", "⏎\n"), "level": each, "mass": f"{100 * mass * unit:.1f} %"}
         for token, each, mass in zip(text["t"], level, masses, strict=True)
     ]
-    return {"tokens": tokens, "mean": f"{100 * np.mean(masses) * unit:.1f} %" if len(masses) else ""}
+    return {
+        "tokens": tokens,
+        "mean": f"{100 * np.mean(masses) * unit:.1f} %" if len(masses) else "",
+    }
 
 
 # --- 4: scores
 
 METRICS = {
-    "accuracy": ("accuracy, %", 100, 0), "perplexity": ("perplexity", 1, 1), "distinct-1": ("distinct-1", 1, 2),
-    "distinct-2": ("distinct-2", 1, 2), "distinct-3": ("distinct-3", 1, 2),
-}  # fmt: skip
+    "accuracy": ("accuracy, %", 100, 0),
+    "perplexity": ("perplexity", 1, 1),
+    "distinct-1": ("distinct-1", 1, 2),
+    "distinct-2": ("distinct-2", 1, 2),
+    "distinct-3": ("distinct-3", 1, 2),
+}
 """Names, factors and digits."""
 
 
 def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     """Accuracy, perplexity and distinct-n of every arm."""
     labels = {cell.arm: arms[cell.key] for cell in grid.cells}
-    table = measured.cells[measured.cells["attribute"] == "all"].assign(arm=lambda t: t["arm"].map(labels))
+    table = measured.cells[measured.cells["attribute"] == "all"].assign(
+        arm=lambda t: t["arm"].map(labels)
+    )
     gaps = measured.differences
     if len(gaps):
         gaps = gaps[gaps["attribute"] == "all"].assign(arm=lambda t: t["arm"].map(labels))
@@ -485,50 +556,69 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
             f"{shown(row['arm'])}: {100 * row['difference']:+.0f} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
-    least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series(dtype=float)
+    least = (
+        points.loc[points["detectable"] > 0, "detectable"]
+        if len(points)
+        else pd.Series(dtype=float)
+    )
     size = f"{100 * least.min():.0f}" + (
-        f" to {100 * least.max():.0f}" if round(100 * least.min()) != round(100 * least.max()) else ""
+        f" to {100 * least.max():.0f}"
+        if round(100 * least.min()) != round(100 * least.max())
+        else ""
     )
     warning = (
-        f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of {size} points "
-        "of accuracy would show."
+        f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of"
+        f" {size} points of accuracy would show."
         if len(least)
         else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
     )
     by_chance = 100 * (1 - 0.95 ** len(found))
-    chance = f"Of {len(found)} such intervals one or more miss 0 by chance alone in {by_chance:.0f} runs of 100."
-    against = f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}. {chance}"
+    chance = (
+        f"Of {len(found)} such intervals one or more miss 0 by chance alone in {by_chance:.0f} runs"
+        " of 100."
+    )
+    against = (
+        f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}. {chance}"
+    )
     note = (
         "Scorers: "
         + "; ".join(scorers)
-        + ". The perplexity model is the writer itself, which likes its own texts." * (" self" in " ".join(scorers))
+        + ". The perplexity model is the writer itself, which likes its own texts."
+        * (" self" in " ".join(scorers))
         + (f" {skipped} texts of under 10 words have no perplexity." if skipped else "")
     )
     prompts = len(grid.cells[0].task.prompts.texts)
     return Panel(
         "Does it help? So few texts cannot tell",
-        f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts an arm. "
-        "Accuracy is the share of texts that a "
-        "classifier finds to have the attribute that was asked for; low perplexity means fluent to the scoring "
-        "model; distinct-n is the share "
-        "of different n-grams.",
+        f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts"
+        " an arm. Accuracy is the share of texts that a classifier finds to have the attribute"
+        " that was asked for; low perplexity means fluent to the scoring model; distinct-n is the"
+        " share of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
         [warning, *([against] if found else [])],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
         [_table(["", *(name for name, _, _ in METRICS.values()), "n"], rows, note)],
-    )  # fmt: skip
+    )
 
 
 def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
     figure = plots.Drawing(figsize=(WIDTH, 2.9), layout="constrained", dpi=150)
-    for panel, metric in zip(figure.subplots(1, 2, sharey=True), ("accuracy", "perplexity"), strict=True):
+    for panel, metric in zip(
+        figure.subplots(1, 2, sharey=True), ("accuracy", "perplexity"), strict=True
+    ):
         label, factor, _ = METRICS[metric]
         own = table[table["metric"] == metric].set_index("arm")
         for i, arm in enumerate(names):
             if arm in own.index and not np.isnan(own.loc[arm, "mean"]):
                 mean, low, high = (factor * own.loc[arm, each] for each in ("mean", "low", "high"))
-                panel.plot([low, high], [i, i], color=COLOURS.get(arm, "#777777"), lw=2.4, solid_capstyle="butt")
+                panel.plot(
+                    [low, high],
+                    [i, i],
+                    color=COLOURS.get(arm, "#777777"),
+                    lw=2.4,
+                    solid_capstyle="butt",
+                )
                 panel.plot(mean, i, "o", color=COLOURS.get(arm, "#777777"), ms=6)
         panel.set_yticks(range(len(names)), [shown(arm).replace(", ", ",\n") for arm in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
@@ -555,9 +645,13 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         family=measured.synthetic["where"].str.removeprefix("synthetic: ").to_numpy()
     )
     claims = list(dict.fromkeys(drawn["claim"]))
-    marks = drawn.assign(mark=drawn["verdict"].map(SIGNS)).pivot(index="family", columns="claim", values="mark")
+    marks = drawn.assign(mark=drawn["verdict"].map(SIGNS)).pivot(
+        index="family", columns="claim", values="mark"
+    )
     families = list(dict.fromkeys(drawn["family"]))
-    synthetic = [[family, *(str(marks.loc[family, claim]) for claim in claims)] for family in families]
+    synthetic = [
+        [family, *(str(marks.loc[family, claim]) for claim in claims)] for family in families
+    ]
     seen = shown_verdicts(real)
     rows = [
         [
@@ -577,17 +671,18 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         "these texts": real,
     }
     counts = {
-        name: ", ".join(f"{n} {verdict}" for verdict in SIGNS if (n := int((each["verdict"] == verdict).sum())))
+        name: ", ".join(
+            f"{n} {verdict}" for verdict in SIGNS if (n := int((each["verdict"] == verdict).sum()))
+        )
         for name, each in groups.items()
     }
     texts = int(real["texts"].max())
     return Panel(
         "The paper's claims, with verdicts",
-        "Each claim is measured and its 95 % interval compared with a margin around what the paper says. "
-        "Synthetic logits keep or break the "
-        f"paper's assumptions, one family at a time (up to l = {SYNTHETIC['longest']:,}); the real attention is "
-        f"that of panel 1, {texts} texts. "
-        "✓ as in the paper, ✗ against the paper, ○ inconclusive.",
+        "Each claim is measured and its 95 % interval compared with a margin around what the paper"
+        " says. Synthetic logits keep or break the paper's assumptions, one family at a time (up"
+        f" to l = {SYNTHETIC['longest']:,}); the real attention is that of panel 1, {texts} texts."
+        " ✓ as in the paper, ✗ against the paper, ○ inconclusive.",
         f"lapa2 propositions --model {cell.model} --length 256 --out results/my-verdicts",
         [f"Verdicts on {name}: {count}." for name, count in counts.items()],
         tables=[
@@ -600,11 +695,11 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
             _table(
                 ["synthetic logits", *claims],
                 synthetic,
-                "Exchangeable: no key is different from another. Ratio unbounded: the prefix's scores grow against the "
-                "others', which Proposition 1 excludes.",
+                "Exchangeable: no key is different from another. Ratio unbounded: the prefix's"
+                " scores grow against the others', which Proposition 1 excludes.",
             ),
         ],
-    )  # fmt: skip
+    )
 
 
 # --- 6: half of the layers
@@ -612,48 +707,64 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
 
 def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     """LaPA2 in one half of the layers: attention by layer, and accuracy."""
-    chosen = [cell for cell in grid.cells if arms[cell.key] in ("0", "1/2") or "half" in arms[cell.key]]
+    chosen = [
+        cell for cell in grid.cells if arms[cell.key] in ("0", "1/2") or "half" in arms[cell.key]
+    ]
     curves: dict[str, list[np.ndarray]] = {}
     for cell in chosen:
         trace = run.trace(cell.key)
         assert trace is not None
-        part = trace.isel(branch=int(np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))[0]))
-        curves.setdefault(arms[cell.key], []).append(part["prefix"].mean(("step", "head")).to_numpy().astype(float))
+        part = trace.isel(
+            branch=int(np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))[0])
+        )
+        curves.setdefault(arms[cell.key], []).append(
+            part["prefix"].mean(("step", "head")).to_numpy().astype(float)
+        )
     layers = {arm: np.concatenate(found) for arm, found in curves.items()}
     middle = next(iter(layers.values())).shape[1] // 2
     labels = {cell.arm: arms[cell.key] for cell in grid.cells}
-    scored = measured.cells[(measured.cells["attribute"] == "all") & (measured.cells["metric"] == "accuracy")]
+    scored = measured.cells[
+        (measured.cells["attribute"] == "all") & (measured.cells["metric"] == "accuracy")
+    ]
     accuracy = scored.assign(arm=scored["arm"].map(labels)).set_index("arm")
     rows = []
     for arm, found in layers.items():
         mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
         rows.append(
-            [shown(arm), percent(found[:, :middle].mean()), percent(found[:, middle:].mean()), percent(found.mean()),
-             f"{mean:.0f} {interval(low, high, 0)}", str(len(found))]
-        )  # fmt: skip
+            [
+                shown(arm),
+                percent(found[:, :middle].mean()),
+                percent(found[:, middle:].mean()),
+                percent(found.mean()),
+                f"{mean:.0f} {interval(low, high, 0)}",
+                str(len(found)),
+            ]
+        )
     base = layers["0"]
     lower, upper = layers["1/2, bottom half"], layers["1/2, top half"]
     found = [
-        f"With LaPA2 in the bottom half alone, attention on the prefix goes from {percent(base[:, :middle].mean())} to "
-        f"{percent(lower[:, :middle].mean())} "
-        f"there, and from {percent(base[:, middle:].mean())} to {percent(lower[:, middle:].mean())} in the top half, where "
-        "nothing is added. In the top "
-        f"half alone it goes from {percent(base[:, middle:].mean())} to {percent(upper[:, middle:].mean())} there.",
+        (
+            "With LaPA2 in the bottom half alone, attention on the prefix goes from"
+            f" {percent(base[:, :middle].mean())} to {percent(lower[:, :middle].mean())} there, and"
+            f" from {percent(base[:, middle:].mean())} to {percent(lower[:, middle:].mean())} in"
+            " the top half, where nothing is added. In the top half alone it goes from"
+            f" {percent(base[:, middle:].mean())} to {percent(upper[:, middle:].mean())} there."
+        ),
         "Whether one half is enough for control, so few texts cannot tell (panel 4).",
     ]
     model = grid.cells[0].model
     return Panel(
         "LaPA2 in half of the layers",
-        "The same alpha, 1/2, in all layers, only in the bottom half, or only in the top half. The lines are "
-        "attention on the prefix by layer, mean "
-        "over the short texts, steps and heads; the dashed line parts the halves.",
-        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out results/my-halves && "
-        "lapa2 score results/my-halves --out results/my-halves-scores",
+        "The same alpha, 1/2, in all layers, only in the bottom half, or only in the top half. The"
+        " lines are attention on the prefix by layer, mean over the short texts, steps and heads;"
+        " the dashed line parts the halves.",
+        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out"
+        " results/my-halves && lapa2 score results/my-halves --out results/my-halves-scores",
         found,
         _image(_halves_figure(layers, middle)),
         "attention on the prefix by layer",
         [_table(["", "bottom half", "top half", "all layers", "accuracy, %", "n"], rows)],
-    )  # fmt: skip
+    )
 
 
 def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
@@ -661,7 +772,14 @@ def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawi
     axes = figure.subplots()
     for arm, found in layers.items():
         label = "alpha 1/2, all layers" if arm == "1/2" else shown(arm)
-        axes.plot(100 * found.mean(0), color=COLOURS.get(arm, "#777777"), lw=1.8, marker="o", ms=3, label=label)
+        axes.plot(
+            100 * found.mean(0),
+            color=COLOURS.get(arm, "#777777"),
+            lw=1.8,
+            marker="o",
+            ms=3,
+            label=label,
+        )
     axes.axvline(middle - 0.5, color="#888888", lw=1, ls="--")
     axes.set_ylim(bottom=0)
     axes.grid(color="#e8e8e8", lw=0.7)
@@ -688,20 +806,27 @@ def methods(grid: Grid) -> Panel:
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (
-        f"Made by {stored['model']} ({stored['dtype']}) with `{stored['command']}` on {stored['machine']}, at "
-        f"commit {stored['commit'][:12]}; "
-        f"they come with the demo. “–”: no prefix for LaPA2 to act on, or not combined with it in the paper."
+        f"Made by {stored['model']} ({stored['dtype']}) with `{stored['command']}` on"
+        f" {stored['machine']}, at commit {stored['commit'][:12]}; they come with the demo. “–”: no"
+        " prefix for LaPA2 to act on, or not combined with it in the paper."
     )
     return Panel(
         "Every decoding method",
-        "A method combines the next-token distributions of the model with and without prefixes. InProcess is one text "
-        "of each, steered "
-        f"towards “{stored['attribute']}”, from the prompt “{stored['prompt']}”. One text shows what a method's "
-        "output looks like, not how good it is.",
-        f'lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive --prompt "Your '
-        'prompt" --out results/my-method',
-        tables=[_table(["method", "paper", "log weight of the next token", "text", "text with LaPA2"], rows, note, (2, 3, 4))],
-    )  # fmt: skip
+        "A method combines the next-token distributions of the model with and without prefixes."
+        f" InProcess is one text of each, steered towards “{stored['attribute']}”, from the prompt"
+        f" “{stored['prompt']}”. One text shows what a method's output looks like, not how good"
+        " it is.",
+        f"lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive"
+        ' --prompt "Your prompt" --out results/my-method',
+        tables=[
+            _table(
+                ["method", "paper", "log weight of the next token", "text", "text with LaPA2"],
+                rows,
+                note,
+                (2, 3, 4),
+            )
+        ],
+    )
 
 
 # --- how it was made
@@ -720,15 +845,26 @@ def _facts(out: Path, run: Run, grid: Grid, traces: xr.Dataset, seconds: float) 
     cell, card = grid.cells[0], manifest.model
     origin = f"written by {stored['model']} with `{stored['command']}` on {stored['machine']}"
     return {
-        "Model": f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads, {card.dtype}, {card.device}",
+        "Model": (
+            f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads,"
+            f" {card.dtype}, {card.device}"
+        ),
         "Weights": card.weights,
-        "Short texts": f"{len(grid.cells)} cells in {out}: {len(cell.task.prompts.texts)} prompts, {cell.length} tokens with the "
-        f"prompt, seed {cell.seed}; `lapa2 runs` and `lapa2 report` read it",
-        "Stored texts": f"{traces.sizes['sample']}, {traces.sizes['step']} tokens of each read; {origin}, at commit "
-        f"{stored['commit'][:12]}",
+        "Short texts": (
+            f"{len(grid.cells)} cells in {out}: {len(cell.task.prompts.texts)} prompts,"
+            f" {cell.length} tokens with the prompt, seed {cell.seed}; `lapa2 runs` and `lapa2"
+            " report` read it"
+        ),
+        "Stored texts": (
+            f"{traces.sizes['sample']}, {traces.sizes['step']} tokens of each read; {origin}, at"
+            f" commit {stored['commit'][:12]}"
+        ),
         "Profile": "paper (Algorithm 1): exactly the prefix's tokens, l without BOS",
         "Machine": f"{machine()}, {manifest.threads or 'GPU'} threads a process",
-        "Versions": f"lapa2_interp {__version__}, " + ", ".join(f"{name} {v}" for name, v in manifest.versions.items()),
+        "Versions": (
+            f"lapa2_interp {__version__}, "
+            + ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
+        ),
         "Commit": manifest.commit or "not a checkout",
         "Time": f"{seconds:.0f} s, this call",
-    }  # fmt: skip
+    }

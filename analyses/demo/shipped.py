@@ -1,10 +1,11 @@
-"""What the demo ships: long texts for it to read, and an example text of every method. Needed again when a method is new.
+"""What the demo ships: long texts for it to read, and an example text of every method. Needed again
+when a method is new.
 
 lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
 python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
 lapa2 sweep analyses/demo/examples.toml --out results/examples
 python analyses/demo/shipped.py examples results/examples                              # examples.json
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,17 +44,20 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
         rows = run.samples.to_dict("records")
         found.append(
             [
-                {"prompt": row["prompt"], "attribute": row["attribute"], "tokens": [int(t) for t in row["tokens"]][:TOKENS],
-                 "text": row["text"]}
+                {
+                    "prompt": row["prompt"],
+                    "attribute": row["attribute"],
+                    "tokens": [int(t) for t in row["tokens"]][:TOKENS],
+                    "text": row["text"],
+                }
                 for row in rows
             ]
-        )  # fmt: skip
+        )
     turns = [text for group in zip(*found, strict=False) for text in group]
     manifest = read_manifest(runs[0])
     command = (
-        f"lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length {manifest.length} --dtype "
-        f"{manifest.model.dtype} "
-        f"--seed {manifest.seed}"
+        f"lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length {manifest.length}"
+        f" --dtype {manifest.model.dtype} --seed {manifest.seed}"
     )
     return _stamp(manifest, command) | {"texts": turns[:n]}
 
@@ -67,12 +71,22 @@ def examples(folder: Path) -> Mapping[str, Any]:
         if cell.augmentation is None:
             made.setdefault(cell.method, {})["base"] = text
         else:
-            made.setdefault(cell.method, {})["with LaPA2"] = {"alpha": cell.augmentation.alpha, "text": text}
+            made.setdefault(cell.method, {})["with LaPA2"] = {
+                "alpha": cell.augmentation.alpha,
+                "text": text,
+            }
     if len(run.finished) < len(run.plan):
-        raise RunError(f"{len(run.plan) - len(run.finished)} cells of {folder} are not finished; sweep it again")
+        raise RunError(
+            f"{len(run.plan) - len(run.finished)} cells of {folder} are not finished; sweep it"
+            " again"
+        )
     first = next(iter(run.plan.values()))
     stamp = _stamp(read_manifest(run.place(first.key)), "lapa2 sweep analyses/demo/examples.toml")
-    return stamp | {"attribute": first.attribute, "prompt": first.task.prompts.texts[0], "methods": made}
+    return stamp | {
+        "attribute": first.attribute,
+        "prompt": first.task.prompts.texts[0],
+        "methods": made,
+    }
 
 
 def main() -> None:

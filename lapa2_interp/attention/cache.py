@@ -1,4 +1,5 @@
-"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples, further tokens.
+"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples,
+further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
@@ -32,7 +33,10 @@ class Rows(Protocol):
     """The decode state of stacked rows: what is kept of the text that each has read."""
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         """Read left-padded layouts, behind soft prefixes if there are any.
 
@@ -48,13 +52,16 @@ class Rows(Protocol):
 
 
 def open_rows(model: Model, recompute: bool = False) -> Rows:
-    """Fresh decode state for a model of either class; `recompute` reads the whole text at every step."""
+    """Fresh decode state for a model of either class; `recompute` reads the whole text at every
+    step."""
     if recompute:
         return RecomputedRows(model)
     return BridgeRows(model) if is_bridge(model) else HookedRows(model)
 
 
-def prompt_log_likelihood(logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]) -> Float[Tensor, " row"]:
+def prompt_log_likelihood(
+    logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
+) -> Float[Tensor, " row"]:
     """log P of each row's prompt, from the logits of (at least) the token before it on."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = []
@@ -65,8 +72,11 @@ def prompt_log_likelihood(logits: Float[Tensor, "row query vocab"], layouts: Seq
     return torch.stack(found)
 
 
-def padded_ids(layouts: Sequence[Layout], device: Any) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
-    """The ids of left-padded layouts from the first slot after the longest soft prefix, and the mask of all slots.
+def padded_ids(
+    layouts: Sequence[Layout], device: Any
+) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
+    """The ids of left-padded layouts from the first slot after the longest soft prefix, and the
+    mask of all slots.
 
     Padding repeats the row's BOS id, masked.
     """
@@ -81,7 +91,8 @@ def padded_ids(layouts: Sequence[Layout], device: Any) -> tuple[Int[Tensor, "row
 def soft_slots(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> Float[Tensor, "two layer row kv_head slot d_head"] | None:
-    """Keys and values of every row's soft slots, zero where a row has none; None where no row has any.
+    """Keys and values of every row's soft slots, zero where a row has none; None where no row has
+    any.
 
     Raises:
         LayoutError: A layout has another number of soft slots than its prefix.
@@ -91,15 +102,24 @@ def soft_slots(
     for each, prefix in zip(layouts, given, strict=True):
         if each.soft != (0 if prefix is None else len(prefix)):
             raise LayoutError(
-                f"a layout has {each.soft} soft slots, its prefix {0 if prefix is None else len(prefix)}; make it with "
-                "Layout.of(tokenizer, None, prompt, soft=len(prefix))"
+                f"a layout has {each.soft} soft slots, its prefix"
+                f" {0 if prefix is None else len(prefix)}; make it with Layout.of(tokenizer, None,"
+                " prompt, soft=len(prefix))"
             )
     distinct = {id(prefix): prefix for prefix in given if prefix is not None}
     if not distinct:
         return None
     shape = next(iter(distinct.values())).card.shape
     slots = max(map(len, distinct.values()))
-    stacked = torch.zeros(2, shape.n_layers, len(layouts), shape.n_kv_heads, slots, shape.d_head, dtype=model.cfg.dtype)
+    stacked = torch.zeros(
+        2,
+        shape.n_layers,
+        len(layouts),
+        shape.n_kv_heads,
+        slots,
+        shape.d_head,
+        dtype=model.cfg.dtype,
+    )
     for prefix in distinct.values():
         prefix.check(model)
         rows = [row for row, each in enumerate(given) if each is prefix]
@@ -108,13 +128,17 @@ def soft_slots(
     return stacked.to(model.cfg.device)
 
 
-def first_positions(layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None) -> list[int]:
+def first_positions(
+    layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+) -> list[int]:
     """The position of each row's BOS: 0, or behind the slots of a shifted soft prefix."""
     given = [None] * len(layouts) if prefixes is None else list(prefixes)
     return [len(prefix) if prefix is not None and prefix.card.shifted else 0 for prefix in given]
 
 
-def soft_inputs(model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]) -> dict[str, Any]:
+def soft_inputs(
+    model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
+) -> dict[str, Any]:
     """Arguments with which a TransformerBridge reads left-padded layouts behind soft prefixes in
     one pass.
 
@@ -140,7 +164,9 @@ def soft_inputs(model: Model, layouts: Sequence[Layout], prefixes: Sequence[Soft
 
 
 def _positions(
-    layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None, ids: Int[Tensor, "row query"]
+    layouts: Sequence[Layout],
+    prefixes: Sequence[SoftPrefix | None] | None,
+    ids: Int[Tensor, "row query"],
 ) -> Int[Tensor, "row query"]:
     """Position of every id; 0 on padding."""
     bos = torch.tensor([ids.shape[1] - len(each.ids) for each in layouts], device=ids.device)
@@ -160,15 +186,26 @@ class SlotLayer(CacheLayerMixin):
         self.used = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = key_states.new_empty((*key_states.shape[:2], self.capacity, key_states.shape[3]))
-        self.values = value_states.new_empty((*value_states.shape[:2], self.capacity, value_states.shape[3]))
+        self.keys = key_states.new_empty(
+            (*key_states.shape[:2], self.capacity, key_states.shape[3])
+        )
+        self.values = value_states.new_empty(
+            (*value_states.shape[:2], self.capacity, value_states.shape[3])
+        )
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.device != key_states.device:  # a soft prefix, put here before the layer's own device was known
-            self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
+        elif (
+            self.keys.device != key_states.device
+        ):  # a soft prefix, put here before the layer's own device was known
+            self.keys, self.values = (
+                self.keys.to(key_states.device),
+                self.values.to(key_states.device),
+            )
         end = self.used + key_states.shape[-2]
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
@@ -197,7 +234,9 @@ class BridgeRows:
     def __init__(self, model: Model) -> None:
         self.model = model
 
-    def _forward(self, ids: Tensor, positions: Tensor, keep: int = 1) -> Float[Tensor, "row query vocab"]:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         return self.model(
             ids,
@@ -208,7 +247,10 @@ class BridgeRows:
         )[:, -keep:]
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         ids, self.mask = padded_ids(layouts, self.model.cfg.device)
         layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
@@ -235,25 +277,36 @@ class BridgeRows:
 
 
 class HookedRows:
-    """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots always shift them."""
+    """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots
+    always shift them."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         ids, mask = padded_ids(layouts, self.model.cfg.device)
-        self.cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.model.cfg.device, len(ids))
+        self.cache = TransformerLensKeyValueCache.init_cache(
+            self.model.cfg, self.model.cfg.device, len(ids)
+        )
         soft = soft_slots(self.model, layouts, prefixes)
         if soft is not None:
-            unshifted = [prefix for prefix in prefixes or () if prefix is not None and not prefix.card.shifted]
+            unshifted = [
+                prefix
+                for prefix in prefixes or ()
+                if prefix is not None and not prefix.card.shifted
+            ]
             if unshifted:
                 raise PrefixError(
-                    f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's always follow its cache; use "
-                    "TransformerBridge, or a prefix trained with shifted positions (--set shifted=true)"
+                    f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's"
+                    " always follow its cache; use TransformerBridge, or a prefix trained with"
+                    " shifted positions (--set shifted=true)"
                 )
             n_slots = soft.shape[4]
             for entry, keys, values in zip(self.cache.entries, *soft.transpose(3, 4), strict=True):
@@ -268,7 +321,9 @@ class HookedRows:
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
 
     def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
-        return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[:, -1]
+        return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[
+            :, -1
+        ]
 
 
 class RecomputedRows:
@@ -281,7 +336,10 @@ class RecomputedRows:
         self.model = model
 
     def prompt_pass(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None = None, keep: int = 1
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         self.layouts = list(layouts)
         self.prefixes = list(prefixes or [None] * len(layouts))
@@ -289,10 +347,14 @@ class RecomputedRows:
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         rows = index.tolist()
-        self.layouts, self.prefixes = [self.layouts[row] for row in rows], [self.prefixes[row] for row in rows]
+        self.layouts, self.prefixes = (
+            [self.layouts[row] for row in rows],
+            [self.prefixes[row] for row in rows],
+        )
 
     def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
         self.layouts = [
-            replace(each, ids=each.ids + tuple(more)) for each, more in zip(self.layouts, tokens.tolist(), strict=True)
+            replace(each, ids=each.ids + tuple(more))
+            for each, more in zip(self.layouts, tokens.tolist(), strict=True)
         ]
         return open_rows(self.model).prompt_pass(self.layouts, self.prefixes)[:, -1]

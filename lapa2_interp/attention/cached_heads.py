@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 
 class CachedHeads(Tensor):
-    """A view of the cached keys or values whose products with queries and patterns copy no more than they must.
+    """A view of the cached keys or values whose products with queries and patterns copy no more
+    than they must.
 
-    Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in every layer at every step.
-    This view stands for the repeated tensor: it has its shape, its transpose, and products that
-    read each shared head once. In half precision on a CPU, where products need dense matrices, the
-    copy made here keeps the order in memory; PyTorch's own copy would transpose, which is slow.
-    Every other operation gets a plain, repeated tensor.
+    Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in
+    every layer at every step. This view stands for the repeated tensor: it has its shape, its
+    transpose, and products that read each shared head once. In half precision on a CPU, where
+    products need dense matrices, the copy made here keeps the order in memory; PyTorch's own copy
+    would transpose, which is slow. Every other operation gets a plain, repeated tensor.
     """
 
     repeats = 1
@@ -48,7 +49,8 @@ class CachedHeads(Tensor):
                 if view.repeats == 1 and func in (Tensor.__getitem__, Tensor.expand):
                     return cls.of(func(*args, **kwargs))
                 if func is Tensor.reshape and view.dim() == len(args) == 5 and view.stride(2) == 0:
-                    # repeat_kv's last step: (row, kv_head, repeat, slot, d_head) becomes (row, head, slot, d_head)
+                    # repeat_kv's last step: (row, kv_head, repeat, slot, d_head) becomes (row,
+                    # head, slot, d_head)
                     return cls._repeated(view[:, :, 0], view.shape[2])
             args, kwargs = tree_map_only(cls, cls._copied, (args, kwargs))
             return func(*args, **kwargs)
@@ -59,7 +61,9 @@ class CachedHeads(Tensor):
         view.repeats = repeats
         return view
 
-    def _product(self, left: Float[Tensor, "row head query inner"]) -> Float[Tensor, "row head query outer"]:
+    def _product(
+        self, left: Float[Tensor, "row head query inner"]
+    ) -> Float[Tensor, "row head query outer"]:
         of_group = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
         right = self.as_subclass(Tensor)
         if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):

@@ -32,7 +32,9 @@ def make_softmax_exact(model: Model) -> None:
         scores_point = block.attn.hook_attn_scores
         scores_point.__class__ = Remembering
 
-        def refine(_point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point) -> torch.Tensor:
+        def refine(
+            _point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point
+        ) -> torch.Tensor:
             exact = scores_point.latest.softmax(dim=-1)
             agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
             return torch.where(agree, exact, given[0])

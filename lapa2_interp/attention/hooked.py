@@ -6,12 +6,13 @@
 1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every
    query's slot and l. The last dimension of a score tensor would not give l: padding and fixed-size
    caches make it larger than l.
-2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l) to the span's keys, row
-   by row, in at least float32 (Eq. 7).
-3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision models their dtype back.
+2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l)
+   to the span's keys, row by row, in at least float32 (Eq. 7).
+3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
+   models their dtype back.
 
 When the block ends, also through an exception, every hook is removed.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -44,9 +45,12 @@ class Observer(Protocol):
 
 
 class _Bias:
-    """The bias of a batch of rows: static key masks and, per forward pass, one number per row and query."""
+    """The bias of a batch of rows: static key masks and, per forward pass, one number per row and
+    query."""
 
-    def __init__(self, model: Model, augmentations: Sequence[Augmentation | None], layouts: Sequence[Layout]) -> None:
+    def __init__(
+        self, model: Model, augmentations: Sequence[Augmentation | None], layouts: Sequence[Layout]
+    ) -> None:
         self.rows = [
             (augmentation if augmentation is not None and augmentation.alpha > 0 else None, each)
             for augmentation, each in zip(augmentations, layouts, strict=True)
@@ -55,7 +59,9 @@ class _Bias:
         width = max(len(each) for each in layouts)
         keys = np.zeros((len(layouts), width))  # row key
         heads = np.zeros((n_layers, len(layouts), n_heads))  # layer row head
-        chosen = {a: a.selects(n_layers, n_heads) for a in {a for a, _ in self.rows} if a is not None}
+        chosen = {
+            a: a.selects(n_layers, n_heads) for a in {a for a, _ in self.rows} if a is not None
+        }
         for row, (augmentation, each) in enumerate(self.rows):
             if augmentation is not None:
                 for span in each.spans(augmentation.span):
@@ -72,8 +78,13 @@ class _Bias:
         """b of every row and query; None where all are 0."""
         slots, nothing = np.array(queries), np.zeros(len(queries))
         # Samples of one prompt share its layout.
-        distinct = {(id(augmentation), id(each)): (augmentation, each) for augmentation, each in self.rows}
-        of = {key: nothing if a is None else each.bias(a, slots) for key, (a, each) in distinct.items()}
+        distinct = {
+            (id(augmentation), id(each)): (augmentation, each) for augmentation, each in self.rows
+        }
+        of = {
+            key: nothing if a is None else each.bias(a, slots)
+            for key, (a, each) in distinct.items()
+        }
         # row query
         table = np.stack([of[id(augmentation), id(each)] for augmentation, each in self.rows])
         if not table.any():
@@ -88,12 +99,14 @@ class _Bias:
 
         Where these queries get no bias, the given tensor is returned.
 
-        `first` is the slot of the first query. The numbers per row and query are computed once per pass.
+        `first` is the slot of the first query. The numbers per row and query are computed once per
+        pass.
         """
         n_rows, _, n_queries, n_keys = scores.shape
         if n_rows != len(self.rows) and len(self.rows) > 1:
             raise LayoutError(
-                f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give one each"
+                f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give"
+                " one each"
             )
         if n_keys < self.last_key:
             raise LayoutError(
@@ -107,13 +120,17 @@ class _Bias:
         if of_queries is None:
             return scores
         # row 1 query key
-        bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(self.keys, "row key -> row 1 1 key")
+        bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(
+            self.keys, "row key -> row 1 1 key"
+        )
         if not self.every_head:
             # row head query key
             bias = bias * rearrange(self.heads[layer], "row head -> row head 1 1")
         wide = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(wide, copy=True)
-        scores[..., : self.last_key] += bias.to(scores.device, wide)  # a model may span several GPUs
+        scores[..., : self.last_key] += bias.to(
+            scores.device, wide
+        )  # a model may span several GPUs
         return scores
 
 
@@ -143,15 +160,22 @@ def augmented(
             rows of the forward pass differ; or a cache has dropped keys.
     """
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    rules = list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(layouts)
-    for each, kind in (*((rule, Augmentation) for rule in rules if rule is not None), *((l, Layout) for l in layouts)):
+    rules = (
+        list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(layouts)
+    )
+    for each, kind in (
+        *((rule, Augmentation) for rule in rules if rule is not None),
+        *((l, Layout) for l in layouts),
+    ):
         if not isinstance(each, kind):
             raise LayoutError(
-                f"augmented(model, augmentation, layout) was given {each!r} for its {kind.__name__.lower()}"
+                f"augmented(model, augmentation, layout) was given {each!r} for its"
+                f" {kind.__name__.lower()}"
             )
     if not layouts or len(rules) != len(layouts):
         raise LayoutError(
-            f"{len(rules)} augmentations for {len(layouts)} layouts; give one layout a row, and one augmentation or as many"
+            f"{len(rules)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
+            " augmentation or as many"
         )
     bias = _Bias(model, rules, layouts)
     held = 0
@@ -159,18 +183,22 @@ def augmented(
     def before_forward(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal held
         cache = kwargs.get("past_key_values")
-        held = 0 if cache is None else int(cache.get_seq_length())  # some caches count in a tensor they later change
+        held = (
+            0 if cache is None else int(cache.get_seq_length())
+        )  # some caches count in a tensor they later change
         if held <= max(each.soft for each in layouts):
             _check_padding(layouts, kwargs.get("attention_mask"))
 
     def first_query(attention: Tensor) -> int:
-        # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots than live keys.
+        # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots
+        # than live keys.
         n_queries, n_keys = attention.shape[2:]
         first = held if is_bridge(model) else n_keys - n_queries
         if n_keys < first + n_queries:
             raise LayoutError(
-                f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding window drops old ones), so "
-                "slots cannot be told; use a cache that keeps all keys, such as transformers' DynamicCache()"
+                f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
+                " window drops old ones), so slots cannot be told; use a cache that keeps all"
+                " keys, such as transformers' DynamicCache()"
             )
         return first
 
@@ -200,13 +228,17 @@ def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:
     if mask is None:
         if pads.any():
             raise LayoutError(
-                "the layouts are left-padded but the forward pass has no attention_mask; pass the rows' mask"
+                "the layouts are left-padded but the forward pass has no attention_mask; pass the"
+                " rows' mask"
             )
     elif mask.ndim == 2 and mask.shape[1] >= len(layouts[0]):
         masked = (mask[:, : len(layouts[0])] == 0).sum(1).cpu()
-        if (len(masked) == len(pads) or len(pads) == 1) and (wrong := (masked != pads).nonzero()).numel():
+        if (len(masked) == len(pads) or len(pads) == 1) and (
+            wrong := (masked != pads).nonzero()
+        ).numel():
             row = int(wrong[0, 0])
             raise LayoutError(
-                f"row {row} masks {int(masked[row])} slots where its layout has {int(pads[row % len(pads)])} of padding; give "
-                "one layout a row, in the rows' order, padded with left_pad"
+                f"row {row} masks {int(masked[row])} slots where its layout has"
+                f" {int(pads[row % len(pads)])} of padding; give one layout a row, in the rows'"
+                " order, padded with left_pad"
             )

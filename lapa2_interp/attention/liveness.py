@@ -1,9 +1,11 @@
-"""Proof that an augmentation reaches a model: on some architectures the scores hook is there and does nothing.
+"""Proof that an augmentation reaches a model: on some architectures the scores hook is there and
+does nothing.
 
 Two passes over a short sequence, the second with +3 on one key's score in every layer:
 
 1. the scores hook fires in every layer and its rows are not probabilities already;
-2. the pattern that follows is the softmax of the *edited* scores, up to the share of a learned sink;
+2. the pattern that follows is the softmax of the *edited* scores, up to the share of a learned
+   sink;
 3. the logits move.
 """
 
@@ -59,10 +61,14 @@ def probe(model: Model) -> Liveness:
 
     plain = model(ids).float()
     layers = range(n_layers)
-    hooks = [(SCORES.format(layer), edit) for layer in layers] + [(PATTERN.format(layer), read) for layer in layers]
+    hooks = [(SCORES.format(layer), edit) for layer in layers] + [
+        (PATTERN.format(layer), read) for layer in layers
+    ]
     try:
         with warnings.catch_warnings(), model.hooks(fwd_hooks=hooks):
-            warnings.simplefilter("ignore")  # the bridge warns of discarded edits; here that becomes the finding
+            warnings.simplefilter(
+                "ignore"
+            )  # the bridge warns of discarded edits; here that becomes the finding
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
@@ -71,8 +77,12 @@ def probe(model: Model) -> Liveness:
     def follows(layer: int) -> bool:
         if layer not in scores or layer not in patterns:
             return False
-        # Scores of several units can be told from their softmax at any precision; bfloat16 patterns carry 3 digits.
-        wanted, found = scores[layer].softmax(-1), patterns[layer] / patterns[layer].sum(-1, keepdim=True)
+        # Scores of several units can be told from their softmax at any precision; bfloat16 patterns
+        # carry 3 digits.
+        wanted, found = (
+            scores[layer].softmax(-1),
+            patterns[layer] / patterns[layer].sum(-1, keepdim=True),
+        )
         return bool((wanted - found).abs().max() < 2e-2)
 
     dead = tuple(layer for layer in layers if not follows(layer))
@@ -80,7 +90,9 @@ def probe(model: Model) -> Liveness:
     if already:
         return Liveness(shift, "its scores hook fires after the softmax, on probabilities")
     if dead:
-        return Liveness(shift, f"in layers {list(dead)} the attention pattern ignores edits of the scores")
+        return Liveness(
+            shift, f"in layers {list(dead)} the attention pattern ignores edits of the scores"
+        )
     if not shift > 0:
         return Liveness(shift, "its logits do not move when the scores are edited")
     return Liveness(shift, None)
@@ -105,7 +117,8 @@ def assert_live(model: Model, name: str) -> Liveness:
     found = probe(model)
     if not found.alive:
         raise DeadHookError(
-            f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture whose hook_attn_scores "
-            "is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma 2, Phi, Bloom)"
+            f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture"
+            " whose hook_attn_scores is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma"
+            " 2, Phi, Bloom)"
         )
     return found

@@ -1,8 +1,9 @@
-"""MLP neurons through TransformerLens hook points: set them while the model runs, and find those that promote a token.
+"""MLP neurons through TransformerLens hook points: set them while the model runs, and find those
+that promote a token.
 
-Where a neuron is set: `blocks.{i}.mlp.hook_pre`, before the activation function, or `blocks.{i}.mlp.hook_post`, after it. A gated
-MLP multiplies two projections, and only the product is a neuron's activation: there it is always `hook_post`, the input of the
-down-projection.
+Where a neuron is set: `blocks.{i}.mlp.hook_pre`, before the activation function, or
+`blocks.{i}.mlp.hook_post`, after it. A gated MLP multiplies two projections, and only the product
+is a neuron's activation: there it is always `hook_post`, the input of the down-projection.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def neuron_point(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -
 
 
 @contextmanager
-def with_neurons_set(model: Model, intervention: Intervention | None, branches: int = 1) -> Iterator[None]:
+def with_neurons_set(
+    model: Model, intervention: Intervention | None, branches: int = 1
+) -> Iterator[None]:
     """Set neurons at every position, row by row, in the forward passes inside the block.
 
     Args:
@@ -67,7 +70,8 @@ def with_neurons_set(model: Model, intervention: Intervention | None, branches: 
         return hook_function
 
     hooks = [
-        (neuron_point(model, layer, intervention.at), put(neurons)) for layer, neurons in intervention.neurons.items()
+        (neuron_point(model, layer, intervention.at), put(neurons))
+        for layer, neurons in intervention.neurons.items()
     ]
     missing = [name for name, _ in hooks if name not in model.hook_dict]
     if missing:
@@ -78,8 +82,9 @@ def with_neurons_set(model: Model, intervention: Intervention | None, branches: 
 
 def _no_point(name: str) -> str:
     return (
-        f"the model has no {name} (a mixture of experts has no neurons of its own, for one), so its neurons cannot be set; use a "
-        "model with one MLP per layer, such as GPT-2, GPT-NeoX/Pythia, Llama or SmolLM2"
+        f"the model has no {name} (a mixture of experts has no neurons of its own, for one), so its"
+        " neurons cannot be set; use a model with one MLP per layer, such as GPT-2,"
+        " GPT-NeoX/Pythia, Llama or SmolLM2"
     )
 
 
@@ -97,13 +102,19 @@ def assert_neurons_live(model: Model) -> None:
         moved = model(ids)
     if not (moved - plain).abs().max() > 0:
         raise DeadHookError(
-            f"setting neurons at {neuron_point(model, model.cfg.n_layers - 1)} does not move the logits of this model"
+            f"setting neurons at {neuron_point(model, model.cfg.n_layers - 1)} does not move the"
+            " logits of this model"
         )
 
 
 @torch.no_grad()
 def promoters(
-    model: Model, reading: Sequence[int], tokens: Sequence[int], k: int, first_layer: int = 0, file: Path | None = None
+    model: Model,
+    reading: Sequence[int],
+    tokens: Sequence[int],
+    k: int,
+    first_layer: int = 0,
+    file: Path | None = None,
 ) -> tuple[Float[Tensor, "token k"], Int[Tensor, "token k two"]]:
     """The control table's k largest entries per token.
 
@@ -123,19 +134,27 @@ def promoters(
     assert_neurons_live(model)
     n_layers, n_neurons = model.cfg.n_layers, _width(model, first_layer)
     columns = torch.tensor(list(tokens), device=model.cfg.device)
-    best, where, done = torch.empty(len(tokens), 0), torch.empty(len(tokens), 0, 2, dtype=torch.long), first_layer
+    best, where, done = (
+        torch.empty(len(tokens), 0),
+        torch.empty(len(tokens), 0, 2, dtype=torch.long),
+        first_layer,
+    )
     if file is not None and (stored := _stored(file)) is not None:
         best, where, done = stored
     ids = torch.tensor([list(reading)], device=model.cfg.device)
     total = (n_layers - first_layer) * n_neurons
     if done < n_layers and file is not None:
         print(f"computing the control table once into {file}: {total:,} neurons", file=sys.stderr)
-    with progress_bar(total, "control table", "neuron", initial=(done - first_layer) * n_neurons) as bar:
+    with progress_bar(
+        total, "control table", "neuron", initial=(done - first_layer) * n_neurons
+    ) as bar:
         for layer in range(done, n_layers):
             for first in range(0, n_neurons, ROWS):
                 neurons = torch.arange(first, min(first + ROWS, n_neurons))
                 log_probs = _with_each(model, ids, layer, neurons)[:, columns].T.cpu()
-                at = torch.stack([torch.full_like(neurons, layer), neurons], dim=1).expand(len(tokens), -1, -1)
+                at = torch.stack([torch.full_like(neurons, layer), neurons], dim=1).expand(
+                    len(tokens), -1, -1
+                )
                 values, places = torch.cat([best, log_probs], dim=1), torch.cat([where, at], dim=1)
                 order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
                 best = values.gather(1, order)
@@ -156,7 +175,11 @@ def _stored(file: Path) -> tuple[Tensor, Tensor, int] | None:
     try:
         # Opened here: NumPy would leave a damaged file open.
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-            return torch.from_numpy(stored["best"]), torch.from_numpy(stored["where"]), int(stored["layers"])
+            return (
+                torch.from_numpy(stored["best"]),
+                torch.from_numpy(stored["where"]),
+                int(stored["layers"]),
+            )
     except (OSError, ValueError, EOFError, KeyError, BadZipFile):
         return None
 
@@ -165,7 +188,12 @@ def _width(model: Model, layer: int) -> int:
     """Number of neurons of a layer, counted in a pass: not every configuration states it."""
     found = []
     with model.hooks(
-        fwd_hooks=[(neuron_point(model, layer), lambda activation, hook: found.append(activation.shape[-1]))]
+        fwd_hooks=[
+            (
+                neuron_point(model, layer),
+                lambda activation, hook: found.append(activation.shape[-1]),
+            )
+        ]
     ):
         model(torch.zeros((1, 1), dtype=torch.long, device=model.cfg.device))
     return found[0]
@@ -174,7 +202,8 @@ def _width(model: Model, layer: int) -> int:
 def _with_each(
     model: Model, ids: Int[Tensor, "row=1 query"], layer: int, neurons: Int[Tensor, " neuron"]
 ) -> Float[Tensor, "neuron vocab"]:
-    """log P of the next token with each of a layer's neurons held at 50 by itself, at all positions."""
+    """log P of the next token with each of a layer's neurons held at 50 by itself, at all
+    positions."""
     rows = torch.arange(len(neurons), device=ids.device)
 
     def put(activation: Tensor, hook: Any) -> Tensor:

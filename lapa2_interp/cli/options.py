@@ -25,19 +25,23 @@ class AugmentationOptions:
     """Which bias is added, to which keys, for which queries, where."""
 
     alpha: float | None = None
-    """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method (`layout`: 0.5)."""
+    """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method
+    (`layout`: 0.5)."""
     profile: Literal["paper", "released"] = "paper"
-    """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its released code computes."""
+    """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its
+    released code computes."""
     law: Literal["log", "linear", "sqrt", "constant"] = "log"
     """The bias as a function of l: alpha*ln(l/n), alpha*l/n, alpha*sqrt(l/n), or alpha*ln(l0/n)."""
     l0: float | None = None
     """Fixed length of the constant law (the paper uses 128)."""
     span: str | None = None
-    """Boosted keys: prefix, prefix+bos, bos, released, or slots such as 1:4 or 0:2,5:6 (0 is BOS)."""
+    """Boosted keys: prefix, prefix+bos, bos, released, or slots such as 1:4 or 0:2,5:6 (0 is BOS).
+    """
     length_rule: Literal["paper", "kv"] | None = None
     """What l counts: keys without BOS (paper), or all keys (kv)."""
     phase: Literal["decode", "last_query", "all_queries"] | None = None
-    """Augmented queries: generated tokens; those and the last prompt token; or every query after the span."""
+    """Augmented queries: generated tokens; those and the last prompt token; or every query after
+    the span."""
     layers: str = "all"
     """all, bottom, top, even, odd, or numbers such as 0,1,5."""
     heads: str = "all"
@@ -56,7 +60,9 @@ class AugmentationOptions:
             "phase": self.phase,
         }
         found = Augmentation(
-            alpha=alpha, **fields, **{name: value for name, value in given.items() if value is not None}
+            alpha=alpha,
+            **fields,
+            **{name: value for name, value in given.items() if value is not None},
         )
         return found if found.alpha > 0 else None
 
@@ -68,7 +74,9 @@ def pairs(option: str, text: str, mark: str) -> Any:
     try:
         return tuple((int(a), int(b)) for a, b in (part.split(mark) for part in text.split(",")))
     except ValueError:
-        raise AugmentationError(f"--{option} {text!r} is not a list such as 1{mark}4,6{mark}8") from None
+        raise AugmentationError(
+            f"--{option} {text!r} is not a list such as 1{mark}4,6{mark}8"
+        ) from None
 
 
 def layer_numbers(text: str) -> Any:
@@ -92,7 +100,9 @@ def columns(texts: Sequence[str]) -> dict[str, str]:
     return _assignments(texts, "only", "COLUMN=VALUE, such as task=sentiment", ScoringError)
 
 
-def _assignments(texts: Sequence[str], option: str, form: str, kind: type[Lapa2Error]) -> dict[str, str]:
+def _assignments(
+    texts: Sequence[str], option: str, form: str, kind: type[Lapa2Error]
+) -> dict[str, str]:
     malformed = [text for text in texts if "=" not in text]
     if malformed:
         raise kind(f"--{option} {malformed[0]!r} is not of the form {form}")

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 app = App(
-    name="prefix", help="Train soft prefixes, measure them on held-out text, or import them.", help_format="plaintext"
+    name="prefix",
+    help="Train soft prefixes, measure them on held-out text, or import them.",
+    help_format="plaintext",
 )
 
 
@@ -36,29 +38,30 @@ def train(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Train a task's soft prefixes for a frozen model. Run the same command again to resume after an interruption.
+    """Train a task's soft prefixes for a frozen model; the same command resumes.
 
-    Writes one `<attribute>.safetensors` and one card, `<attribute>.json`, per attribute; generate with them by
-    `--set prefixes=FOLDER`. For example
+    Writes one `<attribute>.safetensors` and one card, `<attribute>.json`, per attribute; generate
+    with them by `--set prefixes=FOLDER`. For example
 
         lapa2 prefix train --task sentiment --data imdb --out results/sentiment-mle
         lapa2 prefix train --task sentiment --data reviews.jsonl --objective contrastive \\
             --set lr=0.03 --set limit=2000 --out results/sentiment-contrastive
 
-    Args:
-        out: The set's folder.
-        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed) with fields text and
+    Args: out: The set's folder. data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv,
+        .parquet, also compressed) with fields text and
             label, whose labels are the task's attributes; repeat the option for more.
-        held_out: The same, never trained on: its loss decides when to stop, and its texts give the cards' numbers. By default
-            250 texts per attribute are held out of the data.
+        held_out: The same, never trained on: its loss decides when to stop, and its texts give the
+            cards' numbers. By default 250 texts per attribute are held out of the data.
         model: A name of `lapa2 models`, a hub id or a folder.
         task: A task of `lapa2 tasks`, or the path of a task file.
         attribute: Train only this one; repeat for more.
-        objective: mle: each prefix alone, likelihood of its texts. contrastive: all together, told apart.
+        objective: mle: each prefix alone, likelihood of its texts. contrastive: all together, told
+            apart.
         parameterisation: direct, air (Air-Decoding), mlp (Prefix-Tuning) or linear (Con-Prefix).
         recipe: small (two cores), or a paper's: lapa2, air, con-prefix, prefix-tuning.
         start_from: Begin with the prefixes of this set.
-        changed: A field of the recipe as NAME=VALUE, such as lr=0.03 (`lapa2 prefix recipes` lists them).
+        changed: A field of the recipe as NAME=VALUE, such as lr=0.03 (`lapa2 prefix recipes` lists
+            them).
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.
     """
@@ -66,12 +69,27 @@ def train(
     from lapa2_interp.prefixes.make import make_set
     from lapa2_interp.prefixes.recipes import recipe as make_recipe
 
-    changes = {"objective": objective, "parameterisation": parameterisation, "start": "set" if start_from else None}
-    chosen = make_recipe(recipe, **({k: v for k, v in changes.items() if v is not None} | settings(changed)))
+    changes = {
+        "objective": objective,
+        "parameterisation": parameterisation,
+        "start": "set" if start_from else None,
+    }
+    chosen = make_recipe(
+        recipe, **({k: v for k, v in changes.items() if v is not None} | settings(changed))
+    )
     table = make_set(
-        model, load_task(task), out, data, held_out, chosen, attributes=attribute, start_from=start_from, device=device,
-        trust_remote_code=trust_remote_code, notify=_tell,
-    )  # fmt: skip
+        model,
+        load_task(task),
+        out,
+        data,
+        held_out,
+        chosen,
+        attributes=attribute,
+        start_from=start_from,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        notify=_tell,
+    )
     _show(out, table)
 
 
@@ -86,17 +104,14 @@ def evaluate(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Measure sets of soft prefixes on text they were not trained on, and write the numbers into their cards.
+    """Measure sets of soft prefixes on held-out text, and write the numbers into their cards.
 
-    Args:
-        folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes are measured once for all.
-        data: As in `lapa2 prefix train`; of corpora on the hub the test split is read.
-        task: The task; the one the set was trained for, by default.
-        limit: Texts per attribute, shared evenly among the data.
-        max_tokens: Tokens of each text that are read, from its beginning.
-        dtype: Precision of weights and computation.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        trust_remote_code: Run code that comes with the model.
+    Args: folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes
+        are measured once for all. data: As in `lapa2 prefix train`; of corpora on the hub the test
+        split is read. task: The task; the one the set was trained for, by default. limit: Texts per
+        attribute, shared evenly among the data. max_tokens: Tokens of each text that are read, from
+        its beginning. dtype: Precision of weights and computation. device: cpu, cuda, cuda:1; CUDA
+        when there is one, by default. trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.prefixes.make import measure_sets
 
@@ -120,25 +135,28 @@ def score_generated(
     seed: int = 1,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write texts behind sets of soft prefixes, without and with LaPA2, and put their attribute accuracy into the cards.
+    """Generate behind soft prefixes, without and with LaPA2; put the accuracy into their cards.
 
-    Args:
-        folders: Sets: folders of `lapa2 prefix train --out`.
-        samples: Texts per prompt of the task.
-        length: Tokens of a text, the prompt's included where the task counts them.
-        alpha: Strength of LaPA2.
-        classifier: embedded, or a sequence classifier: hub id or folder.
-        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this machine computes faster.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        seed: Seed of the random streams.
-        trust_remote_code: Run code that comes with a model.
+    Args: folders: Sets: folders of `lapa2 prefix train --out`. samples: Texts per prompt of the
+        task. length: Tokens of a text, the prompt's included where the task counts them. alpha:
+        Strength of LaPA2. classifier: embedded, or a sequence classifier: hub id or folder. dtype:
+        Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
+        computes faster. device: cpu, cuda, cuda:1; CUDA when there is one, by default. seed: Seed
+        of the random streams. trust_remote_code: Run code that comes with a model.
     """
     from lapa2_interp.runs.prefix_accuracy import prefix_accuracy
 
     table = prefix_accuracy(
-        folders, samples=samples, length=length, alpha=alpha, classifier=classifier, dtype=dtype, device=device, seed=seed,
+        folders,
+        samples=samples,
+        length=length,
+        alpha=alpha,
+        classifier=classifier,
+        dtype=dtype,
+        device=device,
+        seed=seed,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     print(table.to_string(index=False, float_format="%.3f"))
 
 
@@ -149,7 +167,11 @@ def recipes() -> None:
 
     for recipe_name, changes in RECIPES.items():
         full = Recipe.model_validate(changes).model_dump()
-        print(f"{recipe_name}: " + ", ".join(f"{field}={value}" for field, value in full.items()) + "\n")
+        print(
+            f"{recipe_name}: "
+            + ", ".join(f"{field}={value}" for field, value in full.items())
+            + "\n"
+        )
     print("fields")
     for name, field in Recipe.model_fields.items():
         print(f"  {name:<17} {' '.join((field.description or '').split())}".rstrip())
@@ -160,13 +182,22 @@ def _tell(text: str) -> None:
 
 
 def _show(folder: Path, table: pd.DataFrame) -> None:
-    """NLL of each attribute's texts behind each prefix, and how well the prefixes tell the attributes apart."""
+    """NLL of each attribute's texts behind each prefix, and how well the prefixes tell the
+    attributes apart."""
     from lapa2_interp.soft_prefix import cards
 
-    cells = table.assign(cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["nll", "low", "high"]].to_numpy()])
-    wide = cells.pivot(index="prefix", columns="label", values="cell").loc[list(dict.fromkeys(table["prefix"]))]
-    print("NLL per token of the held-out texts of each attribute (columns) behind each prefix (rows)")
-    print(wide[list(dict.fromkeys(table["label"]))].rename_axis(index=None, columns=None).to_string())
+    cells = table.assign(
+        cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["nll", "low", "high"]].to_numpy()]
+    )
+    wide = cells.pivot(index="prefix", columns="label", values="cell").loc[
+        list(dict.fromkeys(table["prefix"]))
+    ]
+    print(
+        "NLL per token of the held-out texts of each attribute (columns) behind each prefix (rows)"
+    )
+    print(
+        wide[list(dict.fromkeys(table["label"]))].rename_axis(index=None, columns=None).to_string()
+    )
     for card in cards(folder):
         found = card.held_out
         if found is not None:
@@ -174,7 +205,9 @@ def _show(folder: Path, table: pd.DataFrame) -> None:
     if found is not None:
         print(f"likeliest under its own prefix, all: {_percent(found.accuracy_of_set)}")
         print(f"the same with hard prefixes, all:    {_percent(found.hard_accuracy_of_set)}")
-        print(f"on {found.data}, {found.accuracy_of_set.n} texts of at most {found.max_tokens} tokens")
+        print(
+            f"on {found.data}, {found.accuracy_of_set.n} texts of at most {found.max_tokens} tokens"
+        )
 
 
 def _percent(found: object) -> str:
@@ -199,25 +232,25 @@ def import_(
 ) -> None:
     """Bring a soft prefix that other code trained into a set of this package.
 
-    Reads PEFT's prefix-tuning adapters (a folder with adapter_config.json), checkpoints of Air-Decoding and of the released LaPA2
-    code, and this package's own prefixes (to attach one to the same model from another place). For example
+    Reads PEFT's prefix-tuning adapters (a folder with adapter_config.json), checkpoints of
+    Air-Decoding and of the released LaPA2 code, and this package's own prefixes (to attach one to
+    the same model from another place). For example
 
         lapa2 prefix import ckpt-2/pytorch_model.bin --model gpt2-medium \\
             --task topic --attribute world --out results/air-topic
 
-    Args:
-        source: The adapter's folder, the checkpoint, or a .safetensors of this package.
-        out: The set's folder; the prefix is added to it.
-        model: The model it was trained for.
-        task: The task its attribute belongs to.
-        attribute: What it steers towards.
-        set_name: What the card calls the set.
-        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's (0-7: positive, negative, world, sports,
+    Args: source: The adapter's folder, the checkpoint, or a .safetensors of this package. out: The
+        set's folder; the prefix is added to it. model: The model it was trained for. task: The task
+        its attribute belongs to. attribute: What it steers towards. set_name: What the card calls
+        the set. number: Which prefix of an Air-Decoding checkpoint; by default the attribute's
+        (0-7: positive, negative, world, sports,
             business, science, nontoxic, toxic).
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes.importing import add_to_set
 
-    made = add_to_set(source, out, model, load_task(task), attribute, set_name, number, trust_remote_code)
+    made = add_to_set(
+        source, out, model, load_task(task), attribute, set_name, number, trust_remote_code
+    )
     print(f"{made!r} in {out}; generate with --set prefixes={out}")

@@ -1,4 +1,4 @@
-"""The commands that score texts: `lapa2 score` and `lapa2 scorers list | train | sheets | answers`."""
+"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets | answers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 app = App(
-    name="scorers", help="List and train scorers; make and read sheets for human raters.", help_format="plaintext"
+    name="scorers",
+    help="List and train scorers; make and read sheets for human raters.",
+    help_format="plaintext",
 )
 
 
@@ -45,18 +47,19 @@ def score(
 ) -> None:
     """Score the texts of a run, or of a file, and print means with 95 % intervals.
 
-    Writes scores.parquet (one row per text and metric), table.csv, and differences.csv (each arm against the baseline). For
-    example
+    Writes scores.parquet (one row per text and metric), table.csv, and differences.csv (each arm
+    against the baseline). For example
 
         lapa2 score results/lake --scorers accuracy perplexity distinct --out results/lake-scores
         lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
         lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
         lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
 
-    Args:
-        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet file with a column of texts
+    Args: source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
+        file with a column of texts
             (and prompt, attribute, arm, if known).
-        scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL (`lapa2 scorers list`).
+        scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL
+            (`lapa2 scorers list`).
         out: The folder of tables.
         column: The file's column of texts.
         attribute: What the texts of a file without such a column were steered towards.
@@ -74,7 +77,7 @@ def score(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with a model.
         force: Replace an earlier folder of tables.
-    """
+    """  # noqa: E501
     from lapa2_interp.runs.score import score as score_source
 
     found = score_source(
@@ -125,22 +128,24 @@ def train(
     c: float = 3.0,
     out: Path,
 ) -> None:
-    """Train an embedded classifier for a task: a linear model on hashed n-grams, a few minutes on one core.
+    """Train an embedded classifier for a task: a linear model on hashed n-grams.
 
     For example
 
         lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
 
-    Args:
-        task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
-        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed) with fields text and label;
-            repeat the option for more. =WEIGHT after it says how much its texts count, such as sst2=3.
+    Args: task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
+        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
+        with fields text and label;
+            repeat the option for more. =WEIGHT after it says how much its texts count, such as
+            sst2=3.
         test: The same, for the card's results; of corpora on the hub the test split is read.
-        graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for toxicity: four fifths of its rows
-            are learned, the rest tests the correlation. =WEIGHT as above.
+        graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for
+            toxicity: four fifths of its rows are learned, the rest tests the correlation. =WEIGHT
+            as above.
         c: Inverse strength of the L2 penalty.
         out: Folder of the weights and the card.
-    """
+    """  # noqa: E501
     from lapa2_interp.methods import load_task
     from lapa2_interp.scoring.training import make_scorer_files
 
@@ -164,7 +169,7 @@ def sheets(
     column: str = "text",
     only: Annotated[tuple[str, ...], Several] = (),
 ) -> None:
-    """Make blinded sheets for human raters, as CSV and as one HTML form that works offline, with the paper's rubric.
+    """Make blinded sheets with the paper's rubric for human raters, as CSV and as an HTML form.
 
     Args:
         source: A run folder, or a file with columns text, prompt, attribute (and arm).
@@ -179,8 +184,13 @@ def sheets(
     from lapa2_interp.scoring.human import make_sheets
 
     key = make_sheets(sheet_texts(source, column, columns(only)), out, n, seed)
-    counts = ", ".join(f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items())
-    print(f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep key.csv")
+    counts = ", ".join(
+        f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items()
+    )
+    print(
+        f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep"
+        " key.csv"
+    )
 
 
 @app.command
@@ -209,11 +219,15 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     keys = [
         key
         for key in KEYS
-        if key in table and (table[key].nunique() > 1 or (key in usual and (table[key] != "").any()))
+        if key in table
+        and (table[key].nunique() > 1 or (key in usual and (table[key] != "").any()))
     ]
     for scorer, part in table.groupby("scorer", sort=False):
         print(f"\n{scorer}")
-        interval = [f"[{low:.4g}, {high:.4g}]" if low == low else "" for low, high in part[["low", "high"]].to_numpy()]
+        interval = [
+            f"[{low:.4g}, {high:.4g}]" if low == low else ""
+            for low, high in part[["low", "high"]].to_numpy()
+        ]
         shown = part.assign(mean=[f"{mean:.4g}" for mean in part["mean"]], interval=interval)
         columns = [
             *keys,
@@ -228,15 +242,22 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     if (table["prompts"] == 1).any():
         print("\nno interval where there is one prompt, which tells no spread")
     if len(differences):
-        print("\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80 % power)")
+        print(
+            "\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80"
+            " % power)"
+        )
         drop = [key for key in differences if key == "scorer" or (key in KEYS and key not in keys)]
         shown = differences.drop(columns=drop)
-        shown = shown.assign(difference=shown["difference"].round(12) + 0.0)  # no -0 and no rounding error
+        shown = shown.assign(
+            difference=shown["difference"].round(12) + 0.0
+        )  # no -0 and no rounding error
         print(shown.to_string(index=False, float_format="%.4g"))
 
 
 def _labels(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",") if part]
     if any(len(pair) != 2 for pair in pairs):
-        raise ScoringError(f"--labels {text!r} is not a list such as LABEL_0=negative,LABEL_1=positive")
+        raise ScoringError(
+            f"--labels {text!r} is not a list such as LABEL_0=negative,LABEL_1=positive"
+        )
     return dict(pairs)

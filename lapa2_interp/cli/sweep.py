@@ -16,18 +16,24 @@ Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)
 
 
 def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
-    """List experiment grids with their cells, and what each takes on this machine, before anything runs.
+    """List experiment grids with their cells, and what each takes on this machine.
 
-    paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names, also every cell of those.
+    paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names,
+    also every cell of those.
 
-    Args:
-        names: Built-in grids, or paths of .toml files.
-        changes: KEY=VALUE replaces a key in every block, such as samples=2 or length=64; repeat the option for more.
-        as_json: Print JSON, cells in full.
+    Args: names: Built-in grids, or paths of .toml files. changes: KEY=VALUE replaces a key in every
+        block, such as samples=2 or length=64; repeat the option for more. as_json: Print JSON,
+        cells in full.
     """
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
-    from lapa2_interp.runs.estimates import estimate, machine_memory, machine_workers, shown_size, shown_time
+    from lapa2_interp.runs.estimates import (
+        estimate,
+        machine_memory,
+        machine_workers,
+        shown_size,
+        shown_time,
+    )
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
     found = [load_grid(name, parse_changes(changes), check=False) for name in names or built_in()]
@@ -35,14 +41,20 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
         print(
             json.dumps(
                 [
-                    {"name": g.name, "cells": [c.model_dump(mode="json") | {"key": c.key} for c in g.cells]}
+                    {
+                        "name": g.name,
+                        "cells": [c.model_dump(mode="json") | {"key": c.key} for c in g.cells],
+                    }
                     for g in found
                 ]
             )
         )
         return
     workers = machine_workers()
-    print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9}  {'scoring':>8}  {'disk':>8}")
+    print(
+        f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9} "
+        f" {'scoring':>8}  {'disk':>8}"
+    )
     basis, notes = [], []
     for grid in found:
         each = estimate(grid.cells, workers)
@@ -51,7 +63,10 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
             if each.needs < 0.9 * machine_memory()
             else f"  needs {shown_size(each.needs)} for weights: not on this machine"
         )
-        line = f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11}  {shown_time(each.seconds):>9}"
+        line = (
+            f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11} "
+            f" {shown_time(each.seconds):>9}"
+        )
         scoring = shown_time(scoring_seconds([grid]))
         print(f"{line}  {scoring:>8}  {shown_size(each.disk):>8}{fits}\n    {grid.description}")
         basis += each.basis.split("; ")
@@ -59,11 +74,12 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
         for cell in grid.cells:
             if cell.length > (most := model_size(cell.model).n_ctx):
                 notes.append(
-                    f"{grid.name} cannot run: length {cell.length} exceeds the context of {most} of {cell.model}"
+                    f"{grid.name} cannot run: length {cell.length} exceeds the context of {most} of"
+                    f" {cell.model}"
                 )
     print(
-        f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that grids share are made once; "
-        "scoring: by the embedded scorers, with tables and figures"
+        f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that"
+        " grids share are made once; scoring: by the embedded scorers, with tables and figures"
     )
     for note in dict.fromkeys(notes):
         print(note)
@@ -72,7 +88,10 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
             for cell in grid.cells:
                 print(f"{cell.key}  {cell.where}, {cell.samples} x {cell.length}")
     else:
-        print("\na grid of your own: save this as grid.toml, change it, and `lapa2 sweep grid.toml --out RUN`\n")
+        print(
+            "\na grid of your own: save this as grid.toml, change it, and `lapa2 sweep grid.toml"
+            " --out RUN`\n"
+        )
         print(EXAMPLE, end="")
 
 
@@ -97,32 +116,44 @@ def sweep(
         lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
         lapa2 sweep paper/detox --engine ray --address auto --out results/paper
 
-    Args:
-        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
-        out: The run folder.
-        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for more.
-        engine: local, or ray: workers on the machines of a Ray cluster.
-        workers: By default one per GPU, or per CPU core.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model over all GPUs of a worker.
-        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the run, else bfloat16 or float32,
+    Args: names: Built-in grids (`lapa2 grids`), or paths of .toml files. out: The run folder.
+        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
+        more. engine: local, or ray: workers on the machines of a Ray cluster. workers: By default
+        one per GPU, or per CPU core. device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        With ray also auto: a model over all GPUs of a worker. dtype: What dtype = "auto" means in
+        the grids; by default that of the grid's cells in the run, else bfloat16 or float32,
             whichever this machine computes faster. Grids that name a dtype keep it.
-        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so a text.
+        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
+            a text.
         address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
             default one on this machine.
-        gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span several.
+        gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span
+            several.
     """
     from lapa2_interp.runs.estimates import shown_time
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
 
     done = launch(
-        names, out, parse_changes(changes), engine=engine, workers=workers, device=device, dtype=dtype, threads=threads,
-        address=address, gpus_per_worker=gpus_per_worker,
-    )  # fmt: skip
-    print(f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were there: {out}")
+        names,
+        out,
+        parse_changes(changes),
+        engine=engine,
+        workers=workers,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        address=address,
+        gpus_per_worker=gpus_per_worker,
+    )
+    print(
+        f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were"
+        f" there: {out}"
+    )
     if done.failed:
         raise RunError(
-            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the same command tries them again"
+            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the same"
+            " command tries them again"
         )
 
 
@@ -134,7 +165,7 @@ def runs(
     traceback: Annotated[bool, Parameter(name="--traceback")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what is in a run folder: which cells are finished, missing or damaged, which failed and why.
+    """Tell what is in a run: which cells are finished, missing or damaged, which failed and why.
 
     Args:
         run: The folder of `lapa2 generate` or `lapa2 sweep`.
@@ -152,18 +183,30 @@ def runs(
         return
     for grid, keys in found.listing.grids.items():
         states = table[table["key"].isin(keys)]["state"].tolist()
-        print(f"{grid}: " + ", ".join(f"{states.count(name)} {name}" for name in STATES if name in states))
+        print(
+            f"{grid}: "
+            + ", ".join(f"{states.count(name)} {name}" for name in STATES if name in states)
+        )
     print()
     for row in shown.to_dict("records"):
-        made = f"{row['tokens']:.0f} tokens, {row['seconds']:.0f} s" if row["state"] == "finished" else row["why"]
+        made = (
+            f"{row['tokens']:.0f} tokens, {row['seconds']:.0f} s"
+            if row["state"] == "finished"
+            else row["why"]
+        )
         where = f"{found.plan[row['key']].where}, {row['samples']} x {row['max_length']}"
         print(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip())
     failures = found.failures
     if traceback:
         for key in shown["key"]:
             if key in failures:
-                print(f"\n{key}, {failures[key].when:%Y-%m-%d %H:%M} UTC\n{failures[key].traceback.rstrip()}")
+                print(
+                    f"\n{key}, {failures[key].when:%Y-%m-%d %H:%M}"
+                    f" UTC\n{failures[key].traceback.rstrip()}"
+                )
     elif failures:
-        print("\n--traceback shows where; `lapa2 sweep` with the same grids tries failed cells again")
+        print(
+            "\n--traceback shows where; `lapa2 sweep` with the same grids tries failed cells again"
+        )
     if (table["state"] == "damaged").any():
         print("\n`lapa2 sweep` with the same grids makes damaged cells anew")

@@ -86,7 +86,10 @@ def arrange(
         counts.append(n)
         steps.append(cell.length - n if cell.task.length_counts_prompt else cell.length)
         if steps[-1] < 1:
-            raise LayoutError(f"length {cell.length} leaves nothing to generate after the {n} tokens of {prompt!r}")
+            raise LayoutError(
+                f"length {cell.length} leaves nothing to generate after the {n} tokens of"
+                f" {prompt!r}"
+            )
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):
         if augmentation is not None:
@@ -95,11 +98,14 @@ def arrange(
         for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
             text = _text(branch, own, open_texts)
             slots = soft_slots.get(branch.name, 0)
-            each = layout(tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos)
+            each = layout(
+                tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
+            )
             if len(each) + new > size.n_ctx:
                 raise LayoutError(
-                    f"{len(each)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new ones exceed the "
-                    f"context of {size.n_ctx} of {cell.model}; shorten the prompt or the length"
+                    f"{len(each)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new"
+                    f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
+                    " or the length"
                 )
             if augmentation is not None and not open_texts:
                 each.spans(augmentation.span)

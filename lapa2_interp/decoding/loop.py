@@ -1,14 +1,15 @@
-"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one prompt.
+"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one
+prompt.
 
 For a group of samples:
 
 1. every branch reads every prompt once (rows: branch x prompt, left-padded);
 2. each prompt's keys, values and logits are expanded to its samples (rows: branch x sample);
-3. per step: the method combines the branches' log-probabilities, the sampler draws one token per sample, the token is
-   appended to all branches of that sample.
+3. per step: the method combines the branches' log-probabilities, the sampler draws one token per
+   sample, the token is appended to all branches of that sample.
 
-Every pass runs under the branch's augmentation (Algorithm 1) and under the method's interventions, if it makes any, and is
-observed by the trace recorder.
+Every pass runs under the branch's augmentation (Algorithm 1) and under the method's interventions,
+if it makes any, and is observed by the trace recorder.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 class Generation:
     """What a call of `generate` made.
 
-    Attributes:
-        samples: One row per sample: prompt, attribute, sample, text (as it is scored), continuation, tokens, n_tokens,
+    Attributes: samples: One row per sample: prompt, attribute, sample, text (as it is scored),
+        continuation, tokens, n_tokens,
             finish ("length", "end", or "empty" where no token was left to draw).
         trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
     """
@@ -68,7 +69,8 @@ class EmptyGenerationError(EmptyDistributionError):
 
 @dataclass
 class Ending:
-    """When and how the samples of a group end; `n_tokens` starts as the steps they were planned to have."""
+    """When and how the samples of a group end; `n_tokens` starts as the steps they were planned to
+    have."""
 
     n_tokens: list[int]
     finish: list[str]
@@ -84,11 +86,15 @@ class Ending:
     def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
         """End these samples after `at` tokens, if they have not ended before."""
         for i in which.nonzero()[:, 0].tolist():
-            if self.n_tokens[i] > at or (self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"):
+            if self.n_tokens[i] > at or (
+                self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"
+            ):
                 self.n_tokens[i], self.finish[i] = at, how
 
 
-def generate(model: Model, cell: Cell, kit: PrepareKit | None = None, progress: tqdm | None = None) -> Generation:
+def generate(
+    model: Model, cell: Cell, kit: PrepareKit | None = None, progress: tqdm | None = None
+) -> Generation:
     """Continue a cell's prompts with its model, and record where the attention went.
 
     Args:
@@ -111,16 +117,19 @@ def run_plan(
 ) -> Generation:
     """Carry out a plan.
 
-    Args:
-        groups: Some of the plan's groups; all by default.
-        progress: A bar to advance, shared by several plans; by default one of its own, shown after 2 s.
+    Args: groups: Some of the plan's groups; all by default. progress: A bar to advance, shared by
+        several plans; by default one of its own, shown after 2 s.
 
     Raises:
         TraceError: Patterns are asked of heads that the model does not have.
         EmptyGenerationError: At the end, if a text ran out of tokens.
     """
     cell = plan.cell
-    own = None if progress is not None else progress_bar(plan.new_tokens, f"{plan.method.name} {cell.attribute}")
+    own = (
+        None
+        if progress is not None
+        else progress_bar(plan.new_tokens, f"{plan.method.name} {cell.attribute}")
+    )
     bar = progress if own is None else own
     tables, traces, problems = [], [], []
     try:
@@ -129,17 +138,23 @@ def run_plan(
             ending = Ending.at(batch.steps)
             recorder = None
             if cell.trace != "none":
-                recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, cell.trace, cell.patterns)  # type: ignore[arg-type]
+                recorder = Recorder(
+                    model.cfg.n_layers, model.cfg.n_heads, cell.trace, cell.patterns
+                )  # type: ignore[arg-type]
             # sample step
             tokens = torch.stack(list(_decode(model, plan, batch, ending, recorder, bar)), dim=1)
             tables.append(_table(model, plan, batch, tokens, ending))
             problems += [
                 f"{plan.prompts[prompt]!r} sample {sample} at step {at}"
-                for (prompt, sample), at, how in zip(group, ending.n_tokens, ending.finish, strict=True)
+                for (prompt, sample), at, how in zip(
+                    group, ending.n_tokens, ending.finish, strict=True
+                )
                 if how == "empty"
             ]
             if recorder is not None:
-                traces.append(recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens))
+                traces.append(
+                    recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
+                )
     finally:
         if own is not None:
             own.close()
@@ -165,7 +180,9 @@ def _decode(
 ) -> Iterator[Int[Tensor, " sample"]]:
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
-    of_prompts = [augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)]
+    of_prompts = [
+        augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)
+    ]
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
@@ -174,7 +191,10 @@ def _decode(
         recorder.begin(batch.layouts, expansion)
     state: Any = method.begin(Start(batch.prepared, None, n_prompt))
     keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
-    with augmented(model, of_prompts, batch.layouts, recorder), with_neurons_set(model, method.intervene(state), len(branches)):
+    with (
+        augmented(model, of_prompts, batch.layouts, recorder),
+        with_neurons_set(model, method.intervene(state), len(branches)),
+    ):
         # row query vocab; row = branch x prompt
         read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
     rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
@@ -185,7 +205,9 @@ def _decode(
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
-    with augmented(model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder):
+    with augmented(
+        model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder
+    ):
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, branches)  # by branch: sample vocab
             log_weights = method.combine(log_probs, state)  # sample vocab
@@ -195,7 +217,11 @@ def _decode(
             ending.stop(empty, step, "empty")
             # An ended sample's row runs on with the others; what it draws is not read.
             # sample
-            tokens = draw(log_weights.masked_fill(empty[:, None], 0.0), uniform[:, step], top_k=plan.cell.top_k)
+            tokens = draw(
+                log_weights.masked_fill(empty[:, None], 0.0),
+                uniform[:, step],
+                top_k=plan.cell.top_k,
+            )
             state = method.advance(state, log_probs, tokens)
             yield tokens.cpu()
             bar.update(ending.running(step))
@@ -222,19 +248,28 @@ def _start(
         # by branch: prompt
         of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
         # by branch: prompt -> sample
-        log_likelihood = {name: each[owner.to(each.device)] for name, each in zip(branches, of_prompts, strict=True)}
+        log_likelihood = {
+            name: each[owner.to(each.device)]
+            for name, each in zip(branches, of_prompts, strict=True)
+        }
     device = "cpu" if read is None else read.device
-    return Start([batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device))
+    return Start(
+        [batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device)
+    )
 
 
-def _of_branches(logits: Float[Tensor, "row vocab"], branches: Sequence[str]) -> Mapping[str, Tensor]:
+def _of_branches(
+    logits: Float[Tensor, "row vocab"], branches: Sequence[str]
+) -> Mapping[str, Tensor]:
     """Log-probabilities by branch, in at least float32."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # row vocab -> by branch: sample vocab
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 
-def _table(model: Model, plan: Plan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending) -> pd.DataFrame:
+def _table(
+    model: Model, plan: Plan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
+) -> pd.DataFrame:
     rows = []
     for i, (prompt, sample) in enumerate(batch.pairs):
         made = tokens[i, : ending.n_tokens[i]].tolist()
@@ -262,9 +297,20 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
     """
     import xarray as xr
 
-    joined = xr.concat(list(traces), dim="sample", join="outer", data_vars="all", coords="different", compat="equals")
+    joined = xr.concat(
+        list(traces),
+        dim="sample",
+        join="outer",
+        data_vars="all",
+        coords="different",
+        compat="equals",
+    )
     joined = joined.assign_coords(sample=np.arange(len(table)))
     names = {"prompt": "prompt_text", "attribute": "attribute", "arm": "arm"}
     return joined.assign_coords(
-        {name: ("sample", table[column].astype(str).to_numpy()) for column, name in names.items() if column in table}
+        {
+            name: ("sample", table[column].astype(str).to_numpy())
+            for column, name in names.items()
+            if column in table
+        }
     )

@@ -1,4 +1,5 @@
-"""A cell resolved before anything runs: layouts, augmentations, steps, and which samples share a batch.
+"""A cell resolved before anything runs: layouts, augmentations, steps, and which samples share a
+batch.
 
 Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
 """
@@ -57,7 +58,11 @@ class Batch:
     def expansion(self) -> list[int]:
         """By row of the expanded batch (branch x sample), the row of the prompt pass it copies
         (branch x prompt)."""
-        return [first + own for first in range(0, len(self.layouts), self.n_prompts) for own in self.owner]
+        return [
+            first + own
+            for first in range(0, len(self.layouts), self.n_prompts)
+            for own in self.owner
+        ]
 
     @property
     def sample_layouts(self) -> list[Layout]:
@@ -155,7 +160,8 @@ class Plan:
     def merged(self) -> list[str]:
         """Tokens that cross the seam between a prefix and a prompt, in words."""
         found = [
-            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and counts as prefix"
+            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and"
+            " counts as prefix"
             for name, row in zip(self.branches, self.layouts, strict=True)
             for prompt, each in zip(self.prompts, row, strict=True)
             if each.merged is not None
@@ -178,26 +184,43 @@ def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
         PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
     card, method = model_card(model), cell.decoder
-    for name, given in (("model", card.name), ("dtype", card.dtype), ("model_class", card.model_class)):
+    for name, given in (
+        ("model", card.name),
+        ("dtype", card.dtype),
+        ("model_class", card.model_class),
+    ):
         if given != getattr(cell, name):
-            raise ModelError(f"the cell's {name} is {getattr(cell, name)!r}, and the model's {given!r}")
+            raise ModelError(
+                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {given!r}"
+            )
     prefixes = tuple(
-        find_prefix(model, cell.task.name, branch.prefix.set, branch.prefix.attribute)
-        if isinstance(branch.prefix, Soft)
-        else None
+        (
+            find_prefix(model, cell.task.name, branch.prefix.set, branch.prefix.attribute)
+            if isinstance(branch.prefix, Soft)
+            else None
+        )
         for branch in cell.branches
     )
     names = tuple(branch.name for branch in cell.branches)
-    slots = {name: len(prefix) for name, prefix in zip(names, prefixes, strict=True) if prefix is not None}
+    slots = {
+        name: len(prefix)
+        for name, prefix in zip(names, prefixes, strict=True)
+        if prefix is not None
+    }
     arrangement = arrange(cell, model.tokenizer, card, slots)
     prepared = (Prepared(),) * len(cell.prompts)
     if type(method).prepare is not Method.prepare:
         if kit is None:
-            raise MethodError(f"{method.name} prepares for its prompts; give plan or generate a kit (lapa2_interp.kit)")
+            raise MethodError(
+                f"{method.name} prepares for its prompts; give plan or generate a kit"
+                " (lapa2_interp.kit)"
+            )
         prepared = _prepare(method, kit, cell)
         arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
     rows = cell.max_rows or _default_rows(model, method, arrangement)
-    pairs = [(prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)]
+    pairs = [
+        (prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)
+    ]
     size = max(1, rows // len(names))
     return Plan(
         cell=cell,
@@ -213,7 +236,9 @@ def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
 
 def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...]:
     prepared = []
-    with progress_bar(len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt") as bar:
+    with progress_bar(
+        len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"
+    ) as bar:
         for prompt in cell.prompts:
             prepared.append(method.prepare(kit, cell.task, cell.attribute, prompt))
             bar.update()
@@ -234,7 +259,11 @@ def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int
 
 
 def _groups(
-    pairs: Sequence[tuple[int, int]], size: int, longest: Sequence[int], steps: Sequence[int], n_ctx: int
+    pairs: Sequence[tuple[int, int]],
+    size: int,
+    longest: Sequence[int],
+    steps: Sequence[int],
+    n_ctx: int,
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Batches in order: at most `size` samples each. A batch's longest branch and largest number of
     steps must fit the context together."""

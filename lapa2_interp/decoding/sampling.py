@@ -1,11 +1,13 @@
-"""Drawing the next token from the controlled weights: top-k, then one uniform number per sample and step.
+"""Drawing the next token from the controlled weights: top-k, then one uniform number per sample and
+step.
 
 A draw must not depend on who else is in the batch, so
 
-- the numbers come from a counter-based stream keyed by (seed, prompt text, sample): sample 7 of 20 draws what sample 7 alone
-  draws, a 64-token text is the first 64 tokens of the 512-token one, and baseline and LaPA2 share their numbers;
-- kept tokens are walked in token-id order and ties at rank k go to the smaller id, so that two logits swapping ranks in the
-  last bit cannot move a draw.
+- the numbers come from a counter-based stream keyed by (seed, prompt text, sample): sample 7 of 20
+  draws what sample 7 alone draws, a 64-token text is the first 64 tokens of the 512-token one, and
+  baseline and LaPA2 share their numbers;
+- kept tokens are walked in token-id order and ties at rank k go to the smaller id, so that two
+  logits swapping ranks in the last bit cannot move a draw.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from lapa2_interp.errors import EmptyDistributionError
 
 
 def uniforms(seed: int, prompt: str, sample: int, steps: int) -> Float[np.ndarray, " step"]:
-    """The uniform numbers in [0, 1) of one sample's steps; a longer stream begins with a shorter one."""
+    """The uniform numbers in [0, 1) of one sample's steps; a longer stream begins with a shorter
+    one."""
     key = hashlib.sha256(f"{seed}\0{sample}\0{prompt}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64))).random(steps)
+    return np.random.Generator(
+        np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64))
+    ).random(steps)
 
 
 def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor, "sample kept"]:
-    """Ids of the k largest log-weights of each sample, ascending; ties at rank k go to the smaller id."""
+    """Ids of the k largest log-weights of each sample, ascending; ties at rank k go to the smaller
+    id."""
     k = min(k, log_weights.shape[1])
     ranked, ids = log_weights.topk(min(k + 1, log_weights.shape[1]), dim=1)  # sample rank
     if ranked.shape[1] > k:
@@ -38,7 +44,9 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
             weights, last = log_weights[tied], ranked[tied, k - 1 : k]
             kept = ~(weights < last)  # nan ranks first, as in topk
             row, token = (weights == last).nonzero(as_tuple=True)  # tie: its tied_sample and its id
-            from_end = torch.searchsorted(row, row, right=True) - torch.arange(len(row), device=row.device)
+            from_end = torch.searchsorted(row, row, right=True) - torch.arange(
+                len(row), device=row.device
+            )
             above = (~(ranked[tied] <= last)).sum(dim=1)  # tied_sample
             surplus = from_end <= (above + row.bincount(minlength=len(last)) - k)[row]
             kept[row[surplus], token[surplus]] = False
@@ -49,15 +57,16 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
 def draw(
     log_weights: Float[Tensor, "sample vocab"], uniform: Float[Tensor, " sample"], *, top_k: int
 ) -> Int[Tensor, " sample"]:
-    """One token per sample: keep the top k, normalise, invert the cumulative distribution at the uniform number.
+    """One token per sample: keep the top k, normalise, invert the cumulative distribution at the
+    uniform number.
 
     Args:
         log_weights: Controlled log-weights; need not be normalised. -inf excludes a token.
         uniform: One number in [0, 1) per sample.
         top_k: Tokens kept, >= 1.
 
-    Raises:
-        EmptyDistributionError: A sample has no token of positive weight, or its weights are not numbers.
+    Raises: EmptyDistributionError: A sample has no token of positive weight, or its weights are not
+        numbers.
     """
     kept = keep_top_k(log_weights, top_k)
     chosen = log_weights.gather(1, kept).double()  # sample vocab -> sample kept
@@ -69,7 +78,9 @@ def draw(
             f"no token of sample {row} has positive, finite weight; weaken the method's parameters"
         )
     cumulative = (chosen - best).exp().cumsum(dim=1)  # sample kept
-    # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the total.
-    # sample 1
-    place = torch.searchsorted(cumulative, uniform[:, None].double() * cumulative[:, -1:], right=True)
+    # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the
+    # total. sample 1
+    place = torch.searchsorted(
+        cumulative, uniform[:, None].double() * cumulative[:, -1:], right=True
+    )
     return kept.gather(1, place.clamp(max=kept.shape[1] - 1))[:, 0]  # sample 1 -> sample

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 SCORES_AT_ONCE = 2**24
-"""Attention scores of one layer that a chunk may hold; 64 MiB each time they are copied in float32."""
+"""Attention scores of one layer that a chunk may hold; 64 MiB each time they are copied in float32.
+"""
 KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
@@ -51,9 +52,8 @@ def teacher_forced(
 ) -> xr.Dataset:
     """The trace of texts that are given, row by row, behind their prefixes and prompts.
 
-    Args:
-        layouts: One per row, or one for all.
-        texts: Token ids after the prompt, of any lengths >= 1. Step t is the query that would predict token t, so that as many
+    Args: layouts: One per row, or one for all. texts: Token ids after the prompt, of any lengths >=
+        1. Step t is the query that would predict token t, so that as many
             steps are recorded as there are tokens, and the last token is not read.
         augmentation: One, or one per row.
         prefixes: The rows' soft prefixes.
@@ -70,40 +70,59 @@ def teacher_forced(
     rows = [[int(token) for token in text] for text in texts]
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
     if trace == "none" or not rows or not all(rows):
-        given_texts = "trace 'none'" if trace == "none" else f"{len(rows)} texts" + (", one empty" if rows else "")
+        given_texts = (
+            "trace 'none'"
+            if trace == "none"
+            else f"{len(rows)} texts" + (", one empty" if rows else "")
+        )
         raise TraceError(
-            f"a teacher-forced trace needs texts of at least one token, and trace pooled or full; found {given_texts}"
+            "a teacher-forced trace needs texts of at least one token, and trace pooled or full;"
+            f" found {given_texts}"
         )
     if len(given) != len(rows):
-        raise LayoutError(f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all")
+        raise LayoutError(
+            f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
+        )
     rules = list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(rows)
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
     if not len(rules) == len(soft) == len(rows):
-        raise LayoutError(f"{len(rules)} augmentations and {len(soft)} prefixes for {len(rows)} texts; give one a text")
+        raise LayoutError(
+            f"{len(rules)} augmentations and {len(soft)} prefixes for {len(rows)} texts; give one a"
+            " text"
+        )
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
     for each, row in zip(given, rows, strict=True):
         if each.n_live + len(row) - 1 > model.cfg.n_ctx:
             raise LayoutError(
-                f"prefix, prompt and text have {each.n_live + len(row) - 1} tokens, more than the model's context of "
-                f"{model.cfg.n_ctx}; give at most {model.cfg.n_ctx - each.n_live + 1} tokens of text"
+                f"prefix, prompt and text have {each.n_live + len(row) - 1} tokens, more than the"
+                f" model's context of {model.cfg.n_ctx}; give at most"
+                f" {model.cfg.n_ctx - each.n_live + 1} tokens of text"
             )
     parts = []
     for group in _groups(given, rows, model.cfg.n_ctx):
         batch = _Batch(
-            [given[i] for i in group], [rows[i] for i in group], [rules[i] for i in group], [soft[i] for i in group]
+            [given[i] for i in group],
+            [rows[i] for i in group],
+            [rules[i] for i in group],
+            [soft[i] for i in group],
         )
         parts.append(_read(model, batch, trace, branch, chunk, progress))
     if len(parts) == 1:
         return parts[0]
     import xarray as xr
 
-    whole = xr.concat(parts, dim="sample", join="outer", data_vars="all", coords="different", compat="equals")
+    whole = xr.concat(
+        parts, dim="sample", join="outer", data_vars="all", coords="different", compat="equals"
+    )
     return whole.assign_coords(sample=np.arange(len(rows)))
 
 
-def _groups(layouts: Sequence[Layout], rows: Sequence[Sequence[int]], n_ctx: int) -> list[list[int]]:
-    """Rows that are read together, in order: as many as fit the context side by side and the memory meant for a batch."""
+def _groups(
+    layouts: Sequence[Layout], rows: Sequence[Sequence[int]], n_ctx: int
+) -> list[list[int]]:
+    """Rows that are read together, in order: as many as fit the context side by side and the memory
+    meant for a batch."""
     groups: list[list[int]] = []
     for i in range(len(rows)):
         group = [*groups[-1], i] if groups else [i]
@@ -116,7 +135,12 @@ def _groups(layouts: Sequence[Layout], rows: Sequence[Sequence[int]], n_ctx: int
 
 
 def _width(layouts: Sequence[Layout], rows: Sequence[Sequence[int]]) -> int:
-    return max(each.soft for each in layouts) + max(len(each.ids) for each in layouts) + max(map(len, rows)) - 1
+    return (
+        max(each.soft for each in layouts)
+        + max(len(each.ids) for each in layouts)
+        + max(map(len, rows))
+        - 1
+    )
 
 
 class _Batch(NamedTuple):
@@ -129,7 +153,12 @@ class _Batch(NamedTuple):
 
 
 def _read(
-    model: Model, batch: _Batch, trace: TraceKind, branch: str, chunk: int | None, progress: tqdm | None
+    model: Model,
+    batch: _Batch,
+    trace: TraceKind,
+    branch: str,
+    chunk: int | None,
+    progress: tqdm | None,
 ) -> xr.Dataset:
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)

@@ -63,7 +63,9 @@ def find(name: str) -> type[Method]:
     if ":" not in name:
         known = registry()
         if name not in known:
-            raise MethodError(f"{one_of('method', name, known)}; or one of your own as MODULE:CLASS")
+            raise MethodError(
+                f"{one_of('method', name, known)}; or one of your own as MODULE:CLASS"
+            )
         return known[name]
     module, _, place = name.partition(":")
     try:
@@ -72,12 +74,13 @@ def find(name: str) -> type[Method]:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise MethodError(
-            f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER says where it "
-            "lies), and CLASS a name in it"
+            f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER"
+            " says where it lies), and CLASS a name in it"
         ) from None
     if not (isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)):
         raise MethodError(
-            f"method {name!r} is {found!r}; it must be a dataclass derived from lapa2_interp.methods.Method"
+            f"method {name!r} is {found!r}; it must be a dataclass derived from"
+            " lapa2_interp.methods.Method"
         )
     return found
 
@@ -85,7 +88,11 @@ def find(name: str) -> type[Method]:
 def name_of(method: Method) -> str:
     """The name by which `find` returns a method's class."""
     kind = type(method)
-    return method.name if registry().get(method.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
+    return (
+        method.name
+        if registry().get(method.name) is kind
+        else f"{kind.__module__}:{kind.__qualname__}"
+    )
 
 
 def get(name: str, **parameters: Any) -> Method:
@@ -99,7 +106,9 @@ def get(name: str, **parameters: Any) -> Method:
     """
     kind = find(name)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = [each for each in parameters if each not in names]  # a dataclass of one's own may pass them over
+    unknown = [
+        each for each in parameters if each not in names
+    ]  # a dataclass of one's own may pass them over
     if unknown:
         raise MethodError(f"method {name!r}: {one_of('field', unknown[0], names)}")
     try:
@@ -109,7 +118,8 @@ def get(name: str, **parameters: Any) -> Method:
 
 
 def for_task(name: str, task: Task, **parameters: Any) -> Method:
-    """A method with the parameters the task's file gives it, such as Air-Decoding's omega, overridden by the caller's.
+    """A method with the parameters the task's file gives it, such as Air-Decoding's omega,
+    overridden by the caller's.
 
     Raises:
         MethodError: As `get`.
@@ -140,9 +150,11 @@ def load_task(name: str) -> Task:
 def assign(
     method: Method, branches: Sequence[Branch], augmentation: Augmentation | None
 ) -> tuple[Augmentation | None, ...]:
-    """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where the method has it on.
+    """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
+    the method has it on.
 
-    An explicit span counts the keys of prefix branches, so beside those the base branch gets its profile's span.
+    An explicit span counts the keys of prefix branches, so beside those the base branch gets its
+    profile's span.
 
     Raises:
         AugmentationError: There is no branch for the augmentation to act on.
@@ -150,13 +162,38 @@ def assign(
     steered = any(branch.prefix is not None for branch in branches)
     on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
     of_branches = tuple(
-        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None for branch in branches
+        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None
+        for branch in branches
     )
     if augmentation is not None and not any(of_branches):
         raise AugmentationError(
-            f"{method.name} has no prefix for an augmentation to act on; generate without one (alpha 0, augmentation none)"
+            f"{method.name} has no prefix for an augmentation to act on; generate without one"
+            " (alpha 0, augmentation none)"
         )
     return of_branches
 
 
-__all__ = ["FLOOR", "Branch", "Intervention", "LogLikelihoods", "LogProbs", "Method", "PrepareKit", "Prepared", "Soft", "Start", "State", "assign", "attribute_prefix", "checked", "contrast", "find", "for_task", "get", "load_task", "name_of", "nucleus", "registry"]
+__all__ = [
+    "FLOOR",
+    "Branch",
+    "Intervention",
+    "LogLikelihoods",
+    "LogProbs",
+    "Method",
+    "PrepareKit",
+    "Prepared",
+    "Soft",
+    "Start",
+    "State",
+    "assign",
+    "attribute_prefix",
+    "checked",
+    "contrast",
+    "find",
+    "for_task",
+    "get",
+    "load_task",
+    "name_of",
+    "nucleus",
+    "registry",
+]

@@ -7,9 +7,10 @@ Per class c and token x, from the class's prefixed model:
     R_j        <- R_j n_j(x_t) / n_a(x_t)                after sampling x_t; 1 before the first step
     w(x)        = P_base(x) cond_a(x)^omega
 
-omega = 140 takes weights far below what float32 holds, so this is computed on logarithms. `numerics="released"` multiplies in
-float32 as the released code does: weights below about 7e-46 vanish, and a token the target class is certain of gets weight 0.
-"""
+omega = 140 takes weights far below what float32 holds, so this is computed on logarithms.
+`numerics="released"` multiplies in float32 as the released code does: weights below about 7e-46
+vanish, and a token the target class is certain of gets weight 0.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,20 +30,23 @@ from lapa2_interp.tasks import Task
 class AirDecoding(Method):
     """Air-Decoding. The state holds R_j (log R_j in log space) per competing class, [sample].
 
-    Args:
-        omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox stand in the task files.
-        posterior: "reconstructed" (released code and Air-Decoding's paper) or "plain" (the LaPA2 paper's Eq. 5).
-        numerics: "log" or "released".
-        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks choose in their files: hard for
+    Args: omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox
+        stand in the task files. posterior: "reconstructed" (released code and Air-Decoding's paper)
+        or "plain" (the LaPA2 paper's Eq. 5). numerics: "log" or "released". prefixes: "hard", or
+        soft ones: mle, contrastive, or a set's folder. The paper's tasks choose in their files:
+        hard for
             sentiment, mle for topic and detox.
-        pro_aug: Also strengthen the prompt on the base branch; the paper's default for sentiment and topic, off for detox.
+        pro_aug: Also strengthen the prompt on the base branch; the paper's default for sentiment
+            and topic, off for detox.
     """
 
     name: ClassVar[str] = "air-decoding"
     paper_name: ClassVar[str] = "Air-Decoding"
     equation: ClassVar[str] = "w = P_base (n_target / sum_j R_j n_j)^omega, n = -1 / ln P"
     alpha: ClassVar[float] = 0.5
-    when_empty: ClassVar[str] = "omega takes every weight below float32; lower omega or set numerics=log"
+    when_empty: ClassVar[str] = (
+        "omega takes every weight below float32; lower omega or set numerics=log"
+    )
     omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 140.0
     posterior: Literal["reconstructed", "plain"] = "reconstructed"
     numerics: Literal["log", "released"] = "log"
@@ -57,7 +61,10 @@ class AirDecoding(Method):
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
         log_n = self._log_n(log_probs)
-        with_ratio = [each if state is None or c == "target" else each + state[c][:, None] for c, each in log_n.items()]
+        with_ratio = [
+            each if state is None or c == "target" else each + state[c][:, None]
+            for c, each in log_n.items()
+        ]
         log_cond = log_n["target"] - torch.stack(with_ratio).logsumexp(dim=0)
         return log_probs["base"] + self.omega * log_cond
 
@@ -68,21 +75,40 @@ class AirDecoding(Method):
         sampled = {c: each.gather(1, tokens[:, None])[:, 0] for c, each in n.items()}
         target = sampled.pop("target")
         if released:
-            return {c: (1.0 if state is None else state[c]) * each / target for c, each in sampled.items()}
-        return {c: (0.0 if state is None else state[c]) + each - target for c, each in sampled.items()}
+            return {
+                c: (1.0 if state is None else state[c]) * each / target
+                for c, each in sampled.items()
+            }
+        return {
+            c: (0.0 if state is None else state[c]) + each - target for c, each in sampled.items()
+        }
 
     def _log_n(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
-        """ln n_c by class; a certain token's ln P is kept just below 0, an impossible one's above -inf."""
-        classes = {c: each.clamp(FLOOR, -torch.finfo(each.dtype).tiny) for c, each in log_probs.items() if c != "base"}
-        return {c: -(-each).log() if self.posterior == "reconstructed" else each for c, each in classes.items()}
+        """ln n_c by class; a certain token's ln P is kept just below 0, an impossible one's above
+        -inf."""
+        classes = {
+            c: each.clamp(FLOOR, -torch.finfo(each.dtype).tiny)
+            for c, each in log_probs.items()
+            if c != "base"
+        }
+        return {
+            c: -(-each).log() if self.posterior == "reconstructed" else each
+            for c, each in classes.items()
+        }
 
     def _n_released(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
         """n_c by class in float32, infinite where a class is certain."""
         classes = {c: each.float() for c, each in log_probs.items() if c != "base"}
-        return {c: -1 / each if self.posterior == "reconstructed" else each.exp() for c, each in classes.items()}
+        return {
+            c: -1 / each if self.posterior == "reconstructed" else each.exp()
+            for c, each in classes.items()
+        }
 
     def _combine_released(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         n = self._n_released(log_probs)
-        total = sum(each if state is None or c == "target" else each * state[c][:, None] for c, each in n.items())
+        total = sum(
+            each if state is None or c == "target" else each * state[c][:, None]
+            for c, each in n.items()
+        )
         cond = (n["target"] / total).nan_to_num(nan=0.0)
         return (log_probs["base"].float().exp() * cond**self.omega).log()

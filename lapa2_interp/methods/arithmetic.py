@@ -2,8 +2,9 @@
 
     formula = "target - 0.96 * union(opponents, target)"
 
-1. Every name stands for a branch's log P(x) and has weight 1; a number weighs itself. Sums, differences and multiples of
-   formulas have the sums, differences and multiples of their values and weights.
+1. Every name stands for a branch's log P(x) and has weight 1; a number weighs itself. Sums,
+   differences and multiples of formulas have the sums, differences and multiples of their values
+   and weights.
 2. union(a, b) is the larger value, intersection(a, b) the smaller; the weight is that of the value
    taken, token by token.
 3. log w = log_softmax(value / weight), or the value alone where some weight is 0.
@@ -25,11 +26,20 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError, one_of
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    attribute_prefix,
+    checked,
+)
 from lapa2_interp.tasks import Task
 
 Weighted = tuple[Tensor, Tensor, float]
-"""A formula's value, its weight, and what the weight would be if nothing cancelled; plain numbers are tensors of no axes."""
+"""A formula's value, its weight, and what the weight would be if nothing cancelled; plain numbers
+are tensors of no axes."""
 CHOICES = {"union": torch.ge, "intersection": torch.lt}
 """When the first of two formulas is taken."""
 
@@ -38,9 +48,10 @@ CHOICES = {"union": torch.ge, "intersection": torch.lt}
 class Arithmetic(Method):
     """Model Arithmetic.
 
-    Args:
-        formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( ) numbers, union(a, b) and
-            intersection(a, b). "base" alone is the raw model (with --alpha 0: there is no prefix to strengthen).
+    Args: formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( )
+        numbers, union(a, b) and
+            intersection(a, b). "base" alone is the raw model (with --alpha 0: there is no prefix to
+            strengthen).
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -51,7 +62,9 @@ class Arithmetic(Method):
     alpha: ClassVar[float] = 0.5
     of_paper: ClassVar[bool] = False
     text_names: ClassVar[tuple[str, ...] | None] = None
-    when_empty: ClassVar[str] = "the formula's weights cancel or overflow; see what its weights add up to"
+    when_empty: ClassVar[str] = (
+        "the formula's weights cancel or overflow; see what its weights add up to"
+    )
     formula: str = "target - 0.96 * union(opponents, target)"
     prefixes: str = "hard"
     pro_aug: bool = False
@@ -70,18 +83,26 @@ class Arithmetic(Method):
         names = _names(self.formula)
         others = [name for name in task.attributes if name != attribute]
         texts = task.texts(self.name, attribute)
-        taken = [name for name in texts if name in ("base", "target", "opponents", *others, *CHOICES)]
+        taken = [
+            name for name in texts if name in ("base", "target", "opponents", *others, *CHOICES)
+        ]
         if taken:
             raise MethodError(
-                f"arithmetic: the text {taken[0]!r} of task {task.name!r} has a branch's name; give it another"
+                f"arithmetic: the text {taken[0]!r} of task {task.name!r} has a branch's name; give"
+                " it another"
             )
         known: dict[str, tuple[Branch, ...]] = {
             "base": (Branch("base"),),
             "target": (Branch("target", attribute_prefix(task, attribute, self.prefixes)),),
-            **{other: (Branch(other, attribute_prefix(task, other, self.prefixes)),) for other in others},
+            **{
+                other: (Branch(other, attribute_prefix(task, other, self.prefixes)),)
+                for other in others
+            },
             **{name: (Branch(name, text, "\n"),) for name, text in texts.items()},
         }
-        known["opponents"] = tuple(branch for other in others if other not in names for branch in known[other])
+        known["opponents"] = tuple(
+            branch for other in others if other not in names for branch in known[other]
+        )
         chosen: dict[str, Branch] = {}
         for name in names:
             if name not in known:
@@ -90,8 +111,9 @@ class Arithmetic(Method):
                 raise MethodError(f"arithmetic: formula: {one_of('name', name, usable)}")
             if not known[name]:
                 raise MethodError(
-                    f"arithmetic: {attribute!r} has no opponents on task {task.name!r} that the formula {self.formula!r} "
-                    "does not name itself; give --set formula=..., such as 'base + 1.5 * (target - base)'"
+                    f"arithmetic: {attribute!r} has no opponents on task {task.name!r} that the"
+                    f" formula {self.formula!r} does not name itself; give --set formula=..., such"
+                    " as 'base + 1.5 * (target - base)'"
                 )
             chosen |= {branch.name: branch for branch in known[name]}
         return tuple(chosen.values())
@@ -105,7 +127,8 @@ class Arithmetic(Method):
         missing = [name for name in names if name not in given]
         if missing:
             raise MethodError(
-                f"log_probs needs the branches {', '.join(names)}; found {', '.join(log_probs) or 'none'}"
+                f"log_probs needs the branches {', '.join(names)}; found"
+                f" {', '.join(log_probs) or 'none'}"
             )
         value, weight, size = _evaluate(_tree(self.formula).body, given)
         if (weight.abs() <= 1e-9 * size).any():  # 0.6 + 0.3 - 0.9 is not quite 0
@@ -123,9 +146,13 @@ def _tree(formula: str) -> ast.Expression:
         tree = ast.parse(formula.strip(), mode="eval")
         is_number = _check(tree.body, formula)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise MethodError(f"formula {formula[:60]!r}: {getattr(error, 'msg', error) or type(error).__name__}") from None
+        raise MethodError(
+            f"formula {formula[:60]!r}: {getattr(error, 'msg', error) or type(error).__name__}"
+        ) from None
     if not is_number and _cancels(tree):
-        raise MethodError(f"formula {formula!r} cancels to nothing, and every token would weigh the same")
+        raise MethodError(
+            f"formula {formula!r} cancels to nothing, and every token would weigh the same"
+        )
     if is_number:
         raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
     return tree
@@ -133,8 +160,16 @@ def _tree(formula: str) -> ast.Expression:
 
 def _cancels(tree: ast.Expression) -> bool:
     """Whether a formula is 0 whatever its branches say."""
-    names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in CHOICES})
-    made = torch.rand(len(names), 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log()
+    names = sorted(
+        {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and node.id not in CHOICES
+        }
+    )
+    made = torch.rand(
+        len(names), 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).log()
     value, _, size = _evaluate(tree.body, dict(zip(names, made, strict=True)))
     return bool((value.abs() <= 1e-9 * size).all())
 
@@ -156,18 +191,25 @@ def _check(node: ast.expr, formula: str) -> bool:
             numbers = _check(left, formula), _check(right, formula)
             if any(numbers):
                 return all(numbers)
-            raise MethodError(f"formula {formula!r} multiplies two branches; one side of * must be a number")
+            raise MethodError(
+                f"formula {formula!r} multiplies two branches; one side of * must be a number"
+            )
         case ast.BinOp(op=ast.Div(), left=left, right=right):
             number = _check(left, formula)
             if _check(right, formula):
                 if _number(right) == 0:
                     raise MethodError(f"formula {formula!r} divides by 0")
                 return number
-            raise MethodError(f"formula {formula!r} divides by a branch; the right side of / must be a number")
-        case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as parts, keywords=[]) if name in CHOICES:
+            raise MethodError(
+                f"formula {formula!r} divides by a branch; the right side of / must be a number"
+            )
+        case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as parts, keywords=[]) if (
+            name in CHOICES
+        ):
             return min([_check(part, formula) for part in parts])  # every part is checked
     raise MethodError(
-        f"formula {formula!r}: {ast.unparse(node)!r} is not a branch, a number, + - * / ( ), union(a, b) or intersection(a, b)"
+        f"formula {formula!r}: {ast.unparse(node)!r} is not a branch, a number, + - * / ( ),"
+        " union(a, b) or intersection(a, b)"
     )
 
 
@@ -178,8 +220,16 @@ def _number(node: ast.expr) -> float:
 
 def _names(formula: str) -> list[str]:
     """The branches a formula names, in order."""
-    found = [node for node in ast.walk(_tree(formula)) if isinstance(node, ast.Name) and node.id not in CHOICES]
-    return list(dict.fromkeys(node.id for node in sorted(found, key=lambda node: (node.lineno, node.col_offset))))
+    found = [
+        node
+        for node in ast.walk(_tree(formula))
+        if isinstance(node, ast.Name) and node.id not in CHOICES
+    ]
+    return list(
+        dict.fromkeys(
+            node.id for node in sorted(found, key=lambda node: (node.lineno, node.col_offset))
+        )
+    )
 
 
 def _evaluate(node: ast.expr, given: LogProbs) -> Weighted:

@@ -8,7 +8,8 @@ that it can be tried on a made-up vocabulary:
     log_weights = method.combine(log_probs, state=None)       # [sample, vocab], need not be normalised
     state = method.advance(None, log_probs, tokens)           # tokens [sample]; what the next step's combine is given
 
-The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature 1.
+The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature
+1.
 
 Two methods need more than log-probabilities, and two small protocols give it to them:
 
@@ -16,7 +17,7 @@ Two methods need more than log-probabilities, and two small protocols give it to
     intervene(state)     before every pass of the model: which neurons to set, given the text so far
 
 `prepare` is given a `PrepareKit`; `begin` makes the first step's state from what was prepared.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ T = TypeVar("T")
 LogProbs = Mapping[str, Float[Tensor, "sample vocab"]]
 LogLikelihoods = Mapping[str, Float[Tensor, " sample"]]
 FLOOR = -1e4
-"""Log-probability given to impossible tokens where a method subtracts branches, so that no infinities meet."""
+"""Log-probability given to impossible tokens where a method subtracts branches, so that no
+infinities meet."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,9 @@ class Prepared:
 class Start:
     """What is known about a batch of samples before its first step.
 
-    Attributes:
-        prepared: What was prepared for the prompt of each sample.
-        log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are read, and for methods that do
+    Attributes: prepared: What was prepared for the prompt of each sample. log_likelihood: log
+        P(prompt) under every branch, [sample]; None before the prompts are read, and for methods
+        that do
             not ask for it (`reads_prompt`).
         n_prompt: Number of prompt tokens, [sample].
     """
@@ -140,35 +142,45 @@ class PrepareKit(Protocol):
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
         """Continuations of the bare prompt by a method without prefixes."""
 
-    def shares(self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]) -> list[float | None]:
+    def shares(
+        self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
+    ) -> list[float | None]:
         """P(attribute | text) by a scorer; None for a text it cannot score."""
 
-    def promoters(self, tokens: Sequence[int], k: int, upper: bool = False) -> Int[Tensor, "token k two"]:
-        """The (layer, neuron) pairs that raise each token's probability most, of all layers or of the upper half."""
+    def promoters(
+        self, tokens: Sequence[int], k: int, upper: bool = False
+    ) -> Int[Tensor, "token k two"]:
+        """The (layer, neuron) pairs that raise each token's probability most, of all layers or of
+        the upper half."""
 
 
 def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = "") -> str | Soft:
-    """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a soft set.
+    """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a
+    soft set.
 
-    Args:
-        prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of one.
+    Args: prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of
+        one.
     """
     text = task.prefix(attribute)
-    return task.texts(method, attribute).get("prefix", text) if prefixes == "hard" else Soft(prefixes, attribute)
+    return (
+        task.texts(method, attribute).get("prefix", text)
+        if prefixes == "hard"
+        else Soft(prefixes, attribute)
+    )
 
 
 class Method(ABC):
     """A decoding method.
 
-    Attributes:
-        name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it combines its branches.
-        alpha: The paper's strength of LaPA2 for it (section 5.1).
-        pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor Reinforcement, Eq. 9).
-        text_names: The texts it reads from a task file; None where it takes any.
-        when_empty: Why no token may have positive weight, and what to change.
-        of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
+    Attributes: name: As on the command line. `paper_name`: as in the paper's tables. `equation`:
+        how it combines its branches. alpha: The paper's strength of LaPA2 for it (section 5.1).
+        pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor
+        Reinforcement, Eq. 9). text_names: The texts it reads from a task file; None where it takes
+        any. when_empty: Why no token may have positive weight, and what to change. of_paper:
+        Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
         reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
-        recomputes: Whether the whole text is read again at every step, because `intervene` changes what it was.
+        recomputes: Whether the whole text is read again at every step, because `intervene` changes
+        what it was.
     """
 
     name: ClassVar[str]
@@ -193,10 +205,12 @@ class Method(ABC):
 
     @abstractmethod
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        """Log-weights of the next token from the branches' log-probabilities; need not be normalised."""
+        """Log-weights of the next token from the branches' log-probabilities; need not be
+        normalised."""
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        """The state after these tokens were sampled; the first step's is that of `begin`, None in a stateless method."""
+        """The state after these tokens were sampled; the first step's is that of `begin`, None in a
+        stateless method."""
         return None
 
     def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
@@ -213,7 +227,9 @@ class Method(ABC):
         return None
 
 
-def checked(log_probs: LogProbs, *names: str, others: int = 0) -> dict[str, Float[Tensor, "sample vocab"]]:
+def checked(
+    log_probs: LogProbs, *names: str, others: int = 0
+) -> dict[str, Float[Tensor, "sample vocab"]]:
     """The branches of a step in at least float32.
 
     Args:
@@ -226,11 +242,16 @@ def checked(log_probs: LogProbs, *names: str, others: int = 0) -> dict[str, Floa
     missing = [name for name in names if name not in log_probs]
     if missing or len(log_probs) < len(names) + others:
         wanted = ", ".join(names) + (f" and {others} more" if others else "")
-        raise MethodError(f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}")
+        raise MethodError(
+            f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}"
+        )
     shapes = {name: tuple(each.shape) for name, each in log_probs.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise MethodError(f"every branch must be [sample, vocab] of one shape; found {shapes}")
-    return {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in log_probs.items()}
+    return {
+        name: each.to(torch.promote_types(each.dtype, torch.float32))
+        for name, each in log_probs.items()
+    }
 
 
 def nucleus(
@@ -248,12 +269,18 @@ def nucleus(
     before = p.cumsum(dim=1) - p
     out = before >= top_p
     out[:, 0] = False
-    return torch.full_like(log_weights, -torch.inf).scatter(1, ids, ranked.masked_fill(out, -torch.inf))
+    return torch.full_like(log_weights, -torch.inf).scatter(
+        1, ids, ranked.masked_fill(out, -torch.inf)
+    )
 
 
 def contrast(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
-    """The branch "target" behind the attribute's prefix, and one per competing attribute, named after it."""
+    """The branch "target" behind the attribute's prefix, and one per competing attribute, named
+    after it."""
     return (
         Branch("target", attribute_prefix(task, attribute, prefixes)),
-        *(Branch(other, attribute_prefix(task, other, prefixes)) for other in task.others(attribute)),
+        *(
+            Branch(other, attribute_prefix(task, other, prefixes))
+            for other in task.others(attribute)
+        ),
     )

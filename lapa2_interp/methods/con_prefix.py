@@ -1,11 +1,13 @@
 """Contrastive Prefixes: prefixes of opposing attributes, trained against each other (section 2.2).
 
-Contrast happens in training (`prefixes.training`, objective "contrastive"); decoding conditions on the target's soft prefix:
+Contrast happens in training (`prefixes.training`, objective "contrastive"); decoding conditions on
+the target's soft prefix:
 
     log w = log P_a                                                         form "soft"
 
-The paper lists hard prefixes for its sentiment rows but no code computes anything with them that differs from direct
-conditioning. The second form is the decoding-time contrast those rows suggest; it is a proposal and stands in no source:
+The paper lists hard prefixes for its sentiment rows but no code computes anything with them that
+differs from direct conditioning. The second form is the decoding-time contrast those rows suggest;
+it is a proposal and stands in no source:
 
     log w = log P_a + lam (log P_a - mean over the other classes of log P_c)   form "hard-contrast"
 """
@@ -20,7 +22,16 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, attribute_prefix, checked, contrast
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    attribute_prefix,
+    checked,
+    contrast,
+)
 from lapa2_interp.tasks import Task
 
 
@@ -37,7 +48,8 @@ class ConPrefix(Method):
     name: ClassVar[str] = "con-prefix"
     paper_name: ClassVar[str] = "Con-Prefix"
     equation: ClassVar[str] = (
-        "soft: log w = log P_target; hard-contrast: log P_target + lam (log P_target - mean_c log P_c)"
+        "soft: log w = log P_target; hard-contrast: log P_target + lam (log P_target - mean_c log"
+        " P_c)"
     )
     alpha: ClassVar[float] = 0.5
     when_empty: ClassVar[str] = "lam is so large that the contrast overflows; lower |lam|"
@@ -53,6 +65,9 @@ class ConPrefix(Method):
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         if self.form == "soft":
             return checked(log_probs, "target")["target"]
-        clean = {name: each.clamp(min=FLOOR) for name, each in checked(log_probs, "target", others=1).items()}
+        clean = {
+            name: each.clamp(min=FLOOR)
+            for name, each in checked(log_probs, "target", others=1).items()
+        }
         target = clean.pop("target")
         return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))

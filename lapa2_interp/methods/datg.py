@@ -1,11 +1,12 @@
-"""DATG: words that the model's own drafts associate with an attribute, boosted or named while it writes (section 5.1, baseline).
+"""DATG: words that the model's own drafts associate with an attribute, boosted or named while it
+    writes (section 5.1, baseline).
 
 Once per prompt:
 
 1. draft `drafts` continuations of the bare prompt, 32 tokens each;
 2. q_j = P(attribute | draft j) by a scorer;
-3. two directed graphs over the drafts' tokens: every pair (token, next token) of draft j adds q_j to its edge in the positive
-   graph and 1 - q_j in the negative one;
+3. two directed graphs over the drafts' tokens: every pair (token, next token) of draft j adds q_j
+   to its edge in the positive graph and 1 - q_j in the negative one;
 4. from each graph the `nodes` tokens of highest PageRank (damping .85) without punctuation, digits
    and stopwords.
 
@@ -16,7 +17,7 @@ Then, for every token, at temperature .7, top-k 200, top-p .9:
 
 A word stands for its first token; one that is listed twice counts twice. The released code drafts,
 boosts and samples in this way; the paper words the sentence of form "P" differently.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -33,7 +34,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.errors import MethodError
-from lapa2_interp.methods.base import Branch, LogProbs, Method, Prepared, PrepareKit, Start, State, checked, nucleus
+from lapa2_interp.methods.base import (
+    Branch,
+    LogProbs,
+    Method,
+    Prepared,
+    PrepareKit,
+    Start,
+    State,
+    checked,
+    nucleus,
+)
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import STOPWORDS
 
@@ -41,8 +52,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 SENTENCE = (
-    "This passage emphasizes themes such as {positive}. It deliberately avoids topics like {negative}. "
-    "Given this context,"
+    "This passage emphasizes themes such as {positive}. It deliberately avoids topics like"
+    " {negative}. Given this context,"
 )
 PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»\ufffd、。，；：？！（）【】《》\n")
 
@@ -73,13 +84,15 @@ class Datg(Method):
         nodes: Words kept from each graph.
         boost: What form "L" adds to the logits of positive words.
         avoid: What form "L" subtracts from the logits of negative words.
-        sampler: "official" (temperature .7, top-k 200, top-p .9), or "uniform" (as every method here: temperature 1, top-k of
-            the command line). Drafts are always official.
+        sampler: "official" (temperature .7, top-k 200, top-p .9), or "uniform" (as every method
+            here: temperature 1, top-k of the command line). Drafts are always official.
     """
 
     name: ClassVar[str] = "datg"
     paper_name: ClassVar[str] = "DATG"
-    equation: ClassVar[str] = "log w = log P_base + boost [x positive] - avoid [x negative], T .7, top-p .9"
+    equation: ClassVar[str] = (
+        "log w = log P_base + boost [x positive] - avoid [x negative], T .7, top-p .9"
+    )
     alpha: ClassVar[float] = 0.0
     when_empty: ClassVar[str] = "boost or avoid is too large; the original's are 4 and 6"
     form: Literal["L", "P"] = "L"
@@ -97,23 +110,35 @@ class Datg(Method):
         return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE, " "),)
 
     def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
-        kit.shares(self.scorer, task, attribute, prompt, ())  # a scorer that does not fit is found before drafting
+        kit.shares(
+            self.scorer, task, attribute, prompt, ()
+        )  # a scorer that does not fit is found before drafting
         drafts = kit.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
         shares = kit.shares(self.scorer, task, attribute, prompt, drafts)
-        scored = [(kit.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None]
+        scored = [
+            (kit.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None
+        ]
         if not scored:
             raise MethodError(
-                f"datg: none of {len(drafts)} drafts of {prompt!r} could be scored by {self.scorer}; give another scorer"
+                f"datg: none of {len(drafts)} drafts of {prompt!r} could be scored by"
+                f" {self.scorer}; give another scorer"
             )
         positive, negative = dual_graphs([([kit.text([i]) for i in ids], q) for ids, q in scored])
         words = words_of(kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes))
         if not words.positive and not words.negative:
             raise MethodError(
-                f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not punctuation, a number or a stopword; "
-                "give more drafts (--set drafts=60) or longer ones (--set draft_tokens=64)"
+                f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not"
+                " punctuation, a number or a stopword; give more drafts (--set drafts=60) or"
+                " longer ones (--set draft_tokens=64)"
             )
-        sentence = SENTENCE.format(positive=", ".join(words.positive), negative=", ".join(words.negative))
-        summary = {"positive": list(words.positive), "negative": list(words.negative), "drafts": len(scored)}
+        sentence = SENTENCE.format(
+            positive=", ".join(words.positive), negative=", ".join(words.negative)
+        )
+        summary = {
+            "positive": list(words.positive),
+            "negative": list(words.negative),
+            "drafts": len(scored),
+        }
         return Prepared(words, {"target": sentence} if self.form == "P" else {}, summary)
 
     def begin(self, start: Start) -> Sequence[Words]:
@@ -123,7 +148,9 @@ class Datg(Method):
         name = "base" if self.form == "L" else "target"
         log_weights = checked(log_probs, name)[name]
         if self.form == "L" and state is not None:
-            log_weights = log_weights + torch.stack([self._shift(words, log_weights[0]) for words in state])
+            log_weights = log_weights + torch.stack(
+                [self._shift(words, log_weights[0]) for words in state]
+            )
         return official(log_weights) if self.sampler == "official" else log_weights
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Tensor) -> State:
@@ -184,7 +211,9 @@ def best_nodes(graph: nx.DiGraph, n: int) -> tuple[str, ...]:
     if not graph:
         return ()
     rank: Mapping[str, float] = nx.pagerank(graph, alpha=0.85, tol=1e-6, weight="weight")
-    return tuple([node for node in sorted(rank, key=rank.__getitem__, reverse=True) if _is_word(node)][:n])
+    return tuple(
+        [node for node in sorted(rank, key=rank.__getitem__, reverse=True) if _is_word(node)][:n]
+    )
 
 
 def _is_word(text: str) -> bool:
@@ -193,7 +222,8 @@ def _is_word(text: str) -> bool:
         any(character.isalpha() for character in text)
         and not any(character in PUNCTUATION or character.isdigit() for character in text)
         and not any(
-            part in (part.lower(), part.upper(), part.capitalize()) and part.lower() in STOPWORDS for part in parts
+            part in (part.lower(), part.upper(), part.capitalize()) and part.lower() in STOPWORDS
+            for part in parts
         )
     )
 

@@ -1,9 +1,11 @@
-"""DExperts: a raw model, an expert and an anti-expert, with prefix-conditioned branches for its fine-tuned models.
+"""DExperts: a raw model, an expert and an anti-expert, with prefix-conditioned branches for its
+    fine-tuned models.
 
     log w = log P_base + strength (log P_target - mean over the competing attributes of log P_c)    on the nucleus of P_base
 
-Tokens outside the smallest set that holds `top_p` of the raw model's probability are left out before the experts are asked.
-"""
+Tokens outside the smallest set that holds `top_p` of the raw model's probability are left out
+before the experts are asked.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked, contrast, nucleus
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    checked,
+    contrast,
+    nucleus,
+)
 from lapa2_interp.tasks import Task
 
 
@@ -23,19 +34,22 @@ from lapa2_interp.tasks import Task
 class Dexperts(Method):
     """DExperts.
 
-    Args:
-        strength: The original's alpha: 2.0 against toxicity, 3.2 for sentiment (in the task file). 0 is the raw model's nucleus.
-        top_p: Probability the raw model's candidates hold, in (0, 1]; 1 keeps every token.
-        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
-        pro_aug: Also strengthen the prompt on the base branch.
+    Args: strength: The original's alpha: 2.0 against toxicity, 3.2 for sentiment (in the task
+        file). 0 is the raw model's nucleus. top_p: Probability the raw model's candidates hold, in
+        (0, 1]; 1 keeps every token. prefixes: "hard", or soft ones: mle, contrastive, or a set's
+        folder. pro_aug: Also strengthen the prompt on the base branch.
     """
 
     name: ClassVar[str] = "dexperts"
     paper_name: ClassVar[str] = "DExperts"
-    equation: ClassVar[str] = "log w = log P_base + strength (log P_target - mean_c log P_c) where P_base is top-p"
+    equation: ClassVar[str] = (
+        "log w = log P_base + strength (log P_target - mean_c log P_c) where P_base is top-p"
+    )
     alpha: ClassVar[float] = 0.5
     of_paper: ClassVar[bool] = False
-    when_empty: ClassVar[str] = "strength is so large that the difference overflows; the original's is 2 to 3.2"
+    when_empty: ClassVar[str] = (
+        "strength is so large that the difference overflows; the original's is 2 to 3.2"
+    )
     strength: Annotated[float, Field(allow_inf_nan=False)] = 2.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
     prefixes: str = "hard"

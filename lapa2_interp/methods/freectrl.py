@@ -1,4 +1,5 @@
-"""FreeCtrl: MLP neurons that promote an attribute's keywords, held at a value that follows what the text still lacks (baseline).
+"""FreeCtrl: MLP neurons that promote an attribute's keywords, held at a value that follows what the
+    text still lacks (baseline).
 
 Once per model and word list:
 
@@ -7,7 +8,8 @@ Once per model and word list:
    noise ratio
    cos(e_y, e_w) 3 / sum_{c != y} cos(e_c, e_w) > `noise`;
 2. control table: with neuron v at 50 while the model reads " ", how likely is each keyword next;
-3. control centre of the attribute: the union over its keywords of the `neurons` that promote them most.
+3. control centre of the attribute: the union over its keywords of the `neurons` that promote them
+   most.
 
 At every token, E being the embeddings of the text's tokens and L their number:
 
@@ -17,10 +19,11 @@ At every token, E being the embeddings of the text's tokens and L their number:
     w        = lam / (1 + exp(-(u - s) L)) if u > s, else 1e-20
 
 4. the whole text is read again with every neuron of the centre set to w at all positions: before
-   the activation function in GPT-2's kind
-   of MLP, so that gelu(w) goes on (`at="pre"`, the released code), or after it (`at="post"`, the paper's coefficient).
-5. the next token, end tokens excluded: of the 25 likeliest, five beams' copies of each, ten are drawn and the likeliest of them
-   is taken, which is one draw with rank probabilities of closed form (`rank_probabilities`).
+   the activation function in GPT-2's kind of MLP, so that gelu(w) goes on (`at="pre"`, the released
+   code), or after it (`at="post"`, the paper's coefficient).
+5. the next token, end tokens excluded: of the 25 likeliest, five beams' copies of each, ten are
+   drawn and the likeliest of them is taken, which is one draw with rank probabilities of closed
+   form (`rank_probabilities`).
 
 Gated MLPs are not in the original; what is done for them is ours. The input of the down-projection
 is set. In lower layers a value of 50 there does not promote a word, but breaks what the upper
@@ -113,22 +116,26 @@ class FreeCtrl(Method):
 
     u, lam and neurons are its authors' values for GPT-2 medium.
 
-    Args:
-        u: Threshold of the score above which control is off; in the task files the original's 1.15 for sentiment and 1.07 for
+    Args: u: Threshold of the score above which control is off; in the task files the original's
+        1.15 for sentiment and 1.07 for
             topic.
         lam: Largest value of a neuron; in the task files .2 for sentiment and .3 for topic.
         neurons: Neurons per keyword, up to 100; 0 is the raw model under the sampler.
         gated_lam: The same in gated MLPs (Llama's kind, SmolLM2); 4 in the topic task.
         gated_neurons: The same in gated MLPs.
         noise: Smallest noise ratio of a keyword.
-        words: A word list (JSON) of your own from `lapa2 words`; by default the package's for the task.
+        words: A word list (JSON) of your own from `lapa2 words`; by default the package's for the
+            task.
         at: "pre" or "post", where the value is set.
-        sampler: "official" (step 5), or "uniform" (as every method here: temperature 1, top-k of the command line).
+        sampler: "official" (step 5), or "uniform" (as every method here: temperature 1, top-k of
+            the command line).
     """
 
     name: ClassVar[str] = "freectrl"
     paper_name: ClassVar[str] = "FreeCtrl"
-    equation: ClassVar[str] = "neurons of the control centre := lam / (1 + exp(-(u - score) L)); log w = log P(rank)"
+    equation: ClassVar[str] = (
+        "neurons of the control centre := lam / (1 + exp(-(u - score) L)); log w = log P(rank)"
+    )
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
     recomputes: ClassVar[bool] = True
@@ -167,9 +174,13 @@ class FreeCtrl(Method):
         }
         return Prepared(known, summary=summary)
 
-    def _of_attribute(self, kit: PrepareKit, task: Task, attribute: str) -> tuple[Tensor, dict, dict]:
+    def _of_attribute(
+        self, kit: PrepareKit, task: Task, attribute: str
+    ) -> tuple[Tensor, dict, dict]:
         """Unit embeddings, keywords, and the attribute's control centre."""
-        embedding = kit.once("unit embedding", lambda: torch.nn.functional.normalize(kit.embedding(), dim=1))
+        embedding = kit.once(
+            "unit embedding", lambda: torch.nn.functional.normalize(kit.embedding(), dim=1)
+        )
         keywords = self.keywords(kit, task, embedding)
         centre: dict[int, Int[Tensor, " neuron"]] = {}
         per_keyword = self.gated_neurons if kit.gated else self.neurons
@@ -177,11 +188,17 @@ class FreeCtrl(Method):
             # One table serves all attributes of the task.
             tokens = sorted({i for ids in keywords.values() for i in ids.values()})
             rows = [tokens.index(i) for i in keywords[attribute].values()]
-            own = kit.promoters(tokens, MOST_NEURONS, upper=kit.gated)[rows, :per_keyword].reshape(-1, 2)
-            centre = {layer: own[own[:, 0] == layer, 1].unique() for layer in own[:, 0].unique().tolist()}
+            own = kit.promoters(tokens, MOST_NEURONS, upper=kit.gated)[rows, :per_keyword].reshape(
+                -1, 2
+            )
+            centre = {
+                layer: own[own[:, 0] == layer, 1].unique() for layer in own[:, 0].unique().tolist()
+            }
         return embedding, keywords, centre
 
-    def keywords(self, kit: PrepareKit, task: Task, embedding: Float[Tensor, "vocab d_model"]) -> dict[str, dict[str, int]]:
+    def keywords(
+        self, kit: PrepareKit, task: Task, embedding: Float[Tensor, "vocab d_model"]
+    ) -> dict[str, dict[str, int]]:
         """Every attribute's keywords with their tokens.
 
         Raises:
@@ -199,8 +216,9 @@ class FreeCtrl(Method):
                     ids_of[c][word] = ids[0]
             if not ids_of[c]:
                 raise MethodError(
-                    f"freectrl: none of {len(lists[c])} words for {c!r} is one token and nearer to its class than "
-                    f"noise={self.noise:g}; give another list (--set words=FILE) or lower --set noise"
+                    f"freectrl: none of {len(lists[c])} words for {c!r} is one token and nearer to"
+                    f" its class than noise={self.noise:g}; give another list (--set words=FILE) or"
+                    " lower --set noise"
                 )
         return ids_of
 
@@ -210,8 +228,9 @@ class FreeCtrl(Method):
         empty = [c for c in task.attributes if not lists.get(c)]
         if empty:
             raise MethodError(
-                f"freectrl: the word list has no words for {empty[0]!r}; it has {', '.join(lists) or 'none'}; make one with "
-                "`lapa2 words` and give --set words=FILE"
+                f"freectrl: the word list has no words for {empty[0]!r}; it has"
+                f" {', '.join(lists) or 'none'}; make one with `lapa2 words` and give --set"
+                " words=FILE"
             )
         return lists
 
@@ -219,10 +238,16 @@ class FreeCtrl(Method):
         controls = [each.known for each in start.prepared]
         first = controls[0]
         tokens = [first.embedding[list(each.prompt)] for each in controls]
-        nearest = {c: torch.stack([(t @ k.T).max(dim=0).values for t in tokens]) for c, k in first.keywords.items()}
+        nearest = {
+            c: torch.stack([(t @ k.T).max(dim=0).values for t in tokens])
+            for c, k in first.keywords.items()
+        }
         latest = {c: torch.stack([t[-1] @ k.T for t in tokens]) for c, k in first.keywords.items()}
         return Monitor(
-            first, nearest, latest, torch.tensor([len(each.prompt) for each in controls]).to(tokens[0].device)
+            first,
+            nearest,
+            latest,
+            torch.tensor([len(each.prompt) for each in controls]).to(tokens[0].device),
         )
 
     def intervene(self, state: State) -> Intervention | None:
@@ -230,7 +255,9 @@ class FreeCtrl(Method):
             return None
         target = state.control.target
         s = torch.maximum(score(state.nearest, target), score(state.latest, target))
-        return Intervention(state.control.centre, weight(s, self.u, state.control.lam, state.length), self.at)
+        return Intervention(
+            state.control.centre, weight(s, self.u, state.control.lam, state.length), self.at
+        )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_weights = checked(log_probs, "base")["base"]
@@ -240,7 +267,9 @@ class FreeCtrl(Method):
         if self.sampler == "uniform":
             return log_weights
         ids = log_weights.sort(dim=1, descending=True, stable=True).indices
-        p = torch.tensor(rank_probabilities(), dtype=log_weights.dtype, device=log_weights.device)[: ids.shape[1]]
+        p = torch.tensor(rank_probabilities(), dtype=log_weights.dtype, device=log_weights.device)[
+            : ids.shape[1]
+        ]
         of_rank = p.log().expand(len(ids), -1)
         return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], of_rank)
 
@@ -260,19 +289,27 @@ def in_text(kit: PrepareKit, word: str) -> list[int]:
     return alone if spaced == kit.ids(" ")[:1] + alone else spaced
 
 
-def noise_ratio(classes: Mapping[str, Float[Tensor, " d_model"]], word: Float[Tensor, " d_model"], c: str) -> float:
+def noise_ratio(
+    classes: Mapping[str, Float[Tensor, " d_model"]], word: Float[Tensor, " d_model"], c: str
+) -> float:
     """cos(e_c, e_w) 3 / sum over the other classes of cos(e, e_w).
 
     With four classes it is above 1 where the word is nearer to its class than to the mean of the
     others; with two, where its cos is above a third of the other's.
     """
-    cos = {name: float(torch.nn.functional.cosine_similarity(each, word, dim=0)) for name, each in classes.items()}
+    cos = {
+        name: float(torch.nn.functional.cosine_similarity(each, word, dim=0))
+        for name, each in classes.items()
+    }
     own = cos.pop(c)
     return own * (NOISE_CLASSES - 1) / sum(cos.values())
 
 
-def score(nearest: Mapping[str, Float[Tensor, "sample keyword"]], target: str) -> Float[Tensor, " sample"]:
-    """How much more a text is like the target's keywords than like the mean other class's; 1 is neutral.
+def score(
+    nearest: Mapping[str, Float[Tensor, "sample keyword"]], target: str
+) -> Float[Tensor, " sample"]:
+    """How much more a text is like the target's keywords than like the mean other class's; 1 is
+    neutral.
 
     Args:
         nearest: Per class and keyword, the largest cos to a token of the text.
@@ -290,13 +327,15 @@ def weight(
 
 
 def rank_probabilities(beams: int = 5, kept: int = 25, drawn: int = 10) -> list[float]:
-    """P(the token of rank r is taken), r = 1..kept: `beams` copies of the `kept` likeliest tokens, `drawn` of them drawn without
-    replacement as equally likely ones (temperature 100 makes them so), the likeliest drawn taken.
+    """P(the token of rank r is taken), r = 1..kept: `beams` copies of the `kept` likeliest tokens,
+    `drawn` of them drawn without replacement as equally likely ones (temperature 100 makes them
+    so), the likeliest drawn taken.
 
     [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams kept.
     """
     n = beams * kept
     return [
-        (math.comb(n - beams * (r - 1), drawn) - math.comb(n - beams * r, drawn)) / math.comb(n, drawn)
+        (math.comb(n - beams * (r - 1), drawn) - math.comb(n - beams * r, drawn))
+        / math.comb(n, drawn)
         for r in range(1, kept + 1)
     ]

@@ -1,4 +1,5 @@
-"""GeDi: the raw model weighted by a generative discriminator, with prefix-conditioned branches for its class-conditional model.
+"""GeDi: the raw model weighted by a generative discriminator, with prefix-conditioned branches for
+    its class-conditional model.
 
 With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt's included:
 
@@ -8,8 +9,9 @@ With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt
     filter    in ascending order of d, drop x while softmax(z) adds up to less than filter_p and d(x) < ln target_p
     log w   = z - max z + 10, divided by `repetition` once for every time x was generated before
 
-The original learns `logit_scale` with its class-conditional model, and decodes greedily (`--top-k 1`) unless told to sample.
-"""
+The original learns `logit_scale` with its class-conditional model, and decodes greedily (`--top-k
+1`) unless told to sample.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogLikelihoods, LogProbs, Method, Start, State, checked, contrast
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogLikelihoods,
+    LogProbs,
+    Method,
+    Start,
+    State,
+    checked,
+    contrast,
+)
 from lapa2_interp.tasks import Task
 
 
@@ -46,19 +58,20 @@ class Scored:
 class Gedi(Method):
     """GeDi. Without `begin`, the state None says that nothing was read before.
 
-    Args:
-        omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with filter_p 0 and repetition 1).
-        filter_p: Share of the weighted probability that may be dropped, [0, 1].
-        target_p: A token that makes the target at least this likely is never dropped, (0, 1].
-        repetition: Divides the shifted logit of what was generated before, > 0; 1 turns it off.
-        logit_scale: Sharpness of the discriminator, > 0; the original learns it.
-        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
-        pro_aug: Also strengthen the prompt on the base branch.
+    Args: omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with
+        filter_p 0 and repetition 1). filter_p: Share of the weighted probability that may be
+        dropped, [0, 1]. target_p: A token that makes the target at least this likely is never
+        dropped, (0, 1]. repetition: Divides the shifted logit of what was generated before, > 0; 1
+        turns it off. logit_scale: Sharpness of the discriminator, > 0; the original learns it.
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. pro_aug: Also
+        strengthen the prompt on the base branch.
     """
 
     name: ClassVar[str] = "gedi"
     paper_name: ClassVar[str] = "GeDi"
-    equation: ClassVar[str] = "log w = log P_base + omega log P(target | text, x), filtered, repetitions divided"
+    equation: ClassVar[str] = (
+        "log w = log P_base + omega log P(target | text, x), filtered, repetitions divided"
+    )
     alpha: ClassVar[float] = 0.5
     of_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
@@ -82,11 +95,16 @@ class Gedi(Method):
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = checked(log_probs, "base", "target", others=1)
-        classes = {name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"}
+        classes = {
+            name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"
+        }
         if state is None:
             g = classes
         else:
-            g = {c: (state.log_likelihood[c][:, None] + each) / (state.n[:, None] + 1) for c, each in classes.items()}
+            g = {
+                c: (state.log_likelihood[c][:, None] + each) / (state.n[:, None] + 1)
+                for c, each in classes.items()
+            }
         g = {c: self.logit_scale * each for c, each in g.items()}
         d = g["target"] - torch.stack(list(g.values())).logsumexp(dim=0)
         z = log_probs["base"].clamp(min=FLOOR) + self.omega * d
@@ -104,8 +122,12 @@ class Gedi(Method):
         log_probs = checked(log_probs, "base", "target", others=1)
         if state is None:
             zero = torch.zeros_like(log_probs["target"][:, 0])
-            state = Scored({name: zero for name in log_probs if name != "base"}, torch.zeros_like(tokens))
-        written = torch.zeros_like(log_probs["base"]) if state.written is None else state.written.clone()
+            state = Scored(
+                {name: zero for name in log_probs if name != "base"}, torch.zeros_like(tokens)
+            )
+        written = (
+            torch.zeros_like(log_probs["base"]) if state.written is None else state.written.clone()
+        )
         return Scored(
             {
                 c: before + log_probs[c].clamp(min=FLOOR).gather(1, tokens[:, None])[:, 0]

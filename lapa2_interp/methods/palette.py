@@ -1,6 +1,8 @@
-"""Palette: several prompt-conditioned distributions by the law of total probability, as LaPA2's authors implement it.
+"""Palette: several prompt-conditioned distributions by the law of total probability, as LaPA2's
+    authors implement it.
 
-With p_i = softmax of attribute branch i, sigma the logistic function, signed strengths s_i (negative: move away):
+With p_i = softmax of attribute branch i, sigma the logistic function, signed strengths s_i
+(negative: move away):
 
     c_i  = 1 + 1 / sigma(p_i)          c'_i = 1 + 1 / sigma(1 - p_i)
     main = ln P_base + sum_i s_i c_i ln p_i
@@ -8,8 +10,9 @@ With p_i = softmax of attribute branch i, sigma the logistic function, signed st
     M1   = 1 + (2 + 1/e) sum_i |s_i|   M2 = (2 + 1/e) sum_i s'
     log w = main / M1 + t comp / M2
 
-s' cancels while it is the same for all attributes. Small constants (1e-10) keep the logarithms finite. In float16, in which the
-released code runs Pythia, those constants are 0 and a certain token gets weight 0: `numerics="released"`.
+s' cancels while it is the same for all attributes. Small constants (1e-10) keep the logarithms
+finite. In float16, in which the released code runs Pythia, those constants are 0 and a certain
+token gets weight 0: `numerics="released"`.
 """
 
 from __future__ import annotations
@@ -34,14 +37,13 @@ STRENGTHS = {"main": 1.0, "anti": -1.0}
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Palette(Method):
-    """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their texts stand in the task file.
+    """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their
+    texts stand in the task file.
 
-    Args:
-        s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both terms.
-        t: Weight of the complementary term.
-        s_comp: s', > 0.
-        auxiliaries: False keeps `main` (and `anti`) alone: the one text of the paper's table instead of the code's three.
-        numerics: "float32" (or wider, as the log-probabilities come) or "released" (float16).
+    Args: s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both
+        terms. t: Weight of the complementary term. s_comp: s', > 0. auxiliaries: False keeps `main`
+        (and `anti`) alone: the one text of the paper's table instead of the code's three. numerics:
+        "float32" (or wider, as the log-probabilities come) or "released" (float16).
     """
 
     name: ClassVar[str] = "palette"
@@ -62,7 +64,8 @@ class Palette(Method):
         texts = task.texts(self.name, attribute)
         if "main" not in texts:
             raise MethodError(
-                f"task {task.name!r} has no palette text for {attribute!r}; a task file gives it as "
+                f"task {task.name!r} has no palette text for {attribute!r}; a task file gives"
+                " it as "
                 f'[methods.palette.texts.{attribute}] main = "..."'
             )
         kept = {name: text for name, text in texts.items() if self.auxiliaries or name in STRENGTHS}

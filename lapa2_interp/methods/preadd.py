@@ -2,9 +2,10 @@
 
     log w = log P_base + lam (log P_prefix - log P_base)
 
-The sign of lam: 0 is the raw model, 1 is exactly direct conditioning on the prefix, above 1 exaggerates it, and below 0 moves
-away from it. Against toxicity the prefix is the *toxic* sentence and lam = -1, as in the released scripts and in PREADD's own
-paper. The paper's text says 1.0, which would condition on the toxic sentence.
+The sign of lam: 0 is the raw model, 1 is exactly direct conditioning on the prefix, above 1
+exaggerates it, and below 0 moves away from it. Against toxicity the prefix is the *toxic* sentence
+and lam = -1, as in the released scripts and in PREADD's own paper. The paper's text says 1.0, which
+would condition on the toxic sentence.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Preadd(Method):
     equation: ClassVar[str] = "log w = log P_base + lam (log P_prefix - log P_base)"
     alpha: ClassVar[float] = 2.0
     text_names: ClassVar[tuple[str, ...] | None] = ("prefix",)
-    when_empty: ClassVar[str] = "lam is so large that the difference overflows; |lam| up to 2.5 is usual"
+    when_empty: ClassVar[str] = (
+        "lam is so large that the difference overflows; |lam| up to 2.5 is usual"
+    )
     lam: Annotated[float, Field(allow_inf_nan=False)] = -1.0
     pro_aug: bool = False
 
@@ -44,8 +47,9 @@ class Preadd(Method):
         text = task.texts(self.name, attribute).get("prefix", own)
         if self.lam < 0 and text == own:
             raise MethodError(
-                f"preadd with lam={self.lam:g} moves away from its prefix, and {own!r} is {attribute!r} itself; give lam > 0 "
-                f"(the method's lam=2), or a text of the opposite in the task file: [methods.preadd.texts.{attribute}] prefix"
+                f"preadd with lam={self.lam:g} moves away from its prefix, and {own!r} is"
+                f" {attribute!r} itself; give lam > 0 (the method's lam=2), or a text of the"
+                f" opposite in the task file: [methods.preadd.texts.{attribute}] prefix"
             )
         return (Branch("base"), Branch("prefix", text))
 

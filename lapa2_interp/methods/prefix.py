@@ -19,7 +19,7 @@ from lapa2_interp.tasks import Task
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NoControl(Method):
-    """The raw model on the prompt alone. With an augmentation its prompt is strengthened (Eq. 9)."""
+    """The raw model on the prompt alone; an augmentation strengthens the prompt (Eq. 9)."""
 
     name: ClassVar[str] = "none"
     paper_name: ClassVar[str] = "raw model"
@@ -38,8 +38,8 @@ class NoControl(Method):
 class PrefixConditioning(Method):
     """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else.
 
-    Args:
-        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks choose in their files: hard for
+    Args: prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
+        choose in their files: hard for
             sentiment, mle for topic and detox (the released code: mle for all).
     """
 
@@ -59,13 +59,14 @@ class PrefixConditioning(Method):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NegPrompt(Method):
-    """NegPrompt: the same computation with hard prefixes, which the paper runs on large models against toxicity.
+    """NegPrompt: the same computation with hard prefixes, which the paper runs on large models
+        against toxicity.
 
-    The released code skips the nontoxic attribute and so conditions on the toxic text (attribute "toxic" here); this uses
-    the prefix of the attribute that is asked for.
+    The released code skips the nontoxic attribute and so conditions on the toxic text (attribute
+    "toxic" here); this uses the prefix of the attribute that is asked for.
 
-    Args:
-        form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the task file has it.
+    Args: form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the
+        task file has it.
     """
 
     name: ClassVar[str] = "negprompt"
@@ -82,8 +83,8 @@ class NegPrompt(Method):
         text = task.texts(self.name, attribute).get("long")
         if text is None:
             raise MethodError(
-                f"task {task.name!r} has no long negprompt text for {attribute!r}; use form=short, or give it in a task file: "
-                f"[methods.negprompt.texts.{attribute}] long"
+                f"task {task.name!r} has no long negprompt text for {attribute!r}; use form=short,"
+                f" or give it in a task file: [methods.negprompt.texts.{attribute}] long"
             )
         return (Branch("prefix", text, join=" "),)
 

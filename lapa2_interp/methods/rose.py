@@ -1,9 +1,10 @@
-"""ROSE: suppress what the opposite prefix induces (Reverse Prompt Contrastive Decoding), with prefixes for its chat prompts.
+"""ROSE: suppress what the opposite prefix induces (Reverse Prompt Contrastive Decoding), with
+    prefixes for its chat prompts.
 
     log w = log P_target - strength * mean over the competing attributes of log P_c
 
-The original decodes greedily (`--top-k 1`); with several competitors, which it does not have, their mean stands for the reverse
-prompt.
+The original decodes greedily (`--top-k 1`); with several competitors, which it does not have, their
+mean stands for the reverse prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Rose(Method):
     equation: ClassVar[str] = "log w = log P_target - strength mean_c log P_c"
     alpha: ClassVar[float] = 0.5
     of_paper: ClassVar[bool] = False
-    when_empty: ClassVar[str] = "strength is so large that the contrast overflows; the original's is 0.5"
+    when_empty: ClassVar[str] = (
+        "strength is so large that the contrast overflows; the original's is 0.5"
+    )
     strength: Annotated[float, Field(allow_inf_nan=False)] = 0.5
     prefixes: str = "hard"
 
@@ -44,5 +47,7 @@ class Rose(Method):
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = checked(log_probs, "target", others=1)
         target = log_probs.pop("target")
-        reverse = torch.stack([each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"]).mean(dim=0)
+        reverse = torch.stack(
+            [each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"]
+        ).mean(dim=0)
         return target - self.strength * reverse

@@ -1,6 +1,8 @@
-"""RSA-Control: a speaker who thinks of a listener that guesses the attribute, with prefix-conditioned branches as its classes.
+"""RSA-Control: a speaker who thinks of a listener that guesses the attribute, with
+    prefix-conditioned branches as its classes.
 
-Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so far, the prompt's included:
+Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so
+far, the prompt's included:
 
     L_c(x)   = P_c(x) prior_c / sum_j P_j(x) prior_j           the listener, on hearing x
     S(x)     = P_base(x) L_target(x)^rationality               the speaker
@@ -10,7 +12,7 @@ Per class c (the target and its competitors), with the listener's belief prior_c
 
 r says how much probability the raw model loses against what the listener gains: where control costs
 much, there is less of it.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, Start, State, checked, contrast
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    Start,
+    State,
+    checked,
+    contrast,
+)
 from lapa2_interp.tasks import Task
 
 
@@ -40,11 +51,15 @@ class RsaControl(Method):
 
     name: ClassVar[str] = "rsa-control"
     paper_name: ClassVar[str] = "RSA-Control"
-    equation: ClassVar[str] = "w = P_base L_target^(rationality + adjustment r), L_c = P_c prior_c / sum_j P_j prior_j"
+    equation: ClassVar[str] = (
+        "w = P_base L_target^(rationality + adjustment r), L_c = P_c prior_c / sum_j P_j prior_j"
+    )
     alpha: ClassVar[float] = 0.5
     of_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
-    when_empty: ClassVar[str] = "rationality is so large that the weights overflow; the original's is 10"
+    when_empty: ClassVar[str] = (
+        "rationality is so large that the weights overflow; the original's is 10"
+    )
     rationality: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     adjustment: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     top: Annotated[int, Field(ge=1)] = 5
@@ -74,7 +89,9 @@ class RsaControl(Method):
             def gain(log_p: Tensor) -> Tensor:
                 """log of the mean over the speaker's candidates, minus that over the raw
                 model's."""
-                return log_p.gather(1, of_speaker).logsumexp(dim=1) - log_p.gather(1, of_base).logsumexp(dim=1)
+                return log_p.gather(1, of_speaker).logsumexp(dim=1) - log_p.gather(
+                    1, of_base
+                ).logsumexp(dim=1)
 
             r = (gain(base) - gain(listener)).exp().clamp(max=1)
             exponent = self.rationality + self.adjustment * r[:, None]
@@ -84,7 +101,9 @@ class RsaControl(Method):
         listener = self._listener(checked(log_probs, "base", "target", others=1), state)
         return {c: each.gather(1, tokens[:, None])[:, 0] for c, each in listener.items()}
 
-    def _listener(self, log_probs: LogProbs, state: State) -> dict[str, Float[Tensor, "sample vocab"]]:
+    def _listener(
+        self, log_probs: LogProbs, state: State
+    ) -> dict[str, Float[Tensor, "sample vocab"]]:
         """log L_c by class."""
         joint = {
             c: each.clamp(min=FLOOR) + (0.0 if state is None else state[c][:, None])

@@ -1,7 +1,8 @@
 """Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones.
 
-`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves the logits), whose
-tokenizer starts plain text with the token of `layout.text_markers`; `model_card` says what was loaded.
+`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves
+the logits), whose tokenizer starts plain text with the token of `layout.text_markers`; `model_card`
+says what was loaded.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ def load_model(
 ) -> Model:
     """Load a model, ready for `augmented`.
 
-    Args:
-        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a local folder.
-        dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device computes faster in it than in
+    Args: name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a
+        local folder. dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16
+        where the device computes faster in it than in
             float32, else float32 (`machine.faster_dtype`). Texts differ between dtypes.
-        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the layers of a model that is
-            larger than one GPU over all there are (transformers' device_map).
-        model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights unprocessed).
+        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the
+            layers of a model that is larger than one GPU over all there are (transformers'
+            device_map).
+        model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights
+            unprocessed).
         trust_remote_code: Run code that comes with the model.
 
     Returns:
@@ -76,14 +79,18 @@ def load_model(
     if device is None or spread:
         device = default_device()
     dtype = resolve_dtype(dtype, device)
-    network, tokenizer, weights = load_transformers(name, dtype, trust_remote_code, "auto" if spread else None)
+    network, tokenizer, weights = load_transformers(
+        name, dtype, trust_remote_code, "auto" if spread else None
+    )
     if getattr(network, "hf_device_map", None):
         _check_spread(network.hf_device_map, model_class)
     else:
         move(network, device)
     architecture = type(network).__name__
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations inside the libraries, nothing about this model
+        warnings.simplefilter(
+            "ignore"
+        )  # deprecations inside the libraries, nothing about this model
         try:
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
         except ModelError:
@@ -95,7 +102,9 @@ def load_model(
         model.eval()
     if dtype == "float64" and model_class == "TransformerBridge":
         make_softmax_exact(model)
-    model.cfg.default_prepend_bos = True  # text given as a string starts as a layout does, on every architecture
+    model.cfg.default_prepend_bos = (
+        True  # text given as a string starts as a layout does, on every architecture
+    )
     assert_live(model, name)
     model.lapa2_card = make_card(model, name, weights, architecture, network.generation_config)
     return model
@@ -118,17 +127,24 @@ def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:
     places = {str(place) for place in device_map.values()}
     if places & {"cpu", "disk"}:
         raise ModelError(
-            "the model is larger than the GPUs here together; give it more of them (--gpus-per-worker on a Ray cluster), or half "
-            "the precision (dtype bfloat16)"
+            "the model is larger than the GPUs here together; give it more of them"
+            " (--gpus-per-worker on a Ray cluster), or half the precision (dtype bfloat16)"
         )
     if model_class == "HookedTransformer" and len(places) > 1:
-        raise ModelError("a HookedTransformer is on one device; use TransformerBridge for a model larger than one GPU")
+        raise ModelError(
+            "a HookedTransformer is on one device; use TransformerBridge for a model larger than"
+            " one GPU"
+        )
 
 
 def load_transformers(
-    name: str, dtype: str = "float32", trust_remote_code: bool = False, device_map: str | None = None
+    name: str,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    device_map: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """The plain transformers model with eager attention, its tokenizer, and where its weights come from.
+    """The plain transformers model with eager attention, its tokenizer, and where its weights come
+    from.
 
     Args:
         device_map: As in transformers; by default the model is put on the CPU. Tiny models always
@@ -142,7 +158,9 @@ def load_transformers(
     if name in TINY:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            network = AutoModelForCausalLM.from_config(tiny_config(name, tokenizer), attn_implementation="eager")
+            network = AutoModelForCausalLM.from_config(
+                tiny_config(name, tokenizer), attn_implementation="eager"
+            )
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     source = str(source_of(name))
     check_weights(name)
@@ -180,8 +198,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             raise ModelError(_not_loadable(name, error)) from error
     if not reads:
         raise ModelError(
-            f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or the vocabulary of its kind) "
-            "are missing or empty; put them beside config.json"
+            f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or"
+            " the vocabulary of its kind) are missing or empty; put them beside config.json"
         )
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
     if tokenizer.pad_token is None:
@@ -196,11 +214,15 @@ def source_of(name: str) -> str | Path:
     path = Path(name)
     if path.is_dir() and name:
         if not (path / "config.json").is_file():
-            raise ModelError(f"the folder {name} has no config.json; give a folder that transformers can load")
+            raise ModelError(
+                f"the folder {name} has no config.json; give a folder that transformers can load"
+            )
         return path.resolve()
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         found = "is a file" if path.is_file() else "does not exist"
-        raise ModelError(f"{name} {found}; give the folder of a model, with config.json and safetensors weights")
+        raise ModelError(
+            f"{name} {found}; give the folder of a model, with config.json and safetensors weights"
+        )
     return name
 
 
@@ -221,23 +243,30 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
         try:
             wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"cannot read {index} ({error!r:.80}); download the model again") from error
+            raise ModelError(
+                f"cannot read {index} ({error!r:.80}); download the model again"
+            ) from error
         gone = [file for file in wanted if not (folder / str(file)).is_file()]
         if gone:
             more = f" and {len(gone) - 1} more" * (len(gone) > 1)
             raise ModelError(
-                f"the folder {name} lacks weights that its index names: {gone[0]}{more}; download the rest"
+                f"the folder {name} lacks weights that its index names: {gone[0]}{more}; download"
+                " the rest"
             )
         return
     pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
     if pickles:
         script = f"M.from_pretrained({name!r}, use_safetensors=False).save_pretrained({name!r})"
         raise ModelError(
-            f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not read: a pickle may run any code. "
-            f'If you trust it, convert it once: python -c "from transformers import {kind} as M; {script}"'
+            f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not"
+            " read: a pickle may run any code. "
+            f'If you trust it, convert it once: python -c "from transformers import {kind} as M;'
+            f' {script}"'
         )
     there = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
-    raise ModelError(f"the folder {name} has no weights: put {WEIGHTS} into it, beside what is there ({there})")
+    raise ModelError(
+        f"the folder {name} has no weights: put {WEIGHTS} into it, beside what is there ({there})"
+    )
 
 
 def _not_loadable(name: str, error: Exception) -> str:
@@ -246,10 +275,14 @@ def _not_loadable(name: str, error: Exception) -> str:
         return f"cannot load the model in the folder {name}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    offline = "; HF_HUB_OFFLINE is set, so the hub is not asked" if os.environ.get("HF_HUB_OFFLINE") else ""
+    offline = (
+        "; HF_HUB_OFFLINE is set, so the hub is not asked"
+        if os.environ.get("HF_HUB_OFFLINE")
+        else ""
+    )
     return (
-        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, a Hugging Face hub id or a local folder "
-        f"with safetensors weights{hint} ({reason}{offline})"
+        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, a Hugging Face hub id"
+        f" or a local folder with safetensors weights{hint} ({reason}{offline})"
     )
 
 
@@ -268,9 +301,11 @@ def _provenance(name: str, config: PretrainedConfig) -> str:
 
 
 def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS switched on.
+    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS
+    switched on.
 
-    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS would count one more.
+    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS
+    would count one more.
     """
     taken = copy.copy(tokenizer)
     taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
@@ -281,7 +316,11 @@ def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) ->
     from transformer_lens.model_bridge import TransformerBridge
 
     return TransformerBridge.boot_transformers(
-        name, hf_model=network, tokenizer=_without_reload(tokenizer, name), dtype=dtype, device=device
+        name,
+        hf_model=network,
+        tokenizer=_without_reload(tokenizer, name),
+        dtype=dtype,
+        device=device,
     )
 
 
@@ -292,19 +331,23 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
     except ImportError:
         found = importlib.metadata.version("transformer-lens")
         raise ModelError(
-            f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"
+            f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or"
+            " use TransformerBridge"
         ) from None
     config = copy.deepcopy(network.config)
     config.architectures = [type(network).__name__]
     if config.model_type == "gpt2":
         config.n_ctx = config.n_positions
-    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral name.
+    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral
+    # name.
     with tempfile.TemporaryDirectory(prefix="config-") as folder:
         config.save_pretrained(folder)
         settings = loading.convert_hf_model_config(folder)
         settings |= {"device": device, "dtype": dtype, "model_name": name, "tokenizer_name": None}
         cfg = HookedTransformerConfig.from_dict(settings)
-        model = HookedTransformer(cfg, tokenizer=_without_reload(tokenizer, name), move_to_device=False)
+        model = HookedTransformer(
+            cfg, tokenizer=_without_reload(tokenizer, name), move_to_device=False
+        )
         model.load_and_process_state_dict(
             loading.get_pretrained_state_dict(folder, cfg, hf_model=network, dtype=dtype),
             fold_ln=False,

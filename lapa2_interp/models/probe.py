@@ -1,4 +1,5 @@
-"""Does an edit of a model's attention scores reach its logits, and does it equal the plain transformers model?"""
+"""Does an edit of a model's attention scores reach its logits, and does it equal the plain
+transformers model?"""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def probe_model(
     loaded = load_model(name, dtype, device, model_class, trust_remote_code)
     card = model_card(loaded)
     plain, tokenizer, _ = load_transformers(name, dtype, trust_remote_code)
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]])
+    ids = torch.tensor(
+        [[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]]
+    )
     with torch.no_grad():
         ours = loaded(ids.to(card.device)).float().cpu()
         theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()

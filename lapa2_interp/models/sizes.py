@@ -50,15 +50,25 @@ def model_size(name: str) -> Size:
             else AutoConfig.from_pretrained(str(source_of(name)))
         )
     except (OSError, ValueError) as error:
-        raise ModelError(f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}") from error
+        raise ModelError(
+            f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
+        ) from error
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    return Size(parameters, config.num_hidden_layers, config.num_attention_heads, config.max_position_embeddings)
+    return Size(
+        parameters,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.max_position_embeddings,
+    )
 
 
 def weight_bytes(model: str, dtype: str) -> int:
     """Memory of a model's weights."""
-    return model_size(model).parameters * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return (
+        model_size(model).parameters
+        * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    )
 
 
 def is_here(model: str) -> bool:
@@ -69,5 +79,7 @@ def is_here(model: str) -> bool:
         return smollm2_file() is not None
     names = ("model.safetensors", "model.safetensors.index.json")
     return (
-        model in TINY or Path(model).is_dir() or any(isinstance(try_to_load_from_cache(model, n), str) for n in names)
+        model in TINY
+        or Path(model).is_dir()
+        or any(isinstance(try_to_load_from_cache(model, n), str) for n in names)
     )

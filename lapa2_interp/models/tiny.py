@@ -27,14 +27,20 @@ def tiny_tokenizer(name: str) -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
     if name == "tiny-llama":
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=specials[0], eos_token=specials[-1], pad_token=specials[-1]
+        tokenizer_object=tokenizer,
+        bos_token=specials[0],
+        eos_token=specials[-1],
+        pad_token=specials[-1],
     )
 
 
 def tiny_config(name: str, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Four layers of four heads, 256 positions; weights large enough that attention is far from uniform."""
+    """Four layers of four heads, 256 positions; weights large enough that attention is far from
+    uniform."""
     from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig
 
     shared: dict[str, Any] = {

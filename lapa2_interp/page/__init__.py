@@ -40,7 +40,12 @@ def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str,
         title=title,
         lead=lead,
         sections=[
-            {"title": s.title, "text": s.text, "image": s.figure and png(s.figure), "table": _cells(s.table)}
+            {
+                "title": s.title,
+                "text": s.text,
+                "image": s.figure and png(s.figure),
+                "table": _cells(s.table),
+            }
             for s in sections
         ],
         facts=facts,
@@ -52,7 +57,9 @@ def template(name: str, folder: Path | None = None) -> Template:
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader([folder, HERE] if folder else [HERE])
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
+    return Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    ).get_template(name)
 
 
 def png(drawing: Drawing) -> str:
@@ -61,4 +68,6 @@ def png(drawing: Drawing) -> str:
 
 
 def _cells(table: pd.DataFrame | None) -> dict[str, list] | None:
-    return None if table is None else {"head": list(table.columns), "rows": table.to_numpy().tolist()}
+    return (
+        None if table is None else {"head": list(table.columns), "rows": table.to_numpy().tolist()}
+    )

@@ -1,4 +1,5 @@
-"""The paper item by item: scores of a run's cells as a table with intervals, beside the paper's numbers, and its claims judged.
+"""The paper item by item: scores of a run's cells as a table with intervals, beside the paper's
+numbers, and its claims judged.
 
 An item is a figure or table of the paper. Its script in `analyses/` opens a `Bench` on a run folder
 and scores the cells of the item's grid (scores are kept in RUN/scores, so nothing is scored twice).
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class Bench(Findings):
-    """One item on one run: its data (`data`), tables and files by short names, and the claims judged so far.
+    """One item on one run: its data (`data`), tables and files by short names, and the claims
+    judged so far.
 
     Attributes:
         data: Which cells and which scores.
@@ -85,27 +87,42 @@ class Bench(Findings):
                 (before, one), (after, two) = arms["baseline"], arms[name]
                 last = min(before.shape[1], after.shape[1]) - 1
                 higher = paired_difference(before.mean(1), one, after.mean(1), two)
-                left = paired_difference(before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two)
-                self.note(
-                    f"LaPA2 raises prefix attention, mean over steps: {place}", "prefix attention", "more", higher
+                left = paired_difference(
+                    before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two
                 )
-                self.note(f"with LaPA2 more of it is left at step {last}: {place}", "prefix attention", "more", left)
+                self.note(
+                    f"LaPA2 raises prefix attention, mean over steps: {place}",
+                    "prefix attention",
+                    "more",
+                    higher,
+                )
+                self.note(
+                    f"with LaPA2 more of it is left at step {last}: {place}",
+                    "prefix attention",
+                    "more",
+                    left,
+                )
         return table, at_few_steps(table)
 
-    def write(self, table: pd.DataFrame, notes: Sequence[str] = (), shown: pd.DataFrame | None = None) -> None:
+    def write(
+        self, table: pd.DataFrame, notes: Sequence[str] = (), shown: pd.DataFrame | None = None
+    ) -> None:
         """Write the item's files (`output.write_item`) and print it."""
         print(write_item(self.out, self.item, self.title, table, self, notes, shown))
 
 
 def open_bench(item: str, title: str, *grids: str) -> Bench:
-    """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook RUN is `LAPA2_RUN`.
+    """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook
+    RUN is `LAPA2_RUN`.
 
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
     """
     parser = ScriptOptions(title)
     default = Path(os.environ.get("LAPA2_RUN", "results/quick"))
-    parser.add_argument("run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`")
+    parser.add_argument(
+        "run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`"
+    )
     parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
     add_scoring(parser, PERPLEXITY_TEXTS)
     options = parser.read()

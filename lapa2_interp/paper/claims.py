@@ -90,7 +90,16 @@ class Finding:
         if found is None:
             return cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0)
         verdict = claim.verdict(found.low, found.high)
-        return cls(*told, found.mean, found.low, found.high, found.p, found.detectable, verdict, found.clusters)
+        return cls(
+            *told,
+            found.mean,
+            found.low,
+            found.high,
+            found.p,
+            found.detectable,
+            verdict,
+            found.clusters,
+        )
 
 
 @dataclass
@@ -140,7 +149,9 @@ class Findings:
         """
         gap = known[1] - known[0]
         if not np.isnan(gap):
-            text = text.format(more="more" if gap > 0 else "less", raises="raises" if gap > 0 else "lowers")
+            text = text.format(
+                more="more" if gap > 0 else "less", raises="raises" if gap > 0 else "lowers"
+            )
             self.claim(text, scores, before, after, metric, "more" if gap > 0 else "less", gap)
 
     def note(
@@ -152,12 +163,15 @@ class Findings:
         paper: float = NONE,
         margin: float = 0.0,
     ) -> None:
-        """Judge a claim whose difference was computed elsewhere; None: there was nothing to compare."""
+        """Judge a claim whose difference was computed elsewhere; None: there was nothing to
+        compare."""
         self.rows.append(Finding.of(self.item, Claim(text, metric, expected, margin), found, paper))
 
     def frame(self) -> pd.DataFrame:
         """One row per finding."""
-        return pd.DataFrame([vars(each) for each in self.rows], columns=list(Finding.__dataclass_fields__))
+        return pd.DataFrame(
+            [vars(each) for each in self.rows], columns=list(Finding.__dataclass_fields__)
+        )
 
 
 def compare(
@@ -169,7 +183,10 @@ def compare(
     if not len(one) or not len(two) or not set(one["prompt"]) & set(two["prompt"]):
         return None
     return paired_difference(
-        one["value"].to_numpy(), one["prompt"].to_numpy(), two["value"].to_numpy(), two["prompt"].to_numpy()
+        one["value"].to_numpy(),
+        one["prompt"].to_numpy(),
+        two["value"].to_numpy(),
+        two["prompt"].to_numpy(),
     )
 
 
@@ -184,7 +201,9 @@ def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
     """Claims for reading."""
     here = [
-        "" if pd.isna(row["here"]) else f"{row['here']:+.2f} [{row['low']:+.2f}, {row['high']:+.2f}]"
+        ""
+        if pd.isna(row["here"])
+        else f"{row['here']:+.2f} [{row['low']:+.2f}, {row['high']:+.2f}]"
         for row in claims.to_dict("records")
     ]
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]

@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 class ItemData:
     """The data of one item on one run.
 
-    Attributes:
-        run: The run folder, read.
-        item: The item's name.
-        grids: The grids whose cells it shows, without their folder (quick/, paper/).
-        scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
-        perplexity_texts: About how many texts of an arm have their perplexity measured.
-        device: Device of scorers that run a model.
-        dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever wrote the texts.
+    Attributes: run: The run folder, read. item: The item's name. grids: The grids whose cells it
+        shows, without their folder (quick/, paper/). scorers: NAME or NAME=MODEL, as `lapa2 score`
+        takes them. perplexity_texts: About how many texts of an arm have their perplexity measured.
+        device: Device of scorers that run a model. dtype: Precision of the perplexity model.
+        Perplexity is a measurement: float32, whatever wrote the texts.
     """
 
     run: Run
@@ -57,34 +54,53 @@ class ItemData:
         """The cells of the grids that are there, in their order, one row each, finished or not."""
         names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
         if not names:
-            wanted, have = " or ".join(map(repr, self.grids)), ", ".join(self.run.listing.grids) or "none"
+            wanted, have = (
+                " or ".join(map(repr, self.grids)),
+                ", ".join(self.run.listing.grids) or "none",
+            )
             raise RunError(
-                f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has: {have}. "
-                f"`lapa2 sweep quick/{self.grids[0]} --out {self.run.name}` adds it"
+                f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
+                f" {have}. `lapa2 sweep quick/{self.grids[0]} --out {self.run.name}` adds it"
             )
         keys = list(dict.fromkeys(key for name in names for key in self.run.listing.grids[name]))
         found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
-        # Half an arm would be compared with a whole one: it counts when all its attributes are there.
-        whole = (found["state"] == "finished").groupby([found[name] for name in ARM]).transform("all")
-        return found.assign(state=found["state"].where(whole | (found["state"] != "finished"), "incomplete"))
+        # Half an arm would be compared with a whole one: it counts when all its attributes are
+        # there.
+        whole = (
+            (found["state"] == "finished").groupby([found[name] for name in ARM]).transform("all")
+        )
+        return found.assign(
+            state=found["state"].where(whole | (found["state"] != "finished"), "incomplete")
+        )
 
-    def groups(self, cells: pd.DataFrame, *further: str) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
+    def groups(
+        self, cells: pd.DataFrame, *further: str
+    ) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
         """The cells grouped by model, task, method and further columns: the columns' values, the
         values in words, the cells."""
         names = ["model", "task", "method", *further]
         for values, group in cells.groupby(names, sort=False):
             where = dict(zip(names, values, strict=True))
             several = cells["model"].nunique() > 1
-            yield where, f"{where['method']}, {where['task']}" + f", {where['model']}" * several, group
+            yield (
+                where,
+                f"{where['method']}, {where['task']}" + f", {where['model']}" * several,
+                group,
+            )
 
     def lengths(self, cells: pd.DataFrame) -> tuple[int, ...]:
         """The five lengths of the longest of these cells."""
         return tuple(round(int(cells["max_length"].max()) * share) for share in FRACTIONS)
 
     def scores(
-        self, cells: pd.DataFrame, lengths: Iterable[int] = (), parts: int = 1, metrics: Sequence[str] | None = None
+        self,
+        cells: pd.DataFrame,
+        lengths: Iterable[int] = (),
+        parts: int = 1,
+        metrics: Sequence[str] | None = None,
     ) -> pd.DataFrame:
-        """The texts of finished cells with their numbers: one row per text, length, part and metric (in the paper's units).
+        """The texts of finished cells with their numbers: one row per text, length, part and metric
+        (in the paper's units).
 
         Args:
             cells: Rows of `cells`.
@@ -94,9 +110,14 @@ class ItemData:
         """
         frames = []
         with Cache(self.run.home / "scores") as cache:
-            for (task, model), group in cells[cells["state"] == "finished"].groupby(["task", "model"], sort=False):
+            for (task, model), group in cells[cells["state"] == "finished"].groupby(
+                ["task", "model"], sort=False
+            ):
                 samples = self.texts(group, lengths, parts)
-                for name in metrics or (("toxicity" if task == "detox" else "accuracy"), "perplexity"):
+                for name in metrics or (
+                    ("toxicity" if task == "detox" else "accuracy"),
+                    "perplexity",
+                ):
                     texts = self._few(samples, group) if name == "perplexity" else samples
                     if not len(texts):
                         continue
@@ -104,13 +125,19 @@ class ItemData:
                         found = score_table(texts.drop(columns="tokens"), scorer, cache)
                     frames.append(found[found["metric"] == name])
         if not frames:
-            return pd.DataFrame(columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"])
+            return pd.DataFrame(
+                columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
+            )
         table = pd.concat(frames, ignore_index=True)
         unit = table["metric"].map(lambda metric: METRICS[metric][1])
-        return table.assign(value=table["value"] * unit, metric=table["metric"].map(lambda metric: METRICS[metric][0]))
+        return table.assign(
+            value=table["value"] * unit,
+            metric=table["metric"].map(lambda metric: METRICS[metric][0]),
+        )
 
     def texts(self, group: pd.DataFrame, lengths: Iterable[int], parts: int = 1) -> pd.DataFrame:
-        """The texts of finished cells of one model and task, cut as `scores` says: `Run.samples` with length and part."""
+        """The texts of finished cells of one model and task, cut as `scores` says: `Run.samples`
+        with length and part."""
         frames = []
         for longest in dict.fromkeys(group["max_length"].astype(int)):
             keys = list(group["key"][group["max_length"] == longest])
@@ -130,25 +157,35 @@ class ItemData:
     def _scorer(self, name: str, task: str, model: str, group: pd.DataFrame) -> Scorer:
         asked = next((each for each in self.scorers if each.partition("=")[0] == name), None)
         if asked is None:
-            raise ScoringError(f"{self.item} needs a scorer for {name}; give --scorers {name} or {name}=MODEL")
+            raise ScoringError(
+                f"{self.item} needs a scorer for {name}; give --scorers {name} or {name}=MODEL"
+            )
         own = self.run.manifest(group["key"].iloc[0]).model
         options = Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
         return make_scorer(name, asked.partition("=")[2], options)
 
-    def curves(self, cells: pd.DataFrame) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
-        """Traces of finished cells, those of one arm (all its attributes) together: its columns, the trace, the samples.
+    def curves(
+        self, cells: pd.DataFrame
+    ) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
+        """Traces of finished cells, those of one arm (all its attributes) together: its columns,
+        the trace, the samples.
 
         The trace has only the branch behind the steered attribute's prefix.
         """
         for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
             runs = [self.run.cell(key) for key in group["key"]]
             found = [run.trace for run in runs if run.trace is not None]
-            traces = [each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"]) for each in found]
+            traces = [
+                each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"])
+                for each in found
+            ]
             if traces:
                 samples = pd.concat([run.samples for run in runs], ignore_index=True)
                 yield dict(zip(ARM, values, strict=True)), join_traces(traces, samples), samples
 
-    def steps(self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+    def steps(
+        self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]
+    ) -> pd.DataFrame:
         """What `make` reads from every arm's trace at the first 16 steps and every fourth after,
         with the arm's columns."""
         frames = []
@@ -158,11 +195,15 @@ class ItemData:
             frames.append(found.assign(**arm))
         if not frames:
             raise RunError(
-                f"{self.run.name} has no finished cell with a trace for {self.item}; `lapa2 runs` lists what is missing"
+                f"{self.run.name} has no finished cell with a trace for {self.item}; `lapa2 runs`"
+                " lists what is missing"
             )
         return pd.concat(frames, ignore_index=True)
 
     def tokenizer_of(self, scorer: str) -> Any:
-        """The tokenizer that a scorer was asked to count with (NAME=TOKENIZER); None where it was not."""
-        asked = next((each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), "")
+        """The tokenizer that a scorer was asked to count with (NAME=TOKENIZER); None where it was
+        not."""
+        asked = next(
+            (each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), ""
+        )
         return load_tokenizer(asked) if asked else None

@@ -16,7 +16,8 @@ SHADES = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC
 
 
 def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)) -> Drawing:
-    """A' against l on synthetic logits, one panel per alpha and one line per family; dotted the closed form of Eq. 8.
+    """A' against l on synthetic logits, one panel per alpha and one line per family; dotted the
+    closed form of Eq. 8.
 
     Args:
         shares: From `propositions.synthetic_shares`.
@@ -28,9 +29,13 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
     styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
     for panel, alpha in zip(panels, shown, strict=True):
         part = shares[shares["alpha"] == alpha]
-        for (family, curve), (colour, dash) in zip(part.groupby("family", sort=False), styles, strict=False):
+        for (family, curve), (colour, dash) in zip(
+            part.groupby("family", sort=False), styles, strict=False
+        ):
             panel.plot(curve["l"], curve["mean"], color=colour, ls=dash, lw=1.2, label=family)
-            panel.fill_between(curve["l"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0)
+            panel.fill_between(
+                curve["l"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0
+            )
         first = part[part["family"] == part["family"].iloc[0]]
         panel.plot(first["l"], first["predicted"], color="black", lw=1.6, ls=":", label="Eq. 8")
         panel.set_xscale("log")
@@ -52,7 +57,9 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
         found: From `propositions.synthetic_slopes` or `exponent_table`.
         by: Column that tells lines apart ("family"); None for a single one.
     """
-    quantities = [name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()]
+    quantities = [
+        name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()
+    ]
     quantities = [name for name in quantities if not (by and name == "rise")]
     figure = new_figure(3.3 * len(quantities), 3.4)
     panels = np.atleast_1d(figure.subplots(1, len(quantities)))
@@ -68,7 +75,15 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
         for (name, line), (colour, dash) in zip(groups, styles, strict=False):
             error = np.abs(line[["low", "high"]].to_numpy().T - line["mean"].to_numpy())
             panel.errorbar(
-                line["alpha"], line["mean"], yerr=error, color=colour, ls=dash, lw=1.1, marker="o", ms=2.5, label=name
+                line["alpha"],
+                line["mean"],
+                yerr=error,
+                color=colour,
+                ls=dash,
+                lw=1.1,
+                marker="o",
+                ms=2.5,
+                label=name,
             )
         one = part[part[by] == part[by].iloc[0]] if by else part
         panel.plot(one["alpha"], one["predicted"], color="black", ls=":", lw=1.6, label="predicted")
@@ -80,7 +95,8 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
 
 
 def alpha_curves(curves: pd.DataFrame) -> Drawing:
-    """Pooled prefix attention against step for every alpha, on two log axes, with 95 % bands and C/(t+D) dotted.
+    """Pooled prefix attention against step for every alpha, on two log axes, with 95 % bands and
+    C/(t+D) dotted.
 
     Args:
         curves: From `propositions.pooled_table`.
@@ -93,11 +109,21 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
         axes.plot(curve["l"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}")
         # The interval of few texts may reach below 0, which a log axis cannot show.
         shown = curve["low"] > 0
-        axes.fill_between(curve["l"], curve["low"].where(shown), curve["high"], shown, color=colour, alpha=0.15, lw=0)
+        axes.fill_between(
+            curve["l"],
+            curve["low"].where(shown),
+            curve["high"],
+            shown,
+            color=colour,
+            alpha=0.15,
+            lw=0,
+        )
         if not np.isnan(c):
             axes.plot(curve["l"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
     axes.set(xscale="log", yscale="log", ylim=(curves["mean"].min() / 3, None))
-    plain_axes(axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)")
+    plain_axes(
+        axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)"
+    )
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
     return figure
 
@@ -118,11 +144,17 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     left.set_title("slope of log(e_P/e_R) on log l\nblue: faster than 1/l, red: slower", fontsize=8)
     names = ("mixed", "sink", "local", "prefix")
     tints = dict(zip(names, ("#DDDDDD", "#0072B2", "#009E73", "#D55E00"), strict=True))
-    pixels = np.array([[[int(tints[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in row] for row in kinds])
+    pixels = np.array(
+        [[[int(tints[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in row] for row in kinds]
+    )
     right.imshow(pixels, aspect="auto", origin="lower")
     for name in names:
-        right.scatter([], [], color=tints[name], marker="s", label=f"{name} ({(kinds == name).sum()})")
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False, fontsize=7)
+        right.scatter(
+            [], [], color=tints[name], marker="s", label=f"{name} ({(kinds == name).sum()})"
+        )
+    right.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False, fontsize=7
+    )
     right.set_title("at least half of the attention on", fontsize=8)
     for panel in (left, right):
         panel.set(xlabel="head")
@@ -144,7 +176,14 @@ def predictions(found: pd.DataFrame) -> Drawing:
     for panel, alpha in zip(panels, alphas, strict=True):
         part = found[found["alpha"] == alpha]
         panel.plot(part["layer"], part["baseline"], color=COLOURS[0], lw=1.2, label="baseline")
-        panel.plot(part["layer"], part["predicted"], color=COLOURS[1], lw=1.2, ls="--", label="predicted from it")
+        panel.plot(
+            part["layer"],
+            part["predicted"],
+            color=COLOURS[1],
+            lw=1.2,
+            ls="--",
+            label="predicted from it",
+        )
         panel.plot(part["layer"], part["measured"], color=COLOURS[2], lw=1.4, label="measured")
         panel.set_title(f"alpha = {alpha:g}", fontsize=9)
         plain_axes(panel, "layer", "attention on the prefix" if panel is panels[0] else "")
@@ -154,7 +193,8 @@ def predictions(found: pd.DataFrame) -> Drawing:
 
 
 def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
-    """Change of the local ratio by layer and k, pooled as the paper does and head by head; one column per alpha.
+    """Change of the local ratio by layer and k, pooled as the paper does and head by head; one
+    column per alpha.
 
     Args:
         found: From `propositions.local_table`.
@@ -174,11 +214,20 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
                 layer = line["layer"].astype(int)
                 panel.plot(layer, line["difference"], color=colour, lw=1.2, label=f"k = {k}")
                 panel.fill_between(
-                    layer, line["low"].astype(float), line["high"].astype(float), color=colour, alpha=0.15, lw=0
+                    layer,
+                    line["low"].astype(float),
+                    line["high"].astype(float),
+                    color=colour,
+                    alpha=0.15,
+                    lw=0,
                 )
             panel.axhline(0, color="black", lw=0.6)
             panel.set_title(f"alpha = {alpha:g}, {pooling}", fontsize=9)
-            plain_axes(panel, "layer" if row else "", f"change of\nnearest_k/(1-{outside})" if not column else "")
+            plain_axes(
+                panel,
+                "layer" if row else "",
+                f"change of\nnearest_k/(1-{outside})" if not column else "",
+            )
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
     return figure

@@ -35,7 +35,9 @@ def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
         lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
         arms: dict[tuple[str, ...], list[Cell]] = {}
         for cell in grid.cells:
-            arms.setdefault((cell.model, cell.task.name, cell.method, cell.variant, cell.arm), []).append(cell)
+            arms.setdefault(
+                (cell.model, cell.task.name, cell.method, cell.variant, cell.arm), []
+            ).append(cell)
         for cells in arms.values():
             texts = sum(cell.n_texts for cell in cells)
             classified += lengths * texts * cells[0].length

@@ -34,7 +34,12 @@ def write_item(
     shown = wide(table) if shown is None else shown
     notes = [*notes, *footnotes(table), *([gaps] if (gaps := gaps_note(table)) else [])]
     claims = findings.frame()
-    facts = {"item": item, "title": title, "notes": notes, "rows": shown.astype(str).to_dict("split")}
+    facts = {
+        "item": item,
+        "title": title,
+        "notes": notes,
+        "rows": shown.astype(str).to_dict("split"),
+    }
     for ending, text in {
         "csv": table.to_csv(index=False, float_format="%.6g"),
         "md": as_markdown(title, shown, notes),
@@ -51,20 +56,42 @@ def write_item(
 
 def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
     """A table as Markdown."""
-    escaped = [[str(value).replace("|", "\\|").replace("\n", " ") for value in row] for row in shown.to_numpy()]
-    lines = [" | ".join(map(str, shown.columns)), " | ".join("---" for _ in shown.columns), *map(" | ".join, escaped)]
-    return f"### {title}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n\n" + "\n\n".join(notes) + "\n"
+    escaped = [
+        [str(value).replace("|", "\\|").replace("\n", " ") for value in row]
+        for row in shown.to_numpy()
+    ]
+    lines = [
+        " | ".join(map(str, shown.columns)),
+        " | ".join("---" for _ in shown.columns),
+        *map(" | ".join, escaped),
+    ]
+    return (
+        f"### {title}\n\n"
+        + "\n".join(f"| {line} |" for line in lines)
+        + "\n\n"
+        + "\n\n".join(notes)
+        + "\n"
+    )
 
 
 def as_latex(title: str, shown: pd.DataFrame, notes: Sequence[str], label: str) -> str:
     """A table as LaTeX, for booktabs."""
     lines = [
-        r"\begin{table}", r"\centering\small", rf"\caption{{{_latex(title)}}}", rf"\label{{tab:{label}}}",
-        rf"\begin{{tabular}}{{{'l' * len(shown.columns)}}}", r"\toprule",
-        " & ".join(_latex(str(column)) for column in shown.columns) + r" \\", r"\midrule",
+        r"\begin{table}",
+        r"\centering\small",
+        rf"\caption{{{_latex(title)}}}",
+        rf"\label{{tab:{label}}}",
+        rf"\begin{{tabular}}{{{'l' * len(shown.columns)}}}",
+        r"\toprule",
+        " & ".join(_latex(str(column)) for column in shown.columns) + r" \\",
+        r"\midrule",
         *(" & ".join(_latex(str(value)) for value in row) + r" \\" for row in shown.to_numpy()),
-        r"\bottomrule", r"\end{tabular}", *(rf"\par\footnotesize {_latex(note)}" for note in notes), r"\end{table}", "",
-    ]  # fmt: skip
+        r"\bottomrule",
+        r"\end{tabular}",
+        *(rf"\par\footnotesize {_latex(note)}" for note in notes),
+        r"\end{table}",
+        "",
+    ]
     return "\n".join(lines)
 
 

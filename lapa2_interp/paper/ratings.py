@@ -1,4 +1,5 @@
-"""Ratings that are stored in a run's folder: a judge model's scores, and people's answers. Nothing is asked here."""
+"""Ratings that are stored in a run's folder: a judge model's scores, and people's answers. Nothing
+is asked here."""
 
 from __future__ import annotations
 
@@ -7,7 +8,19 @@ from pathlib import Path
 import pandas as pd
 
 CRITERIA = ("relevance", "fluency", "topicality")
-COLUMNS = ["rater", "model", "task", "method", "variant", "length", "arm", "attribute", "prompt", "criterion", "value"]
+COLUMNS = [
+    "rater",
+    "model",
+    "task",
+    "method",
+    "variant",
+    "length",
+    "arm",
+    "attribute",
+    "prompt",
+    "criterion",
+    "value",
+]
 
 
 def stored_ratings(folder: Path) -> pd.DataFrame:
@@ -15,22 +28,31 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
 
     Read from RUN/judge (`lapa2 score`) and RUN/human (`lapa2 scorers answers`).
 
-    Returns:
-        Columns rater, model, task, method, variant, length, arm, attribute, prompt, criterion, value ("" where it is not
-        known); empty where nothing is stored.
+    Returns: Columns rater, model, task, method, variant, length, arm, attribute, prompt, criterion,
+        value ("" where it is not known); empty where nothing is stored.
     """
     frames = [pd.DataFrame(columns=COLUMNS)]
     scores = folder / "judge" / "scores.parquet"
     if scores.is_file():
         found = pd.read_parquet(scores)
         found = found[found["metric"].isin(CRITERIA) & found["value"].notna()]
-        frames.append(found.assign(rater=found["scorer"], criterion=found["metric"]).reindex(columns=COLUMNS))
+        frames.append(
+            found.assign(rater=found["scorer"], criterion=found["metric"]).reindex(columns=COLUMNS)
+        )
     answers = folder / "human" / "answers.csv"
     if answers.is_file():
         found = pd.read_csv(answers).dropna(subset="rating")
         # `lapa2 scorers sheets` of a sweep names an arm "TASK METHOD ARM".
-        named = found["arm"].str.split(" ", n=2, expand=True).set_axis(["task", "method", "arm"], axis=1)
-        found = found.drop(columns="arm").join(named).rename(columns={"metric": "criterion", "rating": "value"})
+        named = (
+            found["arm"]
+            .str.split(" ", n=2, expand=True)
+            .set_axis(["task", "method", "arm"], axis=1)
+        )
+        found = (
+            found.drop(columns="arm")
+            .join(named)
+            .rename(columns={"metric": "criterion", "rating": "value"})
+        )
         frames.append(found.assign(rater="people").reindex(columns=COLUMNS))
     filled = [frame for frame in frames if len(frame)]
     found = pd.concat(filled, ignore_index=True) if filled else frames[0]

@@ -42,9 +42,12 @@ BETTER = {"acc": 1, "tox": -1, "ppl": -1, "dist1": 1, "dist2": 1, "dist3": 1}
 
 @cache
 def reported() -> pd.DataFrame:
-    """Every number of the paper's result tables: table, task, model, method, lapa2, length, variant, metric, value."""
+    """Every number of the paper's result tables: table, task, model, method, lapa2, length,
+    variant, metric, value."""
     file = resources.files("lapa2_interp.paper") / "reported_results.csv"
-    return pd.read_csv(Path(str(file)), keep_default_na=False).assign(value=lambda table: table["value"].astype(float))
+    return pd.read_csv(Path(str(file)), keep_default_na=False).assign(
+        value=lambda table: table["value"].astype(float)
+    )
 
 
 def paper_number(table: str, **wanted: Any) -> float:
@@ -63,5 +66,7 @@ def paper_number(table: str, **wanted: Any) -> float:
     for column, value in wanted.items():
         found = found[found[column] == value]
     if len(found) > 1:
-        raise RunError(f"{len(found)} numbers of the paper's table {table} fit {wanted}; name more columns")
+        raise RunError(
+            f"{len(found)} numbers of the paper's table {table} fit {wanted}; name more columns"
+        )
     return float(found["value"].iloc[0]) if len(found) else float("nan")

@@ -1,4 +1,5 @@
-"""What decided the numbers of a folder of tables: one manifest over all cells of the run they were read from."""
+"""What decided the numbers of a folder of tables: one manifest over all cells of the run they were
+read from."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Results(BaseModel):
     grids: dict[str, dict[str, int]]
     """By grid: how many cells are finished, failed, partly made, missing."""
     commits: tuple[str, ...]
-    """Git commits of the package that generated; cells of a run that was resumed may have several."""
+    """Git commits of the package that generated; cells of a run that was resumed may have several.
+    """
     versions: dict[str, tuple[str, ...]]
     """Versions of the libraries that generated."""
     weights: dict[str, tuple[str, ...]]
@@ -67,8 +69,13 @@ def results_of(run: Run, tables: Path) -> Results:
         if prefix is not None and not isinstance(prefix, str)
     }
     states = run.cells.set_index("key")["state"]
-    columns = [pd.read_csv(file, usecols=lambda name: name == "scorer") for file in sorted(tables.glob("*.csv"))]
-    scorers = {str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()}
+    columns = [
+        pd.read_csv(file, usecols=lambda name: name == "scorer")
+        for file in sorted(tables.glob("*.csv"))
+    ]
+    scorers = {
+        str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()
+    }
     return Results(
         analysed_at=source_commit(),
         analysed_with=library_versions(),
@@ -78,7 +85,8 @@ def results_of(run: Run, tables: Path) -> Results:
         },
         commits=_all(manifest.commit or "not a checkout" for manifest in found),
         versions={
-            name: _all(manifest.versions[name] for manifest in found) for name in (found[0].versions if found else {})
+            name: _all(manifest.versions[name] for manifest in found)
+            for name in (found[0].versions if found else {})
         },
         weights={
             model: _all(each.model.weights for each in found if each.model.name == model)

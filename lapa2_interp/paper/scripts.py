@@ -1,4 +1,5 @@
-"""What the scripts of analyses/ and figures/ share: options as of the command line, and how they say errors.
+"""What the scripts of analyses/ and figures/ share: options as of the command line, and how they
+say errors.
 
 A script is also a notebook, which has no options: there they have their defaults.
 """
@@ -74,15 +75,27 @@ def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
         texts: The default of --perplexity.
     """
     options.add_argument(
-        "--scorers", nargs="+", default=["accuracy", "toxicity", "perplexity"], type=_scorer,
-        help="NAME or NAME=MODEL, as of `lapa2 score`: accuracy=MODEL, toxicity=perspective, perplexity=gpt2-large",
-    )  # fmt: skip
+        "--scorers",
+        nargs="+",
+        default=["accuracy", "toxicity", "perplexity"],
+        type=_scorer,
+        help=(
+            "NAME or NAME=MODEL, as of `lapa2 score`: accuracy=MODEL, toxicity=perspective,"
+            " perplexity=gpt2-large"
+        ),
+    )
     options.add_argument(
-        "--perplexity", type=count(), default=texts, help="texts of an arm whose perplexity is measured"
+        "--perplexity",
+        type=count(),
+        default=texts,
+        help="texts of an arm whose perplexity is measured",
     )
     options.add_argument("--device", help="of scorers that run a model")
     options.add_argument(
-        "--dtype", choices=get_args(Dtype), default="float32", help="precision of the perplexity model"
+        "--dtype",
+        choices=get_args(Dtype),
+        default="float32",
+        help="precision of the perplexity model",
     )
 
 
@@ -92,8 +105,11 @@ def _scorer(text: str) -> str:
     return text
 
 
-def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A script's `sys.excepthook`: what a user can mend is one line on stderr and exit code 2, as of the command line."""
+def in_one_line(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """A script's `sys.excepthook`: what a user can mend is one line on stderr and exit code 2, as
+    of the command line."""
     if isinstance(error, KeyboardInterrupt):
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,8 +1,9 @@
 """`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with the data they
 were read from.
 
-Four sources, each stored: synthetic logits; texts that every alpha generates for itself (as the paper's figures); the baseline's
-texts read again under every alpha, so that alpha alone differs; and, if a file is given, a long text read up to the context.
+Four sources, each stored: synthetic logits; texts that every alpha generates for itself (as the
+paper's figures); the baseline's texts read again under every alpha, so that alpha alone differs;
+and, if a file is given, a long text read up to the context.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class Study:
     Attributes:
         alphas: The baseline's texts are read again under each; 0 is always there. `free`: those of
             them that also generate texts of their own.
-        length: Tokens of a generated text, its prompt included. `samples`: texts per prompt and attribute.
-        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out. `synthetic_texts`: draws per family.
+        length: Tokens of a generated text, its prompt included. `samples`: texts per prompt and
+            attribute.
+        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out. `synthetic_texts`:
+            draws per family.
         text: A file whose beginning is read as one long text, or as several.
         long_length, long_texts: Tokens per text cut from the file (0: as many as the context has),
             and how many texts.
@@ -107,25 +110,40 @@ class Study:
             if bad := [a for a in given if not (a >= 0 and math.isfinite(a))]:
                 raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
             object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
-        least = {"samples": 1, "prompts": 1, "length": 1, "synthetic_length": 0, "synthetic_texts": 1, "long_length": 0,
-                 "long_texts": 1, "seed": 0}  # fmt: skip
+        least = {
+            "samples": 1,
+            "prompts": 1,
+            "length": 1,
+            "synthetic_length": 0,
+            "synthetic_texts": 1,
+            "long_length": 0,
+            "long_texts": 1,
+            "seed": 0,
+        }
         for name, least_value in least.items():
             if getattr(self, name) < least_value:
                 option = "--" + name.replace("_", "-")
-                raise TraceError(f"{option} must be at least {least_value}, found {getattr(self, name)}")
+                raise TraceError(
+                    f"{option} must be at least {least_value}, found {getattr(self, name)}"
+                )
         if self.text is None and (self.long_length or self.long_texts > 1):
             raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
         if self.text is not None and not self.long_alphas:
             raise TraceError("--long-alphas needs an alpha above 0; the baseline is there anyway")
         if 0 < self.long_length < 8:
-            raise TraceError(f"--long-length must leave steps to fit: at least 8 tokens, found {self.long_length}")
+            raise TraceError(
+                "--long-length must leave steps to fit: at least 8 tokens, found"
+                f" {self.long_length}"
+            )
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Tables by name, the traces they were read from (thinned to steps in equal ratios), and the run of generated texts.
+    """Tables by name, the traces they were read from (thinned to steps in equal ratios), and the
+    run of generated texts.
 
-    Slopes and verdicts are read from these very steps; curves, heads and local ratios were read from all of them.
+    Slopes and verdicts are read from these very steps; curves, heads and local ratios were read
+    from all of them.
     """
 
     tables: dict[str, pd.DataFrame]
@@ -136,11 +154,11 @@ class Verified:
 def verify(out: Path, study: Study, force: bool = False) -> str:
     """Run a study and write its folder; returns what to print.
 
-    The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run without its trace), tables/*.csv,
-    figures/*.png, report.html.
+    The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
+    without its trace), tables/*.csv, figures/*.png, report.html.
 
-    Raises:
-        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too short; TraceError for texts
+    Raises: Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is
+        too short; TraceError for texts
             too short to fit a slope.
     """
     with new_folder(out, force, finished=_finished) as folder:
@@ -156,9 +174,14 @@ def verify(out: Path, study: Study, force: bool = False) -> str:
         for name, (_, drawing) in figures.items():
             drawing.savefig(folder / "figures" / f"{name}.png")
         facts = _facts(study, found)
-        (folder / MANIFEST).write_text(json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(
+            json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8"
+        )
         (folder / "report.html").write_text(_report(found.tables, figures, facts), encoding="utf-8")
-    return f"{as_text(found.tables['verdicts'])}\n\nLook at {out}/report.html (tables/verdicts.csv has every number)."
+    return (
+        f"{as_text(found.tables['verdicts'])}\n\nLook at {out}/report.html (tables/verdicts.csv has"
+        " every number)."
+    )
 
 
 def _finished(folder: Path) -> bool:
@@ -187,7 +210,11 @@ def run_study(study: Study) -> Verified:
         traces["synthetic"] = as_dataset(drawn, lengths)
     free = _generate(model, study)
     own = by_alpha({alpha: trace for alpha, (_, trace) in _by_alpha(free).items()})
-    verdicts.append(trace_verdicts(own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype))
+    verdicts.append(
+        trace_verdicts(
+            own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype
+        )
+    )
     tables |= {"free_curves": pooled_table(own), "free_exponents": exponent_table(own)}
     if study.alphas:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
@@ -202,7 +229,10 @@ def run_study(study: Study) -> Verified:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
         found = _read_long(model, branch, texts, rules)
-        where = f"{name}, {len(texts)} x {len(texts[0])} tokens of {study.text.name if study.text else ''}"
+        where = (
+            f"{name}, {len(texts)} x {len(texts[0])} tokens of"
+            f" {study.text.name if study.text else ''}"
+        )
         verdicts.append(trace_verdicts(found, where, dtype=study.long_dtype))
         tables |= {f"long_{kind}": table for kind, table in _trace_tables(found, rules).items()}
         traces["long"] = thin(found)
@@ -211,7 +241,9 @@ def run_study(study: Study) -> Verified:
     return Verified(tables, traces, _without_traces(free))
 
 
-def _trace_tables(traces: xr.Dataset, rules: Mapping[float, Augmentation]) -> dict[str, pd.DataFrame]:
+def _trace_tables(
+    traces: xr.Dataset, rules: Mapping[float, Augmentation]
+) -> dict[str, pd.DataFrame]:
     return {
         "curves": pooled_table(traces),
         "exponents": exponent_table(traces),
@@ -236,7 +268,9 @@ def _generate(model: Model, study: Study) -> Run:
         for alpha in (0.0, *study.free)
         for attribute in task.attributes
     ]
-    return make_cells(model, cells, name=KIND, announce=lambda _, plans: _announce(model, study, plans))
+    return make_cells(
+        model, cells, name=KIND, announce=lambda _, plans: _announce(model, study, plans)
+    )
 
 
 def _announce(model: Model, study: Study, plans: Sequence[Plan]) -> None:
@@ -244,7 +278,10 @@ def _announce(model: Model, study: Study, plans: Sequence[Plan]) -> None:
     baseline = sum(each.new_tokens for each in plans) // (1 + len(study.free))
     told = reading_seconds(model, len(study.alphas) * baseline)
     if told > LONG:
-        print(f"then they are read under {len(study.alphas)} alphas: about {shown_time(told)}", file=sys.stderr)
+        print(
+            f"then they are read under {len(study.alphas)} alphas: about {shown_time(told)}",
+            file=sys.stderr,
+        )
 
 
 def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
@@ -271,12 +308,19 @@ def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> x
     samples, base = _by_alpha(run)[0.0]
     task = next(iter(run.plan.values())).task
     pairs = zip(samples["attribute"], samples["prompt"], strict=True)
-    layouts = [Layout.of(model.tokenizer, task.prefix(str(attribute)), prompt) for attribute, prompt in pairs]
+    layouts = [
+        Layout.of(model.tokenizer, task.prefix(str(attribute)), prompt)
+        for attribute, prompt in pairs
+    ]
     texts = samples["tokens"].tolist()
     found = {0.0: base}
-    with progress_bar(len(rules) * sum(len(text) - 1 for text in texts), "reading the same texts") as bar:
+    with progress_bar(
+        len(rules) * sum(len(text) - 1 for text in texts), "reading the same texts"
+    ) as bar:
         for alpha, rule in rules.items():
-            found[alpha] = teacher_forced(model, layouts, texts, rule, branch="prefix", progress=bar)
+            found[alpha] = teacher_forced(
+                model, layouts, texts, rule, branch="prefix", progress=bar
+            )
     return by_alpha(found)
 
 
@@ -294,17 +338,23 @@ def _without_traces(run: Run) -> Run:
 
 
 def _read_long(
-    model: Model, branch: Layout, texts: Sequence[Sequence[int]], rules: Mapping[float, Augmentation]
+    model: Model,
+    branch: Layout,
+    texts: Sequence[Sequence[int]],
+    rules: Mapping[float, Augmentation],
 ) -> xr.Dataset:
     found = {}
-    with progress_bar((1 + len(rules)) * sum(len(text) - 1 for text in texts), "reading long texts") as bar:
+    with progress_bar(
+        (1 + len(rules)) * sum(len(text) - 1 for text in texts), "reading long texts"
+    ) as bar:
         for alpha, rule in ({0.0: None} | dict(rules)).items():
             found[alpha] = teacher_forced(model, branch, texts, rule, progress=bar)
     return by_alpha(found)
 
 
 def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
-    """The branch and the texts cut from a file, each of the length asked for or as long as the context allows."""
+    """The branch and the texts cut from a file, each of the length asked for or as long as the
+    context allows."""
     assert study.text is not None
     try:
         whole = study.text.read_text(encoding="utf-8")
@@ -314,12 +364,15 @@ def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
     room = model.cfg.n_ctx - len(branch) + 1
     length = study.long_length or room
     if length > room:
-        raise DataError(f"texts of {length} tokens exceed the context behind prefix and prompt; give at most {room}")
+        raise DataError(
+            f"texts of {length} tokens exceed the context behind prefix and prompt; give at most"
+            f" {room}"
+        )
     ids = model.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
     if len(ids) < length * study.long_texts:
         raise DataError(
-            f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a longer text, or fewer or "
-            "shorter ones (--long-texts, --long-length)"
+            f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a"
+            " longer text, or fewer or shorter ones (--long-texts, --long-length)"
         )
     return branch, [ids[i * length : (i + 1) * length] for i in range(study.long_texts)]
 
@@ -330,19 +383,33 @@ def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
 SOURCES = {"free_": "each alpha its own texts", "": "the same texts", "long_": "long texts"}
 """What the prefix of a table's name says about the traces it was read from."""
 OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
-    "curves": ("Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).", drawings.alpha_curves),
+    "curves": (
+        "Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).",
+        drawings.alpha_curves,
+    ),
     "exponents": (
-        "Exponents against alpha, {}. Dotted: prediction; for log A' that of the closed form at these lengths.",
+        (
+            "Exponents against alpha, {}. Dotted: prediction; for log A' that of the closed form at"
+            " these lengths."
+        ),
         drawings.slopes_against_alpha,
     ),
-    "heads": ("Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {}.", drawings.growth_map),
+    "heads": (
+        "Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {}.",
+        drawings.growth_map,
+    ),
     "predictions": (
-        "A' predicted from the baseline by the exact law, and as measured, layer by layer, {}.", drawings.predictions
+        "A' predicted from the baseline by the exact law, and as measured, layer by layer, {}.",
+        drawings.predictions,
     ),
     "local": (
-        "Share of the nearest k keys in the attention outside the prefix, what LaPA2 changes of it, {}.", drawings.local_ratios
+        (
+            "Share of the nearest k keys in the attention outside the prefix, what LaPA2 changes of"
+            " it, {}."
+        ),
+        drawings.local_ratios,
     ),
-}  # fmt: skip
+}
 """Captions and drawings of the tables of a trace."""
 
 
@@ -353,7 +420,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
     if "synthetic_shares" in tables:
         shares = tables["synthetic_shares"]
         found["regimes"] = (
-            "Three regimes under equal logits, and what other logits make of them. Lines: means over texts; dotted: Eq. 8.",
+            (
+                "Three regimes under equal logits, and what other logits make of them. Lines: means"
+                " over texts; dotted: Eq. 8."
+            ),
             drawings.regimes(shares),
         )
         found["synthetic_slopes"] = (
@@ -368,7 +438,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
 
 
 def as_text(verdicts: pd.DataFrame) -> str:
-    """The verdicts for a terminal: synthetic ones as a family x claim table, the others claim by claim."""
+    """The verdicts for a terminal: synthetic ones as a family x claim table, the others claim by
+    claim."""
     made = verdicts["where"].str.startswith("synthetic: ")
     parts = []
     if made.any():
@@ -377,21 +448,27 @@ def as_text(verdicts: pd.DataFrame) -> str:
             claim=[_with_alpha(r) for r in _records(verdicts[made])],
         )
         chosen = short[short["alpha"].isna() | short["alpha"].isin(SHOWN)]
-        marks = chosen["verdict"].map({"as in the paper": "yes", "against the paper": "NO", "inconclusive": "?"})
+        marks = chosen["verdict"].map(
+            {"as in the paper": "yes", "against the paper": "NO", "inconclusive": "?"}
+        )
         table = chosen.assign(mark=marks).pivot(index="family", columns="claim", values="mark")
-        table = table.loc[list(dict.fromkeys(chosen["family"])), list(dict.fromkeys(chosen["claim"]))].fillna("")
+        table = table.loc[
+            list(dict.fromkeys(chosen["family"])), list(dict.fromkeys(chosen["claim"]))
+        ].fillna("")
         names = {name: f"({chr(97 + i)})" for i, name in enumerate(table.columns)}
         legend = "; ".join(f"{mark} {name}" for name, mark in names.items())
         shown = table.rename(columns=names).rename_axis(index=None, columns=None)
         parts.append(
-            f"synthetic logits (yes: as in the paper, NO: against it, ? inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
+            "synthetic logits (yes: as in the paper, NO: against it, ?"
+            f" inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
         )
     real = verdicts[~made]
     if real["alpha"].isin(SHOWN).any():
         real = real[real["alpha"].isna() | real["alpha"].isin(SHOWN)]
     for where, rows in real.groupby("where", sort=False):
         lines = [
-            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_interval(r):<17} claimed {r['expected']}"
+            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_interval(r):<17} claimed"
+            f" {r['expected']}"
             for r in _records(rows)
         ]
         texts = int(rows["texts"].iloc[0])
@@ -425,17 +502,28 @@ def _with_alpha(row: Mapping) -> str:
 
 
 def _report(
-    tables: Mapping[str, pd.DataFrame], figures: Mapping[str, tuple[str, plots.Drawing]], facts: Mapping[str, str]
+    tables: Mapping[str, pd.DataFrame],
+    figures: Mapping[str, tuple[str, plots.Drawing]],
+    facts: Mapping[str, str],
 ) -> str:
     verdicts = tables["verdicts"]
     counts = verdicts["verdict"].value_counts()
-    lead = ", ".join(f"{count} {name}" for name, count in counts.items()) + " of the claims put to the test."
+    lead = (
+        ", ".join(f"{count} {name}" for name, count in counts.items())
+        + " of the claims put to the test."
+    )
     shown = shown_verdicts(verdicts)
     sections = [
-        Section(name.replace("_", " ").capitalize(), caption, drawing) for name, (caption, drawing) in figures.items()
+        Section(name.replace("_", " ").capitalize(), caption, drawing)
+        for name, (caption, drawing) in figures.items()
     ]
     sections.append(
-        Section("Verdicts", "A verdict is the 95 % interval against the margin around the claim.", None, shown)
+        Section(
+            "Verdicts",
+            "A verdict is the 95 % interval against the margin around the claim.",
+            None,
+            shown,
+        )
     )
     return page("Do the propositions hold?", lead, sections, facts)
 
@@ -449,7 +537,10 @@ def _facts(study: Study, found: Verified) -> dict[str, str]:
         "weights": next(iter(found.free.held.values())).manifest.model.weights,
         "profile": "paper (Algorithm 1): exact prefix span, l without BOS",
         "prefixes": "Very positive: / Very negative: on the paper's sentiment prompts",
-        "intervals": "95 %, over prompts (synthetic and long: over texts, and pieces of one file are taken as such)",
+        "intervals": (
+            "95 %, over prompts (synthetic and long: over texts, and pieces of one file are taken"
+            " as such)"
+        ),
         "versions": ", ".join(f"{name} {v}" for name, v in library_versions().items()),
         "commit": source_commit() or "not a checkout",
     }

@@ -19,7 +19,12 @@ HALVES = {0: "whole", 1: "first", 2: "second"}
 """Parts of a text in words, as in the paper's table half."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
 ARM = ["model", "task", "method", "variant", "arm"]
-PAPER_SCORERS = {"acc": "Air-Decoding's RoBERTa", "tox": "perspective", "ppl": "gpt2-large", "dist": "roberta-large"}
+PAPER_SCORERS = {
+    "acc": "Air-Decoding's RoBERTa",
+    "tox": "perspective",
+    "ppl": "gpt2-large",
+    "dist": "roberta-large",
+}
 """By metric, the name that a scorer contains if it is the one of the paper. Differences from the
 paper's numbers are shown only for these scorers."""
 
@@ -46,29 +51,52 @@ def item_table(
             numbers.
         tokenizer: Tokens that distinct-n counts; words by default.
 
-    Returns:
-        Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
-        detectable (against the baseline of the same method), best, profile, paper, state.
+    Returns: Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference,
+        difference_low, difference_high, p, detectable (against the baseline of the same method),
+        best, profile, paper, state.
     """
     keys = [key for key in KEYS if key in scores]
     frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
     if len(scores):
         means = cell_table(scores)
-        changes = difference_table(scores).rename(columns={"low": "difference_low", "high": "difference_high"})
-        joined, numbers = [*keys, "metric"], ["difference", "difference_low", "difference_high", "p", "detectable"]
+        changes = difference_table(scores).rename(
+            columns={"low": "difference_low", "high": "difference_high"}
+        )
+        joined, numbers = (
+            [*keys, "metric"],
+            ["difference", "difference_low", "difference_high", "p", "detectable"],
+        )
         changes = changes.reindex(columns=[*joined, *numbers])
         frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
         frames.append(_distinct(scores, tokenizer))
-    columns = [*KEYS, "metric", "mean", "low", "high", "n", "prompts", "skipped", "scorer", "difference", "difference_low",
-               "difference_high", "p", "detectable"]  # fmt: skip
+    columns = [
+        *KEYS,
+        "metric",
+        "mean",
+        "low",
+        "high",
+        "n",
+        "prompts",
+        "skipped",
+        "scorer",
+        "difference",
+        "difference_low",
+        "difference_high",
+        "p",
+        "detectable",
+    ]
     found = pd.concat(frames, ignore_index=True).reindex(columns=columns)
     found["state"] = "finished"
     gaps = cells[cells["state"] != "finished"]
     if len(gaps):
-        states = gaps.groupby(ARM, sort=False)["state"].agg(lambda column: " and ".join(dict.fromkeys(column)))
+        states = gaps.groupby(ARM, sort=False)["state"].agg(
+            lambda column: " and ".join(dict.fromkeys(column))
+        )
         lengths = gaps.groupby(ARM, sort=False)["max_length"].max()
         rows = pd.DataFrame({"state": states, "length": lengths}).reset_index()
-        rows = rows.assign(attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc"))
+        rows = rows.assign(
+            attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc")
+        )
         found = pd.concat([found, rows], ignore_index=True)
     arms = cells.drop_duplicates(ARM)[[*ARM, "profile", "alpha"]]
     found = found.merge(arms, on=ARM, how="left")
@@ -86,26 +114,44 @@ def _distinct(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
 
 
 def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
-    if row["attribute"] not in ("all", "nontoxic") or row["model"] not in PAPER_MODELS or pd.isna(row["length"]):
+    if (
+        row["attribute"] not in ("all", "nontoxic")
+        or row["model"] not in PAPER_MODELS
+        or pd.isna(row["length"])
+    ):
         return float("nan")
     named = variants.get(row["variant"]) or variants.get(row["arm"], "")
-    usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in ("", "paper")
+    usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in (
+        "",
+        "paper",
+    )
     if not usual or (not named and (variants or row["variant"])):
         return float("nan")
     variant = HALVES.get(part, named) if (part := int(row["part"])) else named
     return paper_number(
-        SAME_TABLE.get(item, item), task=row["task"], model=PAPER_MODELS[row["model"]], method=row["method"],
-        lapa2=row["arm"] != "baseline", length=int(row["length"]), metric=row["metric"], variant=variant,
-    )  # fmt: skip
+        SAME_TABLE.get(item, item),
+        task=row["task"],
+        model=PAPER_MODELS[row["model"]],
+        method=row["method"],
+        lapa2=row["arm"] != "baseline",
+        length=int(row["length"]),
+        metric=row["metric"],
+        variant=variant,
+    )
 
 
 def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Means with intervals of a table of curves at the first, some middle and the last step, one row per arm."""
+    """Means with intervals of a table of curves at the first, some middle and the last step, one
+    row per arm."""
     steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
     rows = table[table["step"].isin(steps)]
-    cell = [f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)]
+    cell = [
+        f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)
+    ]
     keys = [name for name in ARM if name in ("method", "arm") or rows[name].nunique() > 1]
-    shown = rows.assign(cell=cell).pivot_table(index=keys, columns="step", values="cell", aggfunc="first", sort=False)
+    shown = rows.assign(cell=cell).pivot_table(
+        index=keys, columns="step", values="cell", aggfunc="first", sort=False
+    )
     shown.columns = [f"step {step}" for step in shown.columns]
     return shown.reset_index().fillna("")
 
@@ -116,7 +162,9 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def overall(table: pd.DataFrame) -> pd.DataFrame:
     """The rows for all attributes together, or for the only attribute."""
-    several = table.groupby(ARM, dropna=False)["attribute"].transform(lambda column: (column == "all").any())
+    several = table.groupby(ARM, dropna=False)["attribute"].transform(
+        lambda column: (column == "all").any()
+    )
     return table[(table["attribute"] == "all") | ~several]
 
 
@@ -128,7 +176,9 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     """
     best = pd.Series(False, index=table.index)
     group_of = [
-        key for key in ("model", "task", "method", "variant", "length", "part", "attribute", "metric") if key in table
+        key
+        for key in ("model", "task", "method", "variant", "length", "part", "attribute", "metric")
+        if key in table
     ]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
     for values, group in named.groupby(group_of, dropna=False, sort=False):
@@ -141,12 +191,22 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
             apart = table.loc[first, "low"] > table.loc[second, "high"]
         else:
             texts = rows_with(
-                scores, {key: value for key, value in where.items() if not (key == "attribute" and value == "all")}
+                scores,
+                {
+                    key: value
+                    for key, value in where.items()
+                    if not (key == "attribute" and value == "all")
+                },
             )
-            sides = [texts[(texts["arm"] == table.loc[i, "arm"]) & texts["value"].notna()] for i in (second, first)]
+            sides = [
+                texts[(texts["arm"] == table.loc[i, "arm"]) & texts["value"].notna()]
+                for i in (second, first)
+            ]
             if not all(map(len, sides)) or not set(sides[0]["prompt"]) & set(sides[1]["prompt"]):
                 continue
-            numbers = [column.to_numpy() for side in sides for column in (side["value"], side["prompt"])]
+            numbers = [
+                column.to_numpy() for side in sides for column in (side["value"], side["prompt"])
+            ]
             found = paired_difference(numbers[0], numbers[1], numbers[2], numbers[3])
             apart = (found.low if BETTER[str(where["metric"])] > 0 else -found.high) > 0
         best[first] = bool(apart)
@@ -181,12 +241,17 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
 
     A mean that is surely the best is bold (**).
 
-    Columns that are the same everywhere are left out; the paper's number follows its metric where there is one.
+    Columns that are the same everywhere are left out; the paper's number follows its metric where
+    there is one.
     """
     if not len(table):
         return table
     shown = overall(table)
-    keys = [key for key in ("model", "task", "length", "method", "variant", "arm", "part") if key in shown]
+    keys = [
+        key
+        for key in ("model", "task", "length", "method", "variant", "arm", "part")
+        if key in shown
+    ]
     keys = [key for key in keys if key in ("method", "arm") or shown[key].nunique(dropna=False) > 1]
     text, counts = [], []
     for row in shown.to_dict("records"):
@@ -196,7 +261,9 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
         else:
             number = _number(metric, row["mean"])
             interval = (
-                "" if pd.isna(row["low"]) else f" [{_number(metric, row['low'])}, {_number(metric, row['high'])}]"
+                ""
+                if pd.isna(row["low"])
+                else f" [{_number(metric, row['low'])}, {_number(metric, row['high'])}]"
             )
             text.append((f"**{number}**" if row["best"] else number) + interval)
         counts.append(row["metric"] in ("acc", "tox"))
@@ -207,20 +274,34 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
         part = shown[shown["metric"] == metric]
         if not len(part):
             continue
-        found = found.merge(part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left")
+        found = found.merge(
+            part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left"
+        )
         if part["paper"].notna().any():
-            beside = part[[*keys, "paper"]].assign(paper=[_number(metric, value) for value in part["paper"]])
-            comparable = [PAPER_SCORERS[metric.rstrip("123")] in str(scorer) for scorer in part["scorer"]]
+            beside = part[[*keys, "paper"]].assign(
+                paper=[_number(metric, value) for value in part["paper"]]
+            )
+            comparable = [
+                PAPER_SCORERS[metric.rstrip("123")] in str(scorer) for scorer in part["scorer"]
+            ]
             gap = np.where(comparable, part["mean"] - part["paper"], np.nan)
-            beside["paper"] += [f" ({_signed(metric, value)})" if not np.isnan(value) else "" for value in gap]
-            found = found.merge(beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left")
+            beside["paper"] += [
+                f" ({_signed(metric, value)})" if not np.isnan(value) else "" for value in gap
+            ]
+            found = found.merge(
+                beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left"
+            )
     first = shown[np.array(counts)]
     n = first[[*keys, "n", "difference", "difference_low", "difference_high", "detectable"]]
     change = [
         "" if pd.isna(d) else f"{d:+.1f} [{low:+.1f}, {high:+.1f}] ({least:.1f})"
-        for d, low, high, least in n[["difference", "difference_low", "difference_high", "detectable"]].to_numpy(float)
+        for d, low, high, least in n[
+            ["difference", "difference_low", "difference_high", "detectable"]
+        ].to_numpy(float)
     ]
-    n = n[[*keys, "n"]].assign(n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change)
+    n = n[[*keys, "n"]].assign(
+        n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change
+    )
     found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
     if "part" in found and set(found["part"]) <= HALVES.keys():
         found["part"] = found["part"].map(HALVES)
@@ -238,17 +319,27 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
     shown = table["metric"].str.startswith("dist").any()
     diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
-    profiles = ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
+    profiles = (
+        ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
+    )
     return [
-        f"acc and tox in percent; {diversity}95 % intervals over prompts; n texts (fewer for ppl); change: against the baseline, "
-        "paired on prompts, and in parentheses the smallest difference so many prompts show at 80 % power; bold: better than the "
-        "next by an interval without 0.",
-        f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation: {profiles}. Scorers: {scorers}.",
-    ]  # fmt: skip
+        (
+            f"acc and tox in percent; {diversity}95 % intervals over prompts; n texts (fewer for"
+            " ppl); change: against the baseline, paired on prompts, and in parentheses the"
+            " smallest difference so many prompts show at 80 % power; bold: better than the next"
+            " by an interval without 0."
+        ),
+        (
+            f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation:"
+            f" {profiles}. Scorers: {scorers}."
+        ),
+    ]
 
 
 def gaps_note(table: pd.DataFrame) -> str:
     if "state" not in table or (table["state"] == "finished").all():
         return ""
     counts = table[table["state"] != "finished"]["state"].value_counts()
-    return "Gaps: " + ", ".join(f"{counted(n, 'cell')} {state}" for state, n in counts.items()) + "."
+    return (
+        "Gaps: " + ", ".join(f"{counted(n, 'cell')} {state}" for state, n in counts.items()) + "."
+    )

@@ -1,1 +1,2 @@
-"""Soft prefixes: training them, measuring them on held-out text, importing those that other code trained."""
+"""Soft prefixes: training them, measuring them on held-out text, importing those that other code
+trained."""

@@ -1,7 +1,8 @@
 """What a set of soft prefixes learned, on text it was not trained on.
 
-Every text is scored behind every prefix of the set, behind the task's hard prefixes and behind none. A prefix that carries its
-attribute makes that attribute's texts likelier than its siblings do; `accuracy` is the share of texts for which that is so.
+Every text is scored behind every prefix of the set, behind the task's hard prefixes and behind
+none. A prefix that carries its attribute makes that attribute's texts likelier than its siblings
+do; `accuracy` is the share of texts for which that is so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from lapa2_interp.tasks.corpora import Corpus
 
 BATCH = 32
 JOINS = {"": "", " + space": " "}
-"""What may stand between a hard prefix and a text, by its name. The better one on the texts at hand is reported."""
+"""What may stand between a hard prefix and a text, by its name. The better one on the texts at hand
+is reported."""
 
 
 @torch.no_grad()
@@ -40,7 +42,7 @@ def score_texts(
     prefix: SoftPrefix | str | None,
     bar: tqdm | None = None,
 ) -> Float[np.ndarray, " text"]:
-    """NLL of each text in nats, summed over its tokens, behind a soft prefix, a hard one, or none."""
+    """NLL of each text in nats, summed over its tokens, behind a soft or hard prefix, or none."""
     start = [text_markers(tokenizer).start]
     both = None
     if isinstance(prefix, SoftPrefix):
@@ -56,7 +58,13 @@ def score_texts(
             nll = text_nll(network, rows)
         else:
             spread = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
-            nll = text_nll(network, rows, spread[0], spread[1], isinstance(prefix, SoftPrefix) and prefix.card.shifted)
+            nll = text_nll(
+                network,
+                rows,
+                spread[0],
+                spread[1],
+                isinstance(prefix, SoftPrefix) and prefix.card.shifted,
+            )
         totals[part] = nll.double().sum(1).cpu().numpy()
         if bar is not None:
             bar.update(len(part))
@@ -70,7 +78,8 @@ def held_out_table(
     texts: Mapping[str, Sequence[Sequence[int]]],
     label: str = "held-out",
 ) -> pd.DataFrame:
-    """Every text behind every prefix: columns label, text (its number), tokens, prefix, nll (summed).
+    """Every text behind every prefix: columns label, text (its number), tokens, prefix, nll
+    (summed).
 
     Args:
         behind: By name: a soft prefix, the text of a hard one, or None.
@@ -80,7 +89,11 @@ def held_out_table(
     frames = []
     with progress_bar(total, label, "text") as bar:
         for name, rows in texts.items():
-            columns = {"label": name, "text": np.arange(len(rows)), "tokens": [len(row) for row in rows]}
+            columns = {
+                "label": name,
+                "text": np.arange(len(rows)),
+                "tokens": [len(row) for row in rows],
+            }
             for prefix, given in behind.items():
                 nll = score_texts(network, tokenizer, rows, given, bar)
                 frames.append(pd.DataFrame({**columns, "prefix": prefix, "nll": nll}))
@@ -88,15 +101,22 @@ def held_out_table(
 
 
 def hard_prefixes(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """Hard prefixes by name: "hard <attribute>" stands directly in front of a text, "hard <attribute> + space" does not."""
-    return {f"hard {name}{how}": task.prefix(name) + join for how, join in JOINS.items() for name in names}
+    """Hard prefixes by name: "hard <attribute>" stands directly in front of a text, "hard
+    <attribute> + space" does not."""
+    return {
+        f"hard {name}{how}": task.prefix(name) + join
+        for how, join in JOINS.items()
+        for name in names
+    }
 
 
 def nll_interval(table: pd.DataFrame) -> Interval:
     """NLL per token of the texts in a table, with the 95 % interval from resampling texts."""
     nll, tokens = table["nll"].to_numpy(), table["tokens"].to_numpy()
     # A ratio of sums: resample texts, with numerator and denominator together.
-    picks = np.random.default_rng(0).multinomial(len(nll), np.full(len(nll), 1 / len(nll)), size=2000)
+    picks = np.random.default_rng(0).multinomial(
+        len(nll), np.full(len(nll), 1 / len(nll)), size=2000
+    )
     low, high = np.percentile((picks @ nll) / (picks @ tokens), [2.5, 97.5])
     return Interval(float(nll.sum() / tokens.sum()), float(low), float(high), len(nll), len(nll))
 
@@ -107,7 +127,9 @@ def likeliest(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
     Args:
         prefixes: By label, the name of its prefix in the table.
     """
-    wide = table[table["prefix"].isin(prefixes.values())].pivot(index=["label", "text"], columns="prefix", values="nll")
+    wide = table[table["prefix"].isin(prefixes.values())].pivot(
+        index=["label", "text"], columns="prefix", values="nll"
+    )
     best = wide.idxmin(axis=1)
     return best == wide.index.get_level_values("label").map(prefixes)
 
@@ -123,10 +145,11 @@ def evaluate_sets(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """Score held-out texts behind every prefix of sets of one task and model, and write the numbers into their cards.
+    """Score held-out texts behind every prefix of sets of one task and model, and write the numbers
+    into their cards.
 
-    Args:
-        limit: Texts per attribute, shared evenly among the corpora; of each the first piece of at most `max_tokens`.
+    Args: limit: Texts per attribute, shared evenly among the corpora; of each the first piece of at
+        most `max_tokens`.
 
     Returns:
         One row per set, label and prefix: set, label, prefix, nll, low, high, n.
@@ -137,17 +160,25 @@ def evaluate_sets(
     """
 
     sets = {
-        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)} for folder in folders
+        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)}
+        for folder in folders
     }
     for folder, of_set in sets.items():
         if not of_set:
-            raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+            raise PrefixError(
+                f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
+            )
         for name in of_set:
             task.prefix(name)
-    kinds = {(p.card.model, p.card.weights, tuple(sorted(of_set))) for of_set in sets.values() for p in of_set.values()}
+    kinds = {
+        (p.card.model, p.card.weights, tuple(sorted(of_set)))
+        for of_set in sets.values()
+        for p in of_set.values()
+    }
     if len(kinds) > 1:
         raise PrefixError(
-            f"the sets differ in model, weights or attributes: {' | '.join(str(kind) for kind in sorted(kinds))}"
+            "the sets differ in model, weights or attributes:"
+            f" {' | '.join(str(kind) for kind in sorted(kinds))}"
         )
     model, wanted, _ = kinds.pop()
     names = [name for name in task.attributes if name in sets[folders[0]]]
@@ -160,7 +191,9 @@ def evaluate_sets(
         name: [
             text
             for corpus in corpora
-            for text in tokenise(tokenizer, [corpus], name, max_tokens, min(share, len(corpus.texts[name])))
+            for text in tokenise(
+                tokenizer, [corpus], name, max_tokens, min(share, len(corpus.texts[name]))
+            )
         ]
         for name in names
     }
@@ -176,12 +209,19 @@ def evaluate_sets(
         own = held_out_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
         right = likeliest(own, {name: name for name in names})
         whole = pd.concat([own, table], ignore_index=True)
-        intervals = {pair: nll_interval(part) for pair, part in whole.groupby(["label", "prefix"], sort=False)}
+        intervals = {
+            pair: nll_interval(part)
+            for pair, part in whole.groupby(["label", "prefix"], sort=False)
+        }
         for name, prefix in prefixes.items():
             held_out = HeldOut(
                 data=data,
                 max_tokens=max_tokens,
-                nll={behind: interval for (label, behind), interval in intervals.items() if label == name},
+                nll={
+                    behind: interval
+                    for (label, behind), interval in intervals.items()
+                    if label == name
+                },
                 accuracy=_share(right[right.index.get_level_values("label") == name]),
                 accuracy_of_set=_share(right),
                 hard_accuracy_of_set=_share(hard),
@@ -190,10 +230,11 @@ def evaluate_sets(
             stored = str(prefix.keys.dtype).removeprefix("torch.")
             save_prefix(SoftPrefix(prefix.keys, prefix.values, card), folder, stored)
         rows += [
-            {"set": str(folder), "label": label, "prefix": behind} | {key: getattr(interval, key) for key in ("low", "high", "n")}
+            {"set": str(folder), "label": label, "prefix": behind}
+            | {key: getattr(interval, key) for key in ("low", "high", "n")}
             | {"nll": interval.mean}
             for (label, behind), interval in intervals.items()
-        ]  # fmt: skip
+        ]
     return pd.DataFrame(rows)[["set", "label", "prefix", "nll", "low", "high", "n"]]
 
 

@@ -7,8 +7,9 @@
             ([middle, d_model], bias [d_model]) for both, folded here: K = E_K W + b, V = E_V W + b. Positions are not shifted.
     lapa2   a prefix of this package, attached to the same weights from another place.
 
-safetensors are read as they are; other checkpoints only with torch's `weights_only`, so a file that would run code is refused.
-"""
+safetensors are read as they are; other checkpoints only with torch's `weights_only`, so a file that
+would run code is refused.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from typing import TYPE_CHECKING
 from lapa2_interp.errors import PrefixError, one_of
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.models import load_model
-from lapa2_interp.soft_prefix import PrefixCard, Shape, SoftPrefix, kv_shape, load_prefix, save_prefix
+from lapa2_interp.soft_prefix import (
+    PrefixCard,
+    Shape,
+    SoftPrefix,
+    kv_shape,
+    load_prefix,
+    save_prefix,
+)
 from lapa2_interp.tasks import Task
 
 if TYPE_CHECKING:
@@ -35,7 +43,12 @@ AIR_NUMBERS = {
     "detox": ("nontoxic", "toxic"),
 }
 """Prefix numbers 0-7 of the released checkpoints, in this order."""
-WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "adapter_model.bin", "pytorch_model.bin")
+WEIGHTS = (
+    "adapter_model.safetensors",
+    "model.safetensors",
+    "adapter_model.bin",
+    "pytorch_model.bin",
+)
 
 
 def import_prefix(
@@ -43,11 +56,10 @@ def import_prefix(
 ) -> SoftPrefix:
     """A prefix from PEFT, Air-Decoding or this package, for a model.
 
-    Args:
-        source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a `.safetensors` of this package.
-        model: The one it was trained for; its shape is checked.
-        task, attribute, set_name: What the card will say.
-        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's, 0-7.
+    Args: source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a
+        `.safetensors` of this package. model: The one it was trained for; its shape is checked.
+        task, attribute, set_name: What the card will say. number: Which prefix of an Air-Decoding
+        checkpoint; by default the attribute's, 0-7.
 
     Raises:
         PrefixError: Unknown layout, another shape, or a file that is not plain tensors.
@@ -68,7 +80,8 @@ def import_prefix(
         names = [name for group in AIR_NUMBERS.values() for name in group]
         if number is None and attribute not in names:
             raise PrefixError(
-                f"{one_of('attribute of the Air-Decoding checkpoints', attribute, names)}; or give --number"
+                f"{one_of('attribute of the Air-Decoding checkpoints', attribute, names)}; or give"
+                " --number"
             )
         chosen = names.index(attribute) if number is None else number
         keys, values = _air(read_tensors(source), chosen, model.cfg.n_heads, source)
@@ -78,7 +91,8 @@ def import_prefix(
     card = model_card(model)
     if shape != kv_shape(model, n_slots):
         raise PrefixError(
-            f"the prefix in {source} has {shape}; {card.name} needs {kv_shape(model, n_slots)}; give the model it was trained for"
+            f"the prefix in {source} has {shape}; {card.name} needs {kv_shape(model, n_slots)};"
+            " give the model it was trained for"
         )
     return SoftPrefix(
         keys.contiguous(),
@@ -116,16 +130,27 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
         raise PrefixError(f"no such file or folder: {source}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old pickle protocols are read or refused, nothing between
-            tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            warnings.simplefilter(
+                "ignore"
+            )  # old pickle protocols are read or refused, nothing between
+            tensors = (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, "cpu", weights_only=True)
+            )
     except pickle.UnpicklingError as error:
         raise PrefixError(
-            f"{file} holds more than tensors and would run code when read; it is refused. Convert it to safetensors where you "
-            "trust it"
+            f"{file} holds more than tensors and would run code when read; it is refused. Convert"
+            " it to safetensors where you trust it"
         ) from error
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise PrefixError(f"{file} is damaged or not a checkpoint ({' '.join(str(error).split())[:120]})") from error
-    if not (isinstance(tensors, dict) and all(isinstance(each, torch.Tensor) for each in tensors.values())):
+        raise PrefixError(
+            f"{file} is damaged or not a checkpoint ({' '.join(str(error).split())[:120]})"
+        ) from error
+    if not (
+        isinstance(tensors, dict)
+        and all(isinstance(each, torch.Tensor) for each in tensors.values())
+    ):
         raise PrefixError(f"{file} is not a dictionary of tensors; save the state dict alone")
     return tensors
 
@@ -138,21 +163,31 @@ def _peft(folder: Path) -> tuple[Tensor, Tensor]:
         raise PrefixError(f"{folder / 'adapter_config.json'} is not JSON: {error}") from error
     if config.get("peft_type") != "PREFIX_TUNING":
         raise PrefixError(
-            f"{folder} is a PEFT adapter of type {config.get('peft_type')}; only PREFIX_TUNING holds keys and values"
+            f"{folder} is a PEFT adapter of type {config.get('peft_type')}; only PREFIX_TUNING"
+            " holds keys and values"
         )
     tensors = read_tensors(folder)
     stored = tensors.get("prompt_embeddings")
-    layers, heads, width = (config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim"))
-    if stored is None or not (layers and heads and width) or stored.shape[1:] != (layers * 2 * width,):
+    layers, heads, width = (
+        config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")
+    )
+    if (
+        stored is None
+        or not (layers and heads and width)
+        or stored.shape[1:] != (layers * 2 * width,)
+    ):
         found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
         raise PrefixError(
-            f"{folder}: expected prompt_embeddings of [slot, {layers} layers x 2 x {width}]; found {found}"
+            f"{folder}: expected prompt_embeddings of [slot, {layers} layers x 2 x {width}]; found"
+            f" {found}"
         )
     both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
     return both[0], both[1]
 
 
-def _air(tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path) -> tuple[Tensor, Tensor]:
+def _air(
+    tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path
+) -> tuple[Tensor, Tensor]:
     """Keys and values of one prefix of an Air-Decoding checkpoint, its affine map folded in."""
     import torch
 
@@ -171,14 +206,19 @@ def _air(tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path)
                     maps[layer] = tensors[f"{stem}.weight"], tensors[f"{stem}.bias"]
     if not numbers:
         raise PrefixError(
-            f"{source} is neither a PEFT adapter (no adapter_config.json) nor an Air-Decoding checkpoint (no tensor "
-            "h.0.attn.prefix_keys_embeddings_n0.weight)"
+            f"{source} is neither a PEFT adapter (no adapter_config.json) nor an Air-Decoding"
+            " checkpoint (no tensor h.0.attn.prefix_keys_embeddings_n0.weight)"
         )
     if number not in numbers:
-        raise PrefixError(f"{source} has no prefix {number}; it has {', '.join(map(str, sorted(numbers)))}")
+        raise PrefixError(
+            f"{source} has no prefix {number}; it has {', '.join(map(str, sorted(numbers)))}"
+        )
     n_layers = 1 + max(layer for layer, _ in tables)
     missing = [
-        f"{part} of layer {i}" for i in range(n_layers) for part in ("keys", "values") if (i, part) not in tables
+        f"{part} of layer {i}"
+        for i in range(n_layers)
+        for part in ("keys", "values")
+        if (i, part) not in tables
     ]
     if missing:
         raise PrefixError(f"{source}: prefix {number} lacks the {missing[0]}")
@@ -221,4 +261,6 @@ def add_to_set(
     if (out / f"{attribute}.json").exists():
         raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
     loaded = load_model(model, trust_remote_code=trust_remote_code)
-    return save_prefix(import_prefix(source, loaded, task.name, attribute, set_name, number), out, "float32")
+    return save_prefix(
+        import_prefix(source, loaded, task.name, attribute, set_name, number), out, "float32"
+    )

@@ -1,6 +1,8 @@
-"""The likelihood of texts behind a prefix: the loss of training, and the measure of what was trained.
+"""The likelihood of texts behind a prefix: the loss of training, and the measure of what was
+trained.
 
-Texts are rows of token ids, right-padded: [slots,] BOS, text. Every token of a text is scored, the first one too.
+Texts are rows of token ids, right-padded: [slots,] BOS, text. Every token of a text is scored, the
+first one too.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ class TextRows:
     targets: Bool[Tensor, "row slot"]
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], start: Sequence[int], device: Any = "cpu") -> TextRows:
+    def of(
+        cls, texts: Sequence[Sequence[int]], start: Sequence[int], device: Any = "cpu"
+    ) -> TextRows:
         """Rows of texts behind the same ids, `start`: BOS, and a hard prefix if there is one."""
         width = len(start) + max(map(len, texts))
-        ids = torch.tensor([[*start, *text, *[start[0]] * (width - len(start) - len(text))] for text in texts])
+        ids = torch.tensor(
+            [[*start, *text, *[start[0]] * (width - len(start) - len(text))] for text in texts]
+        )
         stops = torch.tensor([len(start) + len(text) for text in texts])
         slot = torch.arange(width)
         live = slot < stops[:, None]
@@ -46,8 +52,8 @@ class TextRows:
 class _TokenNll(torch.autograd.Function):
     """-log P of targets from hidden states, chunk by chunk.
 
-    A position's loss depends on its own hidden state only, so its gradient is formed while its logits are at hand and the
-    logits of all positions never exist together.
+    A position's loss depends on its own hidden state only, so its gradient is formed while its
+    logits are at hand and the logits of all positions never exist together.
     """
 
     @staticmethod
@@ -58,7 +64,9 @@ class _TokenNll(torch.autograd.Function):
                 part = part.detach().requires_grad_(ctx.needs_input_grad[0])
                 logits = head(part)
                 loss = cross_entropy(
-                    logits.to(torch.promote_types(logits.dtype, torch.float32)), wanted, reduction="none"
+                    logits.to(torch.promote_types(logits.dtype, torch.float32)),
+                    wanted,
+                    reduction="none",
                 )
             losses.append(loss.detach())
             if ctx.needs_input_grad[0]:
@@ -102,5 +110,7 @@ def text_nll(
         past_key_values=cache,
     ).last_hidden_state
     scored = rows.targets[:, 1:]
-    found = _TokenNll.apply(hidden[scored], network.get_output_embeddings(), rows.ids[:, 1:][scored])
+    found = _TokenNll.apply(
+        hidden[scored], network.get_output_embeddings(), rows.ids[:, 1:][scored]
+    )
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)

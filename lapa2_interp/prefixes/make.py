@@ -36,7 +36,8 @@ def make_set(
     trust_remote_code: bool = False,
     notify: Notify = lambda text: None,
 ) -> pd.DataFrame:
-    """Train a task's soft prefixes for a frozen model and measure them; the same call resumes an interrupted one.
+    """Train a task's soft prefixes for a frozen model and measure them; the same call resumes an
+    interrupted one.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -62,7 +63,10 @@ def make_set(
     if held_out:
         checks = _read(held_out, names, "test", notify)
     else:
-        corpora, checks = (list(part) for part in zip(*(split_off(each, HELD_OUT) for each in corpora), strict=True))
+        corpora, checks = (
+            list(part)
+            for part in zip(*(split_off(each, HELD_OUT) for each in corpora), strict=True)
+        )
     train_set(
         model,
         task,
@@ -99,15 +103,13 @@ def measure_sets(
     trust_remote_code: bool = False,
     notify: Notify = lambda text: None,
 ) -> pd.DataFrame:
-    """Measure sets of soft prefixes on text they were not trained on, and write the numbers into their cards.
+    """Measure sets of soft prefixes on text they were not trained on, and write the numbers into
+    their cards.
 
-    Args:
-        folders: Sets of one task and model.
-        data: Corpora, as `corpora.read_corpus` takes them; of those on the hub the test split is read.
-        task: By default the one the sets were trained for.
-        limit: Texts per attribute, shared evenly among the data.
-        max_tokens: Tokens of each text that are read, from its beginning.
-        notify: Told what was read.
+    Args: folders: Sets of one task and model. data: Corpora, as `corpora.read_corpus` takes them;
+        of those on the hub the test split is read. task: By default the one the sets were trained
+        for. limit: Texts per attribute, shared evenly among the data. max_tokens: Tokens of each
+        text that are read, from its beginning. notify: Told what was read.
 
     Returns:
         As `evaluate_sets`.
@@ -119,7 +121,8 @@ def measure_sets(
     set_cards = [card for folder in folders for card in cards(folder)]
     if not set_cards:
         raise PrefixError(
-            f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train --out` makes a set"
+            f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train"
+            " --out` makes a set"
         )
     tell_if_slow(dtype, device)
     corpora = _read(data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", notify)
@@ -135,7 +138,9 @@ def measure_sets(
     )
 
 
-def _read(sources: Sequence[str], labels: Sequence[str], split: str, notify: Notify) -> list[Corpus]:
+def _read(
+    sources: Sequence[str], labels: Sequence[str], split: str, notify: Notify
+) -> list[Corpus]:
     """Corpora, each reported in a line."""
     corpora = [read_corpus(source, labels, split) for source in sources]
     for corpus in corpora:

@@ -1,4 +1,5 @@
-"""How soft prefixes are trained: one value that says everything, our own for small machines, and those of the literature."""
+"""How soft prefixes are trained: one value that says everything, our own for small machines, and
+those of the literature."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from lapa2_interp.machine import Dtype
 
 
 class Recipe(BaseModel):
-    """Everything that decides how prefixes are trained. The defaults are for a small model on a CPU."""
+    """Everything that decides how prefixes are trained. The defaults are for a small model on a
+    CPU."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -20,15 +22,16 @@ class Recipe(BaseModel):
     """mle: likelihood of the attribute's texts; contrastive: the same, and telling the attributes
     apart."""
     parameterisation: Literal["direct", "air", "mlp", "linear"] = "direct"
-    """direct: the keys and values themselves; air: a table per layer and one affine map for K and V; mlp: one table through
-    Linear-Tanh-Linear for all layers (Prefix-Tuning); linear: one table through a linear map for all layers (Con-Prefix)."""
+    """direct: the keys and values themselves; air: a table per layer and one affine map for K and
+    V; mlp: one table through Linear-Tanh-Linear for all layers (Prefix-Tuning); linear: one table
+    through a linear map for all layers (Con-Prefix)."""
     start: Literal["text", "hard", "set", "random", "zero"] = "text"
     """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of
     another set (these three only with direct); normal(0, 0.02); or zero."""
     shared: Annotated[int, Field(ge=0)] = 0
-    """Pieces of text, of all attributes together, that one prefix learns first; each attribute's prefix then starts from it
-    (only with direct). The prefixes of a set then differ by their attributes, not by their
-    starts."""
+    """Pieces of text, of all attributes together, that one prefix learns first; each attribute's
+    prefix then starts from it (only with direct). The prefixes of a set then differ by their
+    attributes, not by their starts."""
     slots: Annotated[int, Field(ge=1)] = 20
     middle: Annotated[int, Field(ge=1)] = 512
     """Width of the tables behind air, mlp (hidden layer) and linear."""
@@ -57,7 +60,8 @@ class Recipe(BaseModel):
     reasons other than the attribute. An unscaled softmax is therefore far too certain, and its
     held-out loss rises from the first step."""
     negatives: Literal["all", "one"] = "all"
-    """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn at random."""
+    """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn
+        at random."""
     check_every: Annotated[int, Field(ge=1)] = 25
     """Steps between held-out losses; a checkpoint is written at each."""
     patience: Annotated[int, Field(ge=1)] | None = 6
@@ -68,39 +72,86 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        if self.parameterisation != "direct" and (self.start in ("text", "hard", "set") or self.shared):
+        if self.parameterisation != "direct" and (
+            self.start in ("text", "hard", "set") or self.shared
+        ):
             what = "shared" if self.shared else f"start {self.start!r}"
             raise ValueError(
-                f"{what} sets keys and values themselves, which parameterisation {self.parameterisation!r} does not hold; use "
-                "start=random and shared=0, or parameterisation=direct"
+                f"{what} sets keys and values themselves, which parameterisation"
+                f" {self.parameterisation!r} does not hold; use start=random and shared=0, or"
+                " parameterisation=direct"
             )
         if self.shared and self.start == "set":
-            raise ValueError("start 'set' begins each attribute with a prefix of its own; use shared=0")
+            raise ValueError(
+                "start 'set' begins each attribute with a prefix of its own; use shared=0"
+            )
         return self
 
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small": {"shared": 1600, "logit_scale": 0.25},
     "lapa2": {
-        "parameterisation": "air", "start": "random", "lr": 2e-5, "epochs": 50, "batch": 4, "max_tokens": 512,
-        "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
+        "parameterisation": "air",
+        "start": "random",
+        "lr": 2e-5,
+        "epochs": 50,
+        "batch": 4,
+        "max_tokens": 512,
+        "weight_decay": 0.01,
+        "dropout": 0.1,
+        "limit": 5000,
+        "patience": None,
+        "dtype": "float32",
     },
     "air": {
-        "parameterisation": "air", "start": "random", "lr": 3e-5, "epochs": 5, "batch": 4, "max_tokens": 512,
-        "weight_decay": 0.01, "dropout": 0.1, "limit": 5000, "patience": None, "dtype": "float32",
+        "parameterisation": "air",
+        "start": "random",
+        "lr": 3e-5,
+        "epochs": 5,
+        "batch": 4,
+        "max_tokens": 512,
+        "weight_decay": 0.01,
+        "dropout": 0.1,
+        "limit": 5000,
+        "patience": None,
+        "dtype": "float32",
     },
     "con-prefix": {
-        "objective": "contrastive", "parameterisation": "linear", "start": "zero", "slots": 10, "middle": 800, "shifted": True,
-        "lr": 5e-5, "epochs": 3, "batch": 8, "max_tokens": 128, "warmup": 0.0, "dropout": 0.1, "gen_weight": 0.0,
-        "sum_loss": False, "negatives": "one", "patience": None, "dtype": "float32",
+        "objective": "contrastive",
+        "parameterisation": "linear",
+        "start": "zero",
+        "slots": 10,
+        "middle": 800,
+        "shifted": True,
+        "lr": 5e-5,
+        "epochs": 3,
+        "batch": 8,
+        "max_tokens": 128,
+        "warmup": 0.0,
+        "dropout": 0.1,
+        "gen_weight": 0.0,
+        "sum_loss": False,
+        "negatives": "one",
+        "patience": None,
+        "dtype": "float32",
     },
     "prefix-tuning": {
-        "parameterisation": "mlp", "start": "random", "slots": 5, "shifted": True, "lr": 5e-5, "epochs": 5, "batch": 10,
-        "max_tokens": 512, "warmup": 0.0, "patience": None, "dtype": "float32",
+        "parameterisation": "mlp",
+        "start": "random",
+        "slots": 5,
+        "shifted": True,
+        "lr": 5e-5,
+        "epochs": 5,
+        "batch": 10,
+        "max_tokens": 512,
+        "warmup": 0.0,
+        "patience": None,
+        "dtype": "float32",
     },
-}  # fmt: skip
-"""Named recipes: ours for small machines; the released LaPA2 code's and Air-Decoding's (methods section 4); Con-Prefix's and
-Prefix-Tuning's. Con-Prefix's own code feeds texts without BOS; here every text starts with one, as in decoding."""
+}
+"""Named recipes: ours for small machines; the released LaPA2 code's and Air-Decoding's (methods
+section 4); Con-Prefix's and Prefix-Tuning's. Con-Prefix's own code feeds texts without BOS; here
+every text starts with one, as in decoding."""
 
 
 def recipe(name: str = "small", **changes: Any) -> Recipe:

@@ -1,12 +1,15 @@
 """Train soft prefixes for a frozen model.
 
-1. Texts of each attribute, in pieces of at most `max_tokens`, behind [slots] BOS; every token of the text is scored.
+1. Texts of each attribute, in pieces of at most `max_tokens`, behind [slots] BOS; every token of
+   the text is scored.
 2. "mle" (Air-Decoding's PC-LMs): per attribute on its own, the mean token NLL of its texts.
-   "contrastive" (Con-Prefix): the attributes together. With s_c the NLL of a text under prefix c, per token or summed,
+   "contrastive" (Con-Prefix): the attributes together. With s_c the NLL of a text under prefix c,
+   per token or summed,
 
        L = (1 - w) * mean_b -log softmax_c(-scale s_c[b])[y_b] + w * mean_b s_{y_b}[b] / tokens
 
-3. AdamW, linear warm-up and decay, clipped gradients; the held-out loss decides when to stop and which step to keep.
+3. AdamW, linear warm-up and decay, clipped gradients; the held-out loss decides when to stop and
+   which step to keep.
 4. The parameterisation is folded into plain keys and values, and saved with a card.
 
 Everything a step does follows from (seed, step), so a run that was killed and resumed gives the
@@ -39,7 +42,15 @@ from lapa2_interp.models import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import Recipe
 from lapa2_interp.progress import progress_bar
-from lapa2_interp.soft_prefix import PrefixCard, Shape, SoftPrefix, Training, load_prefix, read_card, save_prefix
+from lapa2_interp.soft_prefix import (
+    PrefixCard,
+    Shape,
+    SoftPrefix,
+    Training,
+    load_prefix,
+    read_card,
+    save_prefix,
+)
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import Corpus, pieces
 
@@ -53,7 +64,8 @@ Tokens = Sequence[Sequence[int]]
 
 
 class Parameters(nn.Module):
-    """Trainable numbers of several prefixes; `forward` gives their keys and values, [prefix, layer, kv_head, slot, d_head]."""
+    """Trainable numbers of several prefixes; `forward` gives their keys and values, [prefix, layer,
+    kv_head, slot, d_head]."""
 
     def __init__(self, n_prefixes: int, shape: Shape, recipe: Recipe) -> None:
         super().__init__()
@@ -62,7 +74,9 @@ class Parameters(nn.Module):
         width = shape.n_kv_heads * shape.d_head
 
         def table(*size: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(size) if recipe.start == "zero" else 0.02 * torch.randn(size))
+            return nn.Parameter(
+                torch.zeros(size) if recipe.start == "zero" else 0.02 * torch.randn(size)
+            )
 
         match recipe.parameterisation:
             case "direct":
@@ -74,7 +88,9 @@ class Parameters(nn.Module):
             case "mlp":
                 self.tables = table(n_prefixes, slots, width)
                 self.maps = nn.ModuleList(
-                    nn.Sequential(nn.Linear(width, middle), nn.Tanh(), nn.Linear(middle, 2 * layers * width))
+                    nn.Sequential(
+                        nn.Linear(width, middle), nn.Tanh(), nn.Linear(middle, 2 * layers * width)
+                    )
                     for _ in range(n_prefixes)
                 )
             case "linear":  # the map is shared by the prefixes
@@ -87,11 +103,18 @@ class Parameters(nn.Module):
             case "direct":
                 return self.both.transpose(0, 1)
             case "air":
-                found = torch.einsum("cklsm,clmd->cklsd", self.tables, self.weight) + self.bias[:, None, :, None]
-                found = found.unflatten(-1, (shape.n_kv_heads, shape.d_head))  # prefix two layer slot kv_head d_head
+                found = (
+                    torch.einsum("cklsm,clmd->cklsd", self.tables, self.weight)
+                    + self.bias[:, None, :, None]
+                )
+                found = found.unflatten(
+                    -1, (shape.n_kv_heads, shape.d_head)
+                )  # prefix two layer slot kv_head d_head
                 return found.permute(1, 0, 2, 4, 3, 5)
             case "mlp":
-                flat = torch.stack([each(table) for each, table in zip(self.maps, self.tables, strict=True)])
+                flat = torch.stack(
+                    [each(table) for each, table in zip(self.maps, self.tables, strict=True)]
+                )
             case "linear":
                 flat = self.map(self.tables)
         found = flat.unflatten(-1, (shape.n_layers, 2, shape.n_kv_heads, shape.d_head))
@@ -105,8 +128,8 @@ def read_start(
     """Keys and values of a text as a prefix of that many slots; a shorter text is repeated.
 
     The text is read behind BOS, but the key of BOS is left out: it is an attention sink, and would
-    make the prefix one. Unshifted
-    prefixes read at positions before 0 where the model takes them (rotary), so that the slots lie in front of the text.
+    make the prefix one. Unshifted prefixes read at positions before 0 where the model takes them
+    (rotary), so that the slots lie in front of the text.
     """
     ids = (list(ids) * slots)[:slots]
     device = next(network.parameters()).device
@@ -114,7 +137,9 @@ def read_start(
     positions = torch.arange(-1, slots, device=device)
     positions = positions - (0 if shifted else slots) if rotary else positions.clamp(min=0)
     cache = network.base_model(
-        input_ids=torch.tensor([[*start, *ids]], device=device), position_ids=positions[None], use_cache=True
+        input_ids=torch.tensor([[*start, *ids]], device=device),
+        position_ids=positions[None],
+        use_cache=True,
     ).past_key_values
     return torch.stack(
         [
@@ -178,15 +203,21 @@ class Examples:
         rng = np.random.default_rng(list(seed))
         order = rng.permutation(len(self.texts))
         blocks = [
-            sorted(order[i : i + 16 * size], key=lambda t: len(self.texts[t])) for i in range(0, len(order), 16 * size)
+            sorted(order[i : i + 16 * size], key=lambda t: len(self.texts[t]))
+            for i in range(0, len(order), 16 * size)
         ]
-        found = [[int(t) for t in block[i : i + size]] for block in blocks for i in range(0, len(block), size)]
+        found = [
+            [int(t) for t in block[i : i + size]]
+            for block in blocks
+            for i in range(0, len(block), size)
+        ]
         return [found[i] for i in rng.permutation(len(found))]
 
 
 @dataclass
 class Job:
-    """One training: one prefix (mle), or all of a task together (contrastive). Axes: prefix = attributes of this job."""
+    """One training: one prefix (mle), or all of a task together (contrastive). Axes: prefix =
+    attributes of this job."""
 
     network: Any
     start: tuple[int, ...]
@@ -207,7 +238,10 @@ class Job:
         decayed = [p for name, p in self.parameters.named_parameters() if not name.endswith("bias")]
         plain = [p for name, p in self.parameters.named_parameters() if name.endswith("bias")]
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": self.recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": self.recipe.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             lr=self.recipe.lr,
         )
         self.per_epoch = -(-len(self.train.texts) // self.recipe.batch)
@@ -241,7 +275,9 @@ class Job:
         contrastive = self.recipe.objective == "contrastive"
         other = None
         if contrastive and self.recipe.negatives == "one":
-            draw = np.random.default_rng([self.recipe.seed, step, 1]).integers(1, len(self.attributes), len(chosen))
+            draw = np.random.default_rng([self.recipe.seed, step, 1]).integers(
+                1, len(self.attributes), len(chosen)
+            )
             other = (label + torch.from_numpy(draw).to(self.device)) % len(self.attributes)
         behind = list(range(len(self.attributes))) if contrastive else [0]
         rows = TextRows.of(texts * len(behind), self.start, self.device)
@@ -270,7 +306,10 @@ class Job:
         order = sorted(range(len(self.held_out.texts)), key=lambda t: len(self.held_out.texts[t]))
         parts = [order[i : i + size] for i in range(0, len(order), size)]
         found = [self.loss(both, self.held_out, part, step) for step, part in enumerate(parts)]
-        weight = [n if self.recipe.objective == "mle" else len(part) for (_, n), part in zip(found, parts, strict=True)]
+        weight = [
+            n if self.recipe.objective == "mle" else len(part)
+            for (_, n), part in zip(found, parts, strict=True)
+        ]
         return float(np.average([float(loss) for loss, _ in found], weights=weight))
 
     def run(self, bar: tqdm) -> None:
@@ -286,7 +325,9 @@ class Job:
             bar.update(1)
             if self.step % self.recipe.check_every == 0 or self.step == self.total:
                 self._check()
-                bar.set_postfix_str(f"held-out {self.losses[self.step]:.4f}, best {min(self.losses.values()):.4f}")
+                bar.set_postfix_str(
+                    f"held-out {self.losses[self.step]:.4f}, best {min(self.losses.values()):.4f}"
+                )
 
     def _train_step(self) -> None:
         epoch, within = divmod(self.step, self.per_epoch)
@@ -300,7 +341,8 @@ class Job:
             loss, n_read = self.loss(self.parameters(), self.train, self.order[within], self.step)
         if not loss.isfinite():
             raise PrefixError(
-                f"the loss of {', '.join(self.attributes)} is {loss.item()} at step {self.step}; lower --lr"
+                f"the loss of {', '.join(self.attributes)} is {loss.item()} at step {self.step};"
+                " lower --lr"
             )
         self.optimizer.zero_grad()
         loss.backward()
@@ -414,7 +456,10 @@ def train_set(
     for attribute in attributes:
         task.prefix(attribute)
     if recipe.objective == "contrastive" and len(attributes) < 2:
-        raise DataError(f"a contrastive objective needs texts of two attributes at least; found only {attributes[0]!r}")
+        raise DataError(
+            "a contrastive objective needs texts of two attributes at least; found only"
+            f" {attributes[0]!r}"
+        )
     network, tokenizer, weights = load_transformers(model, recipe.dtype, trust_remote_code)
     network.requires_grad_(False)
     move(network, device)
@@ -422,7 +467,8 @@ def train_set(
     n_ctx = network.config.max_position_embeddings
     if recipe.slots + 1 + recipe.max_tokens > n_ctx:
         raise PrefixError(
-            f"{recipe.slots} slots, BOS and {recipe.max_tokens} tokens exceed the model's context of {n_ctx}"
+            f"{recipe.slots} slots, BOS and {recipe.max_tokens} tokens exceed the model's context"
+            f" of {n_ctx}"
         )
     start = (text_markers(tokenizer).start,)
     plan = {
@@ -446,10 +492,16 @@ def train_set(
         print(f"{out} is finished", file=sys.stderr)
         return [load_prefix(out, name) for name in attributes]
     states = _open(out, plan)
-    texts = {name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit) for name in attributes}
+    texts = {
+        name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit)
+        for name in attributes
+    }
     behind = len(attributes) if recipe.objective == "contrastive" else 1
     per_name = max(1, CHECK_ROWS // (behind * behind))
-    checks = {name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name) for name in attributes}
+    checks = {
+        name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name)
+        for name in attributes
+    }
     groups = [attributes] if recipe.objective == "contrastive" else [(name,) for name in attributes]
     firsts = _firsts(network, tokenizer, start, task, recipe, texts, before)
     jobs = [
@@ -476,7 +528,15 @@ def train_set(
             recipe.model_copy(update={"objective": "mle"}),
             ("shared",),
             Examples.of([[text for name in attributes for text in texts[name][:each]]]),
-            Examples.of([[text for name in attributes for text in checks[name][: CHECK_ROWS // len(attributes)]]]),
+            Examples.of(
+                [
+                    [
+                        text
+                        for name in attributes
+                        for text in checks[name][: CHECK_ROWS // len(attributes)]
+                    ]
+                ]
+            ),
             states / "shared.pt",
             None if firsts is None else firsts[attributes[0]][:, None],
         )
@@ -519,9 +579,14 @@ def train_set(
 
 
 def tokenise(
-    tokenizer: PreTrainedTokenizerBase, corpora: Sequence[Corpus], attribute: str, max_tokens: int, limit: int | None
+    tokenizer: PreTrainedTokenizerBase,
+    corpora: Sequence[Corpus],
+    attribute: str,
+    max_tokens: int,
+    limit: int | None,
 ) -> list[list[int]]:
-    """Pieces of an attribute's texts: the first of every text, then the second of those that have one, ..."""
+    """Pieces of an attribute's texts: the first of every text, then the second of those that have
+    one, ..."""
     texts = [text for corpus in corpora for text in corpus.texts.get(attribute, ())]
     waiting = [pieces(text, tokenizer, max_tokens) for text in texts]
     kept: list[list[int]] = []
@@ -550,13 +615,24 @@ def _firsts(
 ) -> dict[str, Float[Tensor, "two layer kv_head slot d_head"]] | None:
     """First keys and values by attribute; None where the parameterisation draws its own."""
     if recipe.start == "set":
-        return {name: torch.stack([prefix.keys, prefix.values]).float() for name, prefix in before.items()}
+        return {
+            name: torch.stack([prefix.keys, prefix.values]).float()
+            for name, prefix in before.items()
+        }
     if recipe.start not in ("text", "hard"):
         return None
-    read = {name: tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in texts}
+    read = {
+        name: tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in texts
+    }
     if recipe.start == "text":
-        read = {name: [token for text in found[: recipe.slots] for token in text] for name, found in texts.items()}
-    return {name: read_start(network, start, ids, recipe.slots, recipe.shifted).float() for name, ids in read.items()}
+        read = {
+            name: [token for text in found[: recipe.slots] for token in text]
+            for name, found in texts.items()
+        }
+    return {
+        name: read_start(network, start, ids, recipe.slots, recipe.shifted).float()
+        for name, ids in read.items()
+    }
 
 
 def _run(job: Job, label: str) -> None:
@@ -565,33 +641,46 @@ def _run(job: Job, label: str) -> None:
 
 
 def _announcement(jobs: Sequence[Job], recipe: Recipe) -> str:
-    """What is about to be trained and how long it takes, from one forward and backward pass that changes nothing."""
+    """What is about to be trained and how long it takes, from one forward and backward pass that
+    changes nothing."""
     job = jobs[0]
     behind = len(job.attributes) if recipe.objective == "contrastive" else 1
     texts = [text for each in jobs for text in each.train.texts]
     tokens = sum(map(len, texts)) * recipe.epochs
     shared = round(tokens * recipe.shared / len(texts))
     began = perf_counter()
-    loss, n_read = job.loss(job.parameters(), job.train, range(min(recipe.batch, len(job.train.texts))), 0)
+    loss, n_read = job.loss(
+        job.parameters(), job.train, range(min(recipe.batch, len(job.train.texts))), 0
+    )
     loss.backward()
     job.optimizer.zero_grad()
     rate = n_read / (perf_counter() - began)
     total = behind * tokens + shared
     return (
-        f"{sum(len(each.attributes) for each in jobs)} prefixes of {recipe.slots} slots ({recipe.objective}, "
-        f"{recipe.parameterisation}): {len(texts)} pieces of text, {sum(each.total for each in jobs)} steps, {total} tokens at "
-        f"most, about {total / rate / 60:.0f} min at {rate:.0f} tokens/s; kill and repeat the command to go on later"
+        f"{sum(len(each.attributes) for each in jobs)} prefixes of {recipe.slots} slots"
+        f" ({recipe.objective}, {recipe.parameterisation}): {len(texts)} pieces of text,"
+        f" {sum(each.total for each in jobs)} steps, {total} tokens at most, about"
+        f" {total / rate / 60:.0f} min at {rate:.0f} tokens/s; kill and repeat the command to go on"
+        " later"
     )
 
 
-def _is_finished(out: Path, attributes: Sequence[str], weights: str, recipe: Recipe, corpora: Sequence[Corpus]) -> bool:
+def _is_finished(
+    out: Path, attributes: Sequence[str], weights: str, recipe: Recipe, corpora: Sequence[Corpus]
+) -> bool:
     """Whether the folder holds what this training would make."""
     files = [out / f"{name}.json" for name in attributes]
     if (out / ".training").exists() or not all(file.is_file() for file in files):
         return False
     wanted = (weights, recipe.model_dump(mode="json"), tuple(corpus.sha256 for corpus in corpora))
-    found = [(card.weights, card.training and card.training.recipe, card.training and card.training.data_sha256) for card in
-             map(read_card, files)]  # fmt: skip
+    found = [
+        (
+            card.weights,
+            card.training and card.training.recipe,
+            card.training and card.training.data_sha256,
+        )
+        for card in map(read_card, files)
+    ]
     return all(each == wanted for each in found)
 
 
@@ -600,7 +689,9 @@ def _open(out: Path, plan: Mapping[str, Any]) -> Path:
     states = out / ".training"
     if not states.is_dir():
         if out.exists() and any(out.iterdir()):
-            raise PrefixError(f"{out} is not empty and holds no unfinished training; choose another --out")
+            raise PrefixError(
+                f"{out} is not empty and holds no unfinished training; choose another --out"
+            )
         write_text(states / "plan.json", json.dumps(plan, indent=1))
         return states
     try:
@@ -610,7 +701,7 @@ def _open(out: Path, plan: Mapping[str, Any]) -> Path:
     if before != plan:
         changed = [name for name in plan if before.get(name) != plan[name]]
         raise PrefixError(
-            f"{out} holds an unfinished training with another {', '.join(changed)}; repeat that command to resume it, or choose "
-            "another --out"
+            f"{out} holds an unfinished training with another {', '.join(changed)}; repeat that"
+            " command to resume it, or choose another --out"
         )
     return states

@@ -5,7 +5,8 @@ It shows, of a run folder and the tables and figures made from it:
 1. what was run: models, grids, cells that are there and that are not, weights, versions, seeds;
 2. the paper's claims with intervals and verdicts;
 3. every item: its figure, table and notes;
-4. texts of the arms side by side, every token coloured by the attention of the query that predicted it;
+4. texts of the arms side by side, every token coloured by the attention of the query that predicted
+   it;
 5. every cell with its state.
 """
 
@@ -42,9 +43,24 @@ if TYPE_CHECKING:
 # --- a run
 
 ORDER = (
-    "sent_topic", "half", "detox", "prefix_types", "scaling", "layers", "components", "prefix_preadd_components",
-    "hard_prefix_robustness", "decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval", "cases",
-)  # fmt: skip
+    "sent_topic",
+    "half",
+    "detox",
+    "prefix_types",
+    "scaling",
+    "layers",
+    "components",
+    "prefix_preadd_components",
+    "hard_prefix_robustness",
+    "decay",
+    "dilution",
+    "alpha",
+    "augmentation",
+    "augmentation_large",
+    "local_attn",
+    "eval",
+    "cases",
+)
 """The items of the paper in the order of the page; others follow by name."""
 MARKS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "○", "missing": "–"}
 SIZE = 3_800_000
@@ -73,7 +89,8 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     folder = run.home / "tables" if tables is None else tables
     if tables is not None and not any(folder.glob("*.json")):
         raise RunError(
-            f"--tables {folder} has no tables (ITEM.json); `python analyses/ITEM.py {run.home}` makes those of an item"
+            f"--tables {folder} has no tables (ITEM.json); `python analyses/ITEM.py {run.home}`"
+            " makes those of an item"
         )
     file = run.home / "report.html" if out is None else out
     if file.is_dir():
@@ -82,16 +99,19 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     try:
         write_text(file, html)
     except OSError as error:
-        raise RunError(f"cannot write {file}: {error.strerror or error}; choose another --out") from error
+        raise RunError(
+            f"cannot write {file}: {error.strerror or error}; choose another --out"
+        ) from error
     return file
 
 
-def run_report(run: Run, tables: Path, figures: Path, title: str = "A LaPA2 run, item by item") -> str:
+def run_report(
+    run: Run, tables: Path, figures: Path, title: str = "A LaPA2 run, item by item"
+) -> str:
     """The page of a run as one string. The same folders give the same bytes.
 
-    Args:
-        run: Finished or not.
-        tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv, and of ITEM.png; what is missing is left out.
+    Args: run: Finished or not. tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv,
+        and of ITEM.png; what is missing is left out.
 
     Raises:
         RunError: A cell or a table is damaged.
@@ -99,10 +119,17 @@ def run_report(run: Run, tables: Path, figures: Path, title: str = "A LaPA2 run,
     """
 
     cells = run.cells
-    names = {"task": list(dict.fromkeys(cells.get("task", ()))), "method": list(dict.fromkeys(cells.get("method", ())))}
+    names = {
+        "task": list(dict.fromkeys(cells.get("task", ()))),
+        "method": list(dict.fromkeys(cells.get("method", ()))),
+    }
     items = _items(tables, figures, names)
     claims = [claim for item in items for claim in item["claims"]]
-    used = sum(len(item["image"] or "") for item in items) + 3 * sum(len(str(item["rows"])) for item in items) + 100_000
+    used = (
+        sum(len(item["image"] or "") for item in items)
+        + 3 * sum(len(str(item["rows"])) for item in items)
+        + 100_000
+    )
     n_prompts, texts = _texts(run, SIZE - used)
     manifests = [run.manifest(key) for key in run.finished]
     return template("run_report.html.j2", Path(__file__).parent).render(
@@ -142,7 +169,9 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
     """Counts of cells by state, in all and by grid, and of finished texts and tokens."""
 
     def counts(keys: Iterable[str]) -> dict[str, int]:
-        states = cells[cells["key"].isin(list(keys))]["state"] if len(cells) else pd.Series(dtype=str)
+        states = (
+            cells[cells["key"].isin(list(keys))]["state"] if len(cells) else pd.Series(dtype=str)
+        )
         return {state: int((states == state).sum()) for state in STATES}
 
     finished = run.finished
@@ -161,7 +190,8 @@ def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
     plan = run.plan.values()
     found = {
         "Model": (
-            f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads, {card.dtype}, {card.model_class}"
+            f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads,"
+            f" {card.dtype}, {card.model_class}"
             for card in cards
         ),
         "Weights": (f"{card.name}: {card.weights}" for card in cards),
@@ -169,7 +199,10 @@ def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "CPU threads": (str(each.threads) for each in manifests if each.threads is not None),
         "Package": (f"lapa2_interp {each.lapa2_interp}" for each in manifests),
         "Commit": (each.commit or "outside a git checkout" for each in manifests),
-        "Libraries": (", ".join(f"{name} {value}" for name, value in each.versions.items()) for each in manifests),
+        "Libraries": (
+            ", ".join(f"{name} {value}" for name, value in each.versions.items())
+            for each in manifests
+        ),
         "Seed": (str(cell.seed) for cell in plan),
         "Samples per prompt": (str(cell.samples) for cell in plan),
         "Longest text": (f"{cell.length} tokens" for cell in plan),
@@ -200,13 +233,17 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _items(tables: Path, figures: Path, names: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """Tables, claims and figures by item; an item may lack any of them."""
-    found = {file.stem for file in tables.glob("*.json")} | {file.stem for file in figures.glob("*.png")}
+    found = {file.stem for file in tables.glob("*.json")} | {
+        file.stem for file in figures.glob("*.png")
+    }
     found |= {file.name.removesuffix(".claims.csv") for file in tables.glob("*.claims.csv")}
     ordered = [name for name in ORDER if name in found] + sorted(found - set(ORDER))
     return [_item(name, tables, figures, names) for name in ordered]
 
 
-def _item(name: str, tables: Path, figures: Path, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _item(
+    name: str, tables: Path, figures: Path, names: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     table, image = tables / f"{name}.json", figures / f"{name}.png"
     title, notes, head, data = name, [], [], []
     if table.is_file():
@@ -216,7 +253,8 @@ def _item(name: str, tables: Path, figures: Path, names: Mapping[str, Sequence[s
             head, data = [str(column) for column in facts["rows"]["columns"]], facts["rows"]["data"]
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{table} is not a table of an item ({type(error).__name__}: {error}); analyses/{name}.py makes it again"
+                f"{table} is not a table of an item ({type(error).__name__}: {error});"
+                f" analyses/{name}.py makes it again"
             ) from error
     if name == "eval" and not data and not any("no judge" in note for note in notes):
         notes = ["no judge: this run has no stored ratings.", *notes]
@@ -237,25 +275,37 @@ def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
     """The pairs of task and method in an item; its table for reading lacks a column that is the
     same everywhere."""
     try:
-        table = pd.read_csv(file, keep_default_na=False, dtype=str, usecols=lambda column: column in names)
+        table = pd.read_csv(
+            file, keep_default_na=False, dtype=str, usecols=lambda column: column in names
+        )
     except (OSError, ValueError):  # no such file, or an empty one
         return []
     return _records(table.drop_duplicates())
 
 
-def _sides(said: Mapping[str, str], pairs: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, str]:
+def _sides(
+    said: Mapping[str, str], pairs: Sequence[Mapping[str, str]], names: Iterable[str]
+) -> dict[str, str]:
     """Task and method of a row: as it states them, or as they follow from the pairs of its item; ""
     where several are possible."""
-    left = [pair for pair in pairs if all(pair.get(side, value) == value for side, value in said.items())]
+    left = [
+        pair
+        for pair in pairs
+        if all(pair.get(side, value) == value for side, value in said.items())
+    ]
     found = {side: {pair[side] for pair in left if pair.get(side)} for side in names}
-    return {side: said.get(side) or (found[side].pop() if len(found[side]) == 1 else "") for side in names}
+    return {
+        side: said.get(side) or (found[side].pop() if len(found[side]) == 1 else "")
+        for side in names
+    }
 
 
 NUMBER = r"[+-]?\d[\d.,]*"
 
 
 def _marked(cell: str) -> Markup:
-    """A cell of a table as HTML: **bold** numbers, intervals pale, gaps marked. The text stays the same."""
+    """A cell of a table as HTML: **bold** numbers, intervals pale, gaps marked. The text stays the
+    same."""
     from markupsafe import Markup, escape
 
     if cell in (*STATES[1:], "no number"):
@@ -267,7 +317,9 @@ def _marked(cell: str) -> Markup:
     return number + Markup('<span class="ci">{}</span>').format(parts[3]) if parts[3] else number
 
 
-def _claims(file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+def _claims(
+    file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]
+) -> list[dict[str, Any]]:
     """Judged claims for reading, each with a drawing of its interval on the scale of its metric."""
     if not file.is_file():
         return []
@@ -278,7 +330,8 @@ def _claims(file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapp
         prompts = table["prompts"].astype(int)
     except (KeyError, ValueError) as error:
         raise RunError(
-            f"{file} is not a table of claims ({error}); the item's script in analyses/ makes it again"
+            f"{file} is not a table of claims ({error}); the item's script in analyses/ makes it"
+            " again"
         ) from error
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
     scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
@@ -290,7 +343,10 @@ def _claims(file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapp
             said
             | _sides(named, pairs, names)
             | _written(found)
-            | {"prompts": int(n), "drawing": _forest(found, *scales[said["metric"]], said["verdict"])}
+            | {
+                "prompts": int(n),
+                "drawing": _forest(found, *scales[said["metric"]], said["verdict"]),
+            }
         )
     return rows
 
@@ -300,7 +356,9 @@ def _written(found: Mapping[str, float]) -> dict[str, str]:
     here, low, high = found["here"], found["low"], found["high"]
     width = high - low
     size = width if width > 0 else abs(here)
-    digits = min(6, max(1, 1 - math.floor(math.log10(size)))) if size > 0 and math.isfinite(size) else 2
+    digits = (
+        min(6, max(1, 1 - math.floor(math.log10(size)))) if size > 0 and math.isfinite(size) else 2
+    )
 
     def number(value: float, sign: str = "+") -> str:
         return "" if math.isnan(value) else f"{value:{sign}.{digits}f}"
@@ -345,7 +403,9 @@ def _forest(found: Mapping[str, float], least: float, most: float, verdict: str)
         if math.isnan(value):
             return ""
         beyond = (value > most) - (value < least)
-        path = f"M{x(value) + 5 * beyond} 9l{-9 * beyond} -5v10z" if beyond else usual.format(x(value))
+        path = (
+            f"M{x(value) + 5 * beyond} 9l{-9 * beyond} -5v10z" if beyond else usual.format(x(value))
+        )
         return f'<path class="{name}" d="{path}"/>'
 
     zero = x(0.0)
@@ -353,10 +413,14 @@ def _forest(found: Mapping[str, float], least: float, most: float, verdict: str)
         mark("here", "M{0} 9m-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0"),
         mark("paper", "M{0} 3l5 6l-5 6l-5-6z"),
     )
-    line = "" if math.isnan(found["low"]) else f'<path class="line" d="M{x(found["low"])} 9H{x(found["high"])}"/>'
+    line = (
+        ""
+        if math.isnan(found["low"])
+        else f'<path class="line" d="M{x(found["low"])} 9H{x(found["high"])}"/>'
+    )
     return Markup(
-        f'<svg class="forest {verdict.split()[0]}" width="160" height="18" viewBox="0 0 160 18" aria-hidden="true">'
-        f'<path class="zero" d="M{zero} 0V18"/>{line}{here}{paper}</svg>'
+        f'<svg class="forest {verdict.split()[0]}" width="160" height="18" viewBox="0 0 160 18"'
+        f' aria-hidden="true"><path class="zero" d="M{zero} 0V18"/>{line}{here}{paper}</svg>'
     )
 
 
@@ -366,7 +430,8 @@ def _forest(found: Mapping[str, float], least: float, most: float, verdict: str)
 def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> list[str]:
     """The text each token adds; joined, they are the text of the tokens behind the prompt.
 
-    A character whose bytes are spread over several tokens belongs to the last of them; those before it add "".
+    A character whose bytes are spread over several tokens belongs to the last of them; those before
+    it add "".
 
     Args:
         prompt: What the tokens continue.
@@ -377,9 +442,12 @@ def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int
     """
 
     def text(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
-    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all of them would.
+    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all
+    # of them would.
     window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
     known, found = len(window), []
     for i, token in enumerate(tokens):
@@ -401,10 +469,11 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
     Args:
         room: Bytes.
 
-    Returns:
-        n_prompts; and {"unit", "top": {"p", "b"}, "groups": [...]}, a group {"setup", "task", "attribute", "method", "size",
-        "prompts", "arms": [{"arm", "cell", "branch", "prefix", "texts"}]} and its "texts", by prompt, {"t": text of every token,
-        "p" and "b": attention on prefix and BOS in units at the step that predicted it, or null, "end": why it ended}, or null.
+    Returns: n_prompts; and {"unit", "top": {"p", "b"}, "groups": [...]}, a group {"setup", "task",
+        "attribute", "method", "size", "prompts", "arms": [{"arm", "cell", "branch", "prefix",
+        "texts"}]} and its "texts", by prompt, {"t": text of every token, "p" and "b": attention on
+        prefix and BOS in units at the step that predicted it, or null, "end": why it ended}, or
+        null.
     """
 
     groups = _groups(run)
@@ -413,25 +482,33 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
     tokenizers: dict[str, PreTrainedTokenizerBase] = {}
     shown: list[dict[str, Any]] = []
     for labels, arms in groups.items():
-        prompts = list(dict.fromkeys(text for cell in arms.values() for text in cell.task.prompts.texts))[:n_prompts]
+        prompts = list(
+            dict.fromkeys(text for cell in arms.values() for text in cell.task.prompts.texts)
+        )[:n_prompts]
         columns = []
         for arm, cell in arms.items():
             if cell.model not in tokenizers:
                 tokenizers[cell.model] = load_tokenizer(cell.model)
             columns.append(
-                {"arm": arm, "cell": cell.key} | text_column(run.cell(cell.key), prompts, tokenizers[cell.model])
+                {"arm": arm, "cell": cell.key}
+                | text_column(run.cell(cell.key), prompts, tokenizers[cell.model])
             )
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})
     data: dict[str, Any] = {"unit": UNIT, "groups": shown}
-    data["top"] = {name: colour_top([text[name] for text in _each_text(data) if text[name]]) for name in ("p", "b")}
+    data["top"] = {
+        name: colour_top([text[name] for text in _each_text(data) if text[name]])
+        for name in ("p", "b")
+    }
     return max((len(group["prompts"]) for group in shown), default=0), data
 
 
 def _groups(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
-    """Finished cells by setup, task, attribute, method and size, the longest texts first; then by arm, the paper's two first.
+    """Finished cells by setup, task, attribute, method and size, the longest texts first; then by
+    arm, the paper's two first.
 
-    Cells of another size have other batches, which may change a bfloat16 text by itself, so their texts are not compared.
+    Cells of another size have other batches, which may change a bfloat16 text by itself, so their
+    texts are not compared.
     """
 
     fields = ("model", "dtype", "model_class", "seed", "top_k", "eos", "doubled_bos")
@@ -444,14 +521,24 @@ def _groups(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
 
     finished = sorted(run.finished.values(), key=lambda cell: (-cell.length, -cell.samples))
     for cell in sorted(finished, key=rank):
-        setup = ", ".join(("" if name == "model" else f"{name} ") + str(getattr(cell, name)) for name in differ)
+        setup = ", ".join(
+            ("" if name == "model" else f"{name} ") + str(getattr(cell, name)) for name in differ
+        )
         method = f"{cell.method} ({cell.variant})" if cell.variant else cell.method
-        labels = (setup, cell.task.name, cell.attribute, method, f"{cell.samples} x {cell.length} tokens")
+        labels = (
+            setup,
+            cell.task.name,
+            cell.attribute,
+            method,
+            f"{cell.samples} x {cell.length} tokens",
+        )
         groups.setdefault(labels, {}).setdefault(cell.arm, cell)
     return groups
 
 
-def text_column(cell: FinishedCell, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def text_column(
+    cell: FinishedCell, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """The branch whose attention colours the texts of a cell, its prefix, and the texts."""
 
     samples, trace = cell.samples.reset_index(drop=True), cell.trace
@@ -476,7 +563,11 @@ def text_column(cell: FinishedCell, prompts: Sequence[str], tokenizer: PreTraine
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
             text[name] = None if mass is None else [round(float(value) / UNIT) for value in mass]
         texts.append(text)
-    return {"branch": branch, "prefix": _prefix(cell.manifest, branch) if has_prefix else "", "texts": texts}
+    return {
+        "branch": branch,
+        "prefix": _prefix(cell.manifest, branch) if has_prefix else "",
+        "texts": texts,
+    }
 
 
 def _prefix(manifest: Manifest, branch: str) -> str:
@@ -486,7 +577,13 @@ def _prefix(manifest: Manifest, branch: str) -> str:
 
 
 def _each_text(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    return (text for group in data["groups"] for arm in group["arms"] for text in arm["texts"] if text is not None)
+    return (
+        text
+        for group in data["groups"]
+        for arm in group["arms"]
+        for text in arm["texts"]
+        if text is not None
+    )
 
 
 def colour_top(masses: Sequence[Sequence[int]]) -> int:

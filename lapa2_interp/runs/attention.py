@@ -61,7 +61,11 @@ class Attention:
 
     def figures(self) -> dict[str, plots.Drawing]:
         """Drawings of the tables, by name."""
-        found = {f"{self.part}_attention": plots.attention_curves(self.tables["steps"], self.tables["fits"], self.part)}
+        found = {
+            f"{self.part}_attention": plots.attention_curves(
+                self.tables["steps"], self.tables["fits"], self.part
+            )
+        }
         if "prefix_tokens" in self.tables:
             found["prefix_tokens"] = plots.prefix_token_bars(self.tables["prefix_tokens"])
         if "heads" in self.tables:
@@ -74,14 +78,18 @@ class Attention:
         Raises:
             RunError: As `files.new_folder`.
         """
-        with new_folder(out, force, finished=lambda folder: (folder / "steps.csv").is_file()) as folder:
+        with new_folder(
+            out, force, finished=lambda folder: (folder / "steps.csv").is_file()
+        ) as folder:
             for name, table in {**self.tables, "cells": self.cells}.items():
                 table.to_csv(folder / f"{name}.csv", index=False)
             for name, figure in self.figures().items():
                 figure.savefig(folder / f"{name}.png")
 
 
-def read_attention(run: Run, only: Mapping[str, Any] | None = None, branch: str | None = None) -> Attention:
+def read_attention(
+    run: Run, only: Mapping[str, Any] | None = None, branch: str | None = None
+) -> Attention:
     """Read what the finished cells of a run recorded.
 
     Args:
@@ -99,9 +107,13 @@ def read_attention(run: Run, only: Mapping[str, Any] | None = None, branch: str 
         raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
     mixed = [name for name in ALIKE if cells[name].nunique() > 1]
     if mixed:
-        there = "; ".join(f"{name}: {', '.join(map(str, dict.fromkeys(cells[name])))}" for name in mixed)
-        raise TraceError(f"{run.name} has cells of several kinds ({there}); choose one, such as --only {mixed[0]}="
-                         f"{cells[mixed[0]].iloc[0]}")  # fmt: skip
+        there = "; ".join(
+            f"{name}: {', '.join(map(str, dict.fromkeys(cells[name])))}" for name in mixed
+        )
+        raise TraceError(
+            f"{run.name} has cells of several kinds ({there}); choose one, such as --only"
+            f" {mixed[0]}={cells[mixed[0]].iloc[0]}"
+        )
     kinds = {run.plan[key].trace for key in cells["key"]}
     made = [run.cell(key) for key in cells["key"]]
     samples = pd.concat([each.samples for each in made], ignore_index=True)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def check_grids(grids: Sequence[Grid]) -> None:
-    """Resolve every cell as far as that needs no weights: the model's configuration, its tokenizer, the cards of prefixes.
+    """Resolve every cell as far as that needs no weights: the model's configuration, its tokenizer,
+    the cards of prefixes.
 
     Raises:
         ModelError: A model is unknown, or neither on this machine nor on a hub that can be reached.
@@ -35,11 +36,14 @@ def check_grids(grids: Sequence[Grid]) -> None:
             except ModelError:
                 raise
             except Lapa2Error as error:
-                raise GridError(f"grid {grid.name}, cell {cell.key} ({cell.where}): {error}") from None
+                raise GridError(
+                    f"grid {grid.name}, cell {cell.key} ({cell.where}): {error}"
+                ) from None
 
 
 def check_cell(cell: Cell) -> None:
-    """Refuse a cell whose texts do not fit, or whose augmentation asks for what its model and prefixes do not have.
+    """Refuse a cell whose texts do not fit, or whose augmentation asks for what its model and
+    prefixes do not have.
 
     Raises:
         Lapa2Error: Why.
@@ -65,7 +69,9 @@ def check_device(device: str | None) -> None:
         try:
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+            raise ModelError(
+                f"cannot use device {device!r}: {str(error).splitlines()[0]}"
+            ) from error
 
 
 @cache
@@ -75,7 +81,8 @@ def _check_class(model_class: str) -> None:
             from transformer_lens import HookedTransformer  # noqa: F401
         except ImportError:
             raise ModelError(
-                "the installed transformer-lens has no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge"
+                "the installed transformer-lens has no HookedTransformer; install transformer-lens"
+                " 3.9 or use TransformerBridge"
             ) from None
 
 
@@ -94,6 +101,7 @@ def _slots(model: str, task: str, prefix: Soft) -> int:
     size = model_size(model)
     if card.shape.n_layers != size.n_layers:
         raise PrefixError(
-            f"the soft prefix {prefix.attribute!r} was made for {card.model} ({card.shape}); {model} has {size.n_layers} layers"
+            f"the soft prefix {prefix.attribute!r} was made for {card.model} ({card.shape});"
+            f" {model} has {size.n_layers} layers"
         )
     return card.shape.n_slots

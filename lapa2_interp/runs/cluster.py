@@ -1,13 +1,15 @@
 """Sweeps on more than one machine: the workers are actors of a Ray cluster.
 
 1. Join the cluster, or start one on this machine, and give it this package.
-2. On every machine as many actors as it has room for, each holding a `worker.Worker`: one per GPU (or `gpus_per_worker` of
-   them) where the cluster has any, else one per CPU core (or `threads` of them).
+2. On every machine as many actors as it has room for, each holding a `worker.Worker`: one per GPU
+   (or `gpus_per_worker` of them) where the cluster has any, else one per CPU core (or `threads` of
+   them).
 3. Give them jobs: an actor has at most one at a time, of a cell it has planned already if possible.
 4. A job whose actor or machine dies goes to another, at most `ATTEMPTS` times. The dead actor is
    replaced where there is room, and machines that join during the run get actors, too.
 
-Outcomes come back to the coordinator, which alone writes, so that no other machine needs the run's folder.
+Outcomes come back to the coordinator, which alone writes, so that no other machine needs the run's
+folder.
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.worker import Worker
 
 SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS")
-"""Environment variables the workers get from the coordinator: how they load models, and how they compute."""
+"""Environment variables the workers get from the coordinator: how they load models, and how they
+compute."""
 PATIENCE = 600.0
 """Seconds to wait for a cluster that has no room for any worker."""
 ANSWER = 20.0
 """Seconds in which a cluster must answer."""
-JOIN = "import logging, sys, ray; ray.init(address=sys.argv[1], logging_level=logging.CRITICAL, log_to_driver=False)"
+JOIN = (
+    "import logging, sys, ray; ray.init(address=sys.argv[1], logging_level=logging.CRITICAL,"
+    " log_to_driver=False)"
+)
 
 
 class RemoteWorker(Worker):
@@ -60,7 +66,8 @@ class RemoteWorker(Worker):
             os.chdir(folder)
 
     def place(self) -> tuple[str, str, dict[str, str], str | None]:
-        """The node's id, the machine's name, its versions of the libraries that compute, and whether bfloat16 is slow there."""
+        """The node's id, the machine's name, its versions of the libraries that compute, and
+        whether bfloat16 is slow there."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -95,12 +102,11 @@ class RayWorker:
 class Cluster:
     """An engine on the machines of a Ray cluster, for one `with` block.
 
-    Args:
-        workers: By default as many as there is room for, and more when machines join.
-        device: cpu, cuda, or auto: a model over all GPUs of its worker, which is the default where a worker has several.
-        threads: CPU threads of a worker.
-        address: HOST:PORT of a cluster's head, or auto: the cluster this machine belongs to. By default one is started here.
-        gpus_per_worker: GPUs of a worker where the cluster has any; a share of one below 1.
+    Args: workers: By default as many as there is room for, and more when machines join. device:
+        cpu, cuda, or auto: a model over all GPUs of its worker, which is the default where a worker
+        has several. threads: CPU threads of a worker. address: HOST:PORT of a cluster's head, or
+        auto: the cluster this machine belongs to. By default one is started here. gpus_per_worker:
+        GPUs of a worker where the cluster has any; a share of one below 1.
 
     Raises:
         RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.
@@ -117,10 +123,14 @@ class Cluster:
         if workers is not None and workers < 1:
             raise RunError(f"--workers must be at least 1, found {workers}")
         if device not in (None, "cpu", "cuda", "auto"):
-            raise RunError(f"{one_of('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees its own GPUs only")
+            raise RunError(
+                f"{one_of('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees its own"
+                " GPUs only"
+            )
         if gpus_per_worker <= 0 or (gpus_per_worker > 1 and gpus_per_worker % 1):
             raise RunError(
-                f"--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found {gpus_per_worker}"
+                "--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found"
+                f" {gpus_per_worker}"
             )
         self._ray = _join(address)
         self._home = self._ray.get_runtime_context().get_node_id()
@@ -143,15 +153,17 @@ class Cluster:
         where = f"the Ray cluster at {address}" if address else "this machine"
         if self._device in ("cuda", "auto") and not self._on_gpus:
             raise RunError(
-                f"{where} has no GPU for device {self._device!r}; give --device cpu, or join a machine that has one"
+                f"{where} has no GPU for device {self._device!r}; give --device cpu, or join a"
+                " machine that has one"
             )
         if self.slots < 1:
             kind, option = ("GPU", "--gpus-per-worker") if self._on_gpus else ("CPU", "--threads")
             most = max((node.get(kind, 0) for node in self._nodes()), default=0)
             needs = self._each if self._on_gpus else self._threads
             raise RunError(
-                f"no machine of {where} has room for a worker, which needs {needs:g} {kind} where the largest has {most:g}; give "
-                f"a smaller {option}, or join a larger machine with `ray start --address=...`"
+                f"no machine of {where} has room for a worker, which needs {needs:g} {kind} where"
+                f" the largest has {most:g}; give a smaller {option}, or join a larger machine with"
+                " `ray start --address=...`"
             )
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -159,8 +171,8 @@ class Cluster:
         alive = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
         if self._home not in alive:
             raise RunError(
-                "Ray has ended on this machine (`ray stop`, or its process was killed); start it again, and the same command "
-                "goes on where this one stopped"
+                "Ray has ended on this machine (`ray stop`, or its process was killed); start it"
+                " again, and the same command goes on where this one stopped"
             )
         return list(alive.values())
 
@@ -200,7 +212,9 @@ class Cluster:
 
     def _give(self) -> None:
         """Give jobs to the actors that are free."""
-        while self._queue and (free := [worker for worker in self._workers if worker.node and worker.job is None]):
+        while self._queue and (
+            free := [worker for worker in self._workers if worker.node and worker.job is None]
+        ):
             job, attempt = self._queue.popleft()
             mine = [worker for worker in free if worker.cell == job.cell.key]
             worker = (mine or free)[0]
@@ -219,10 +233,14 @@ class Cluster:
             if found:
                 yield from found
                 return
-            if not any(worker.node for worker in self._workers) and monotonic() - self._alive > PATIENCE:
+            if (
+                not any(worker.node for worker in self._workers)
+                and monotonic() - self._alive > PATIENCE
+            ):
                 raise RunError(
-                    f"the cluster has had no room for a worker for {PATIENCE / 60:.0f} minutes; `ray status` tells who has it, "
-                    "and the same command goes on where this one stopped"
+                    f"the cluster has had no room for a worker for {PATIENCE / 60:.0f} minutes;"
+                    " `ray status` tells who has it, and the same command goes on where this one"
+                    " stopped"
                 )
 
     def _grow(self) -> None:
@@ -258,16 +276,21 @@ class Cluster:
         self._started(worker, *found)
         return None
 
-    def _started(self, worker: RayWorker, node: str, machine: str, versions: dict[str, str], slow: str | None) -> None:
+    def _started(
+        self, worker: RayWorker, node: str, machine: str, versions: dict[str, str], slow: str | None
+    ) -> None:
         self._stillborn, worker.node, worker.machine, worker.slow = 0, node, machine, slow
         for name, version in _public(versions).items():
             if version != self._versions[name]:
                 raise RunError(
-                    f"{machine} has {name} {version} and this machine {self._versions[name]}, so texts would depend on where "
-                    "they are made; install the same versions on all machines (requirements.lock) and start Ray there again"
+                    f"{machine} has {name} {version} and this machine {self._versions[name]}, so"
+                    " texts would depend on where they are made; install the same versions on all"
+                    " machines (requirements.lock) and start Ray there again"
                 )
 
-    def _lost(self, worker: RayWorker, given: tuple[Job, int] | None, error: Exception) -> tuple[Job, Outcome] | None:
+    def _lost(
+        self, worker: RayWorker, given: tuple[Job, int] | None, error: Exception
+    ) -> tuple[Job, Outcome] | None:
         """Replace an actor that has died, and give its job to another."""
         with suppress(Exception):
             self._ray.kill(worker.actor)
@@ -290,10 +313,13 @@ def _public(versions: dict[str, str]) -> dict[str, str]:
 
 
 def _cannot_start(error: Exception) -> str:
-    reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__).strip()
+    reason = next(
+        (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
+    ).strip()
     return (
-        f"a worker cannot start on the cluster: {reason.rstrip('.')}; every machine needs lapa2-interp[ray] with what it depends "
-        "on, in the environment `ray start` was run in, and RAY_AUTH_MODE set (or not) as here"
+        f"a worker cannot start on the cluster: {reason.rstrip('.')}; every machine needs"
+        " lapa2-interp[ray] with what it depends on, in the environment `ray start` was run in,"
+        " and RAY_AUTH_MODE set (or not) as here"
     )
 
 
@@ -306,7 +332,8 @@ def _join(address: str | None) -> Any:
         import ray
     except ImportError as error:
         raise RunError(
-            "--engine ray needs Ray, which is not installed; pip install 'lapa2-interp[ray]', or use --engine local"
+            "--engine ray needs Ray, which is not installed; pip install 'lapa2-interp[ray]', or"
+            " use --engine local"
         ) from error
     given = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     settings: dict[str, Any] = {
@@ -337,15 +364,24 @@ def _reach(address: str) -> None:
     host, mark, port = address.rpartition(":")
     if address != "auto":
         if not (host and mark and port.isdigit()) or "/" in host:
-            raise RunError(f"--address {address!r} is not one; allowed: HOST:PORT of the cluster's head, auto")
+            raise RunError(
+                f"--address {address!r} is not one; allowed: HOST:PORT of the cluster's head, auto"
+            )
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         except (OSError, OverflowError) as error:
             raise RunError(_not_joined(address, str(error))) from error
-    environment = os.environ | {"RAY_gcs_server_request_timeout_seconds": "10", "RAY_NUM_REDIS_GET_RETRIES": "3"}
+    environment = os.environ | {
+        "RAY_gcs_server_request_timeout_seconds": "10",
+        "RAY_NUM_REDIS_GET_RETRIES": "3",
+    }
     try:
         done = subprocess.run(
-            [sys.executable, "-c", JOIN, address], env=environment, capture_output=True, text=True, timeout=ANSWER
+            [sys.executable, "-c", JOIN, address],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER,
         )
     except subprocess.TimeoutExpired as error:
         raise RunError(_not_joined(address, f"no answer in {ANSWER:g} s")) from error
@@ -356,12 +392,15 @@ def _reach(address: str) -> None:
 def _not_joined(address: str, reason: str) -> str:
     if "AuthenticationError" in reason:
         return (
-            f"the Ray cluster at {address} asks for its token, which is missing here or another; copy ~/.ray/auth_token from its "
-            "head to every machine and `export RAY_AUTH_MODE=token` there"
+            f"the Ray cluster at {address} asks for its token, which is missing here or another;"
+            " copy ~/.ray/auth_token from its head to every machine and `export"
+            " RAY_AUTH_MODE=token` there"
         )
     last = re.split(r"^(?=[\w.]*(?:Error|Exception)\b)", reason, flags=re.MULTILINE)[-1]
     return (
-        f"cannot join the Ray cluster at {address} ({' '.join(last.split())[:300].rstrip('.') or 'no reason given'}); allowed: "
-        "HOST:PORT of the cluster's head, or auto on a machine that belongs to it. `ray start --head` begins one, `ray start "
-        "--address=HOST:PORT` makes this machine part of it, and without --address one is started here"
+        f"cannot join the Ray cluster at {address}"
+        f" ({' '.join(last.split())[:300].rstrip('.') or 'no reason given'}); allowed: HOST:PORT of"
+        " the cluster's head, or auto on a machine that belongs to it. `ray start --head` begins"
+        " one, `ray start --address=HOST:PORT` makes this machine part of it, and without"
+        " --address one is started here"
     )

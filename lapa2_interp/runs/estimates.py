@@ -1,9 +1,10 @@
 """How long a grid takes on this machine, and how much it writes, before anything runs.
 
-Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs the reading of all weights,
-something for every row, and a little for every key a row has (`Pace`). A few steps of the real model are timed once on each kind
-of machine, at 6, 24 and 72 rows, and kept in the user's cache. A model that is not on this machine is guessed by its number of
-parameters, from a matrix product.
+Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs
+the reading of all weights, something for every row, and a little for every key a row has (`Pace`).
+A few steps of the real model are timed once on each kind of machine, at 6, 24 and 72 rows, and kept
+in the user's cache. A model that is not on this machine is guessed by its number of parameters,
+from a matrix product.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import MAX_ROWS, Plan, plan
 from lapa2_interp.loaded import Model
-from lapa2_interp.machine import clock_of, cores, default_device, measured, n_threads, operations_per_second, remember
+from lapa2_interp.machine import (
+    clock_of,
+    cores,
+    default_device,
+    measured,
+    n_threads,
+    operations_per_second,
+    remember,
+)
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_model
 from lapa2_interp.models.sizes import is_here, model_size, weight_bytes
@@ -41,7 +50,8 @@ STEPS = 5
 START = 10.0
 """Seconds until a worker has imported the libraries and loaded a small model."""
 BATCHED = 0.4
-"""Share of the timed matrix products' speed that decoding reaches where nothing else was measured."""
+"""Share of the timed matrix products' speed that decoding reaches where nothing else was measured.
+"""
 STEP = 40
 """Where nothing was measured: the number of rows that cost as much as reading the weights."""
 LONG = 20.0
@@ -74,7 +84,8 @@ class Estimate:
 
 
 def cost(cell: Cell) -> int:
-    """A cell's row-tokens, padding included: every prompt once, and every new token but the last, which nothing reads.
+    """A cell's row-tokens, padding included: every prompt once, and every new token but the last,
+    which nothing reads.
 
     A method that recomputes reads its whole text at every step.
     """
@@ -91,7 +102,9 @@ def seconds(cell: Cell, at: Pace) -> float:
     together = max(1, (cell.max_rows or MAX_ROWS) // branches)
     full, rest = divmod(n_prompts * cell.samples, together)
     anew = cell.decoder.recomputes
-    batches = full * at.batch(together * branches, before, new, anew) + at.batch(rest * branches, before, new, anew)
+    batches = full * at.batch(together * branches, before, new, anew) + at.batch(
+        rest * branches, before, new, anew
+    )
     return branches * n_prompts * before * at.row + batches
 
 
@@ -110,27 +123,40 @@ def _lengths(cell: Cell) -> tuple[int, int]:
     """Tokens of the longest BOS, prefix and prompt, and new ones of the shortest prompt."""
     prompts = [_tokens(prompt, cell.model) for prompt in cell.prompts]
     fronts = [each.prefix + each.join for each in cell.branches if isinstance(each.prefix, str)]
-    before = 1 + cell.doubled_bos + max(prompts) + max((_tokens(text, cell.model) for text in fronts), default=0)
+    before = (
+        1
+        + cell.doubled_bos
+        + max(prompts)
+        + max((_tokens(text, cell.model) for text in fronts), default=0)
+    )
     return before, max(1, cell.length - (min(prompts) if cell.task.length_counts_prompt else 0))
 
 
 def _tokens(text: str, model: str) -> int:
-    """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in the tiny models."""
+    """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in
+    the tiny models."""
     return len(text.encode()) if model in TINY else len(re.findall(r"\w+|[^\w\s]", text))
 
 
-def estimate(cells: Sequence[Cell], workers: int, device: str | None = None, threads: int = 1) -> Estimate:
-    """What these cells take with so many workers; what methods prepare, such as drafts, is not counted.
+def estimate(
+    cells: Sequence[Cell], workers: int, device: str | None = None, threads: int = 1
+) -> Estimate:
+    """What these cells take with so many workers; what methods prepare, such as drafts, is not
+    counted.
 
     Raises:
         ModelError: A model has no configuration.
     """
-    if device is None or device == "auto" or device.startswith("cuda"):  # of other machines, it may be
+    if (
+        device is None or device == "auto" or device.startswith("cuda")
+    ):  # of other machines, it may be
         device = default_device()
     kinds = dict.fromkeys((cell.model, cell.dtype, cell.model_class) for cell in cells)
     paces = {}
     for kind in kinds:
-        tokens = sum(cost(cell) for cell in cells if (cell.model, cell.dtype, cell.model_class) == kind)
+        tokens = sum(
+            cost(cell) for cell in cells if (cell.model, cell.dtype, cell.model_class) == kind
+        )
         model, dtype, model_class = kind
         operations = 2.0 * tokens * model_size(model).parameters
         paces[kind] = pace(model, dtype, device, model_class, threads, operations=operations)
@@ -220,35 +246,52 @@ def pace(
     import torch
 
     name = " ".join(
-        [model, dtype, "steps", *[model_class] * (model_class != BRIDGE), *[f"{threads} threads"] * (threads > 1)]
+        [
+            model,
+            dtype,
+            "steps",
+            *[model_class] * (model_class != BRIDGE),
+            *[f"{threads} threads"] * (threads > 1),
+        ]
     )
     network = getattr(loaded, "original_model", loaded)
-    parameters = model_size(model).parameters if network is None else sum(each.numel() for each in network.parameters())
+    parameters = (
+        model_size(model).parameters
+        if network is None
+        else sum(each.numel() for each in network.parameters())
+    )
     found = measured(device, name)
     if found is None and operations > LONG * BATCHED * operations_per_second(dtype, device):
         small = parameters * getattr(torch, dtype).itemsize < machine_memory() / 3
         if small and (loaded is not None or is_here(model)):
             with suppress(MemoryError, torch.OutOfMemoryError):
-                found = remember(device, name, _timed(model, dtype, device, model_class, threads, loaded))
+                found = remember(
+                    device, name, _timed(model, dtype, device, model_class, threads, loaded)
+                )
     if found is not None and len(found) == len(ROWS) + 1:
         *seconds, long = found
         key = max(0.0, (long - seconds[1]) / (ROWS[1] * (MORE_KEYS - KEYS)))
         return Pace(ROWS, tuple(seconds), key, f"{model} {dtype} as timed here")
     speed = BATCHED * operations_per_second(dtype, device) / (2 * parameters)
-    return Pace((0, 100), (STEP / speed, (STEP + 100) / speed), 0.0, f"{model} by its size, a rough guess")
+    return Pace(
+        (0, 100), (STEP / speed, (STEP + 100) / speed), 0.0, f"{model} by its size, a rough guess"
+    )
 
 
 def _timed(
     model: str, dtype: str, device: str, model_class: str, threads: int, loaded: Model | None
 ) -> tuple[float, ...]:
-    """Seconds of a step at each of ROWS behind KEYS keys, and of the middle one behind MORE_KEYS."""
+    """Seconds of a step at each of ROWS behind KEYS keys, and of the middle behind MORE_KEYS."""
     import torch
 
     print(f"timing {model} in {dtype}, once on this kind of machine", file=sys.stderr)
     found = loaded or load_model(model, dtype, device, model_class)
     clock = clock_of(device) if threads == 1 else perf_counter
     with n_threads(threads):
-        steps = (*(_step(found, rows, KEYS, clock) for rows in ROWS), _step(found, ROWS[1], MORE_KEYS, clock))
+        steps = (
+            *(_step(found, rows, KEYS, clock) for rows in ROWS),
+            _step(found, ROWS[1], MORE_KEYS, clock),
+        )
     del found
     if device.startswith("cuda"):  # what a worker needs next
         torch.cuda.empty_cache()

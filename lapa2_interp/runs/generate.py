@@ -56,12 +56,13 @@ def generate(
     Returns:
         A run of one cell: `samples()`, `trace()`, `manifest()`, `save(FOLDER)`.
 
-    Raises:
-        Lapa2Error: As `Cell.of`, `load_model` and `plan`.
-        EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run` holds them.
+    Raises: Lapa2Error: As `Cell.of`, `load_model` and `plan`. EmptyDistributionError: Texts ended
+        because no token was left to draw; its attribute `run` holds them.
     """
     if cell is not None and settings:
-        raise Lapa2Error(f"give a cell, or settings, not both; found {', '.join(settings)} beside a cell")
+        raise Lapa2Error(
+            f"give a cell, or settings, not both; found {', '.join(settings)} beside a cell"
+        )
     if cell is None:
         cell = Cell.of(model, device=device, **settings)
     if isinstance(model, str):
@@ -93,7 +94,8 @@ def make_cells(
 ) -> Run:
     """Make cells of one model, in this process and in memory; `sweep` makes many, in a folder.
 
-    Texts that ran out of tokens are kept, with `finish` "empty", and named in their manifest's `problems`.
+    Texts that ran out of tokens are kept, with `finish` "empty", and named in their manifest's
+    `problems`.
 
     Args:
         model: The cells' model. Everything is resolved and checked before the first token.
@@ -127,25 +129,37 @@ def make_cells(
                 problems=problems,
             )
             held[key] = FinishedCell(manifest, made.samples.assign(arm=todo.cell.arm), made.trace)
-    return Run(None, Listing(grids={name: tuple(plans)}), {key: each.cell for key, each in plans.items()}, held)
+    return Run(
+        None,
+        Listing(grids={name: tuple(plans)}),
+        {key: each.cell for key, each in plans.items()},
+        held,
+    )
 
 
 def announcement(model: Model, plans: Sequence[Plan]) -> str:
-    """What these plans will make, in one line: texts, branches, tokens, the size of the trace, and the time if it is long."""
+    """What these plans will make, in one line: texts, branches, tokens, the size of the trace, and
+    the time if it is long."""
     trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
     texts = sum(len(group) for each in plans for group in each.groups)
     line = (
-        f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches {', '.join(plans[0].branches)}"
+        f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
+        f" {', '.join(plans[0].branches)}"
     )
     if plans[0].method.recomputes:
         cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
-        line += f"; every step reads its text anew: {read} tokens through the model, where a cache would need {cached}"
+        line += (
+            f"; every step reads its text anew: {read} tokens through the model, where a cache"
+            f" would need {cached}"
+        )
     line += _time(model, plans)
     if trace == "none":
         return line
     size = 0
     for each in plans:
-        keys = max(len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps)))
+        keys = max(
+            len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps))
+        )
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
         size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)  # type: ignore[arg-type]
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
@@ -164,8 +178,19 @@ def reading_seconds(model: Model, tokens: int) -> float:
 
 def _pace(model: Model, tokens: int) -> Pace:
     """Pace of a loaded model on work of so many tokens."""
-    card, network = model_card(model), cast(torch.nn.Module, getattr(model, "original_model", model))
+    card, network = (
+        model_card(model),
+        cast(torch.nn.Module, getattr(model, "original_model", model)),
+    )
     operations = 2.0 * tokens * sum(each.numel() for each in network.parameters())
     device = card.device.partition(":")[0]
     threads = torch.get_num_threads() if device == "cpu" else 1
-    return pace(card.name, card.dtype, device, card.model_class, threads, operations=operations, loaded=model)
+    return pace(
+        card.name,
+        card.dtype,
+        device,
+        card.model_class,
+        threads,
+        operations=operations,
+        loaded=model,
+    )

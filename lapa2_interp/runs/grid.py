@@ -1,8 +1,9 @@
-"""Grids: what an experiment runs, as a small TOML file or a built-in, resolved into cells before anything runs.
+"""Grids: what an experiment runs, as a small TOML file or a built-in, resolved into cells before
+    anything runs.
 
-A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an axis of the product.
-`EXAMPLE` shows the form. A cell is one point with everything that decides its texts; its key is a hash of just that, so that
-equal cells of two grids are one cell.
+A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an
+axis of the product. `EXAMPLE` shows the form. A cell is one point with everything that decides its
+texts; its key is a hash of just that, so that equal cells of two grids are one cell.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ augmentation = ["none", "paper"]                                # paper: the met
 
 [[block]]
 method = "none"
-"""
+"""  # noqa: E501
 """A complete grid file."""
 
 GRIDS = Path(__file__).parent / "grids"
@@ -64,7 +65,8 @@ class Block(BaseModel):
 
     model: str
     dtype: DtypeOrAuto = "float32"
-    """auto: that of the run's cells of this grid and model, or what the sweeping machine computes faster; never in a cell."""
+    """auto: that of the run's cells of this grid and model, or what the sweeping machine computes
+        faster; never in a cell."""
     model_class: Literal["TransformerBridge", "HookedTransformer"] = "TransformerBridge"
     method: str | dict[str, Any]
     """A name, or { name = ..., PARAMETER = VALUE }."""
@@ -75,7 +77,8 @@ class Block(BaseModel):
     prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
     """The task's, the first so many of them at most, or those of a file."""
     augmentation: str | dict[str, Any] = "none"
-    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha the method's if absent."""
+    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha
+    the method's if absent."""
     length: Annotated[int, Field(ge=1)]
     samples: Annotated[int, Field(ge=1)]
     seed: int = 1
@@ -88,7 +91,10 @@ class Block(BaseModel):
 
 FORMS = {
     "method": "a name, or { name = ..., PARAMETER = VALUE }",
-    "prompts": "task, a number of at least 1, the path of a file with one on each line, or { file = ..., n = ... }",
+    "prompts": (
+        "task, a number of at least 1, the path of a file with one on each line, or { file = ..., n"
+        " = ... }"
+    ),
     "augmentation": "none, paper, released, or { alpha = ..., law = ..., ... }",
 }
 """For error messages: the values of keys that take several forms."""
@@ -116,23 +122,27 @@ def built_in() -> list[str]:
 
 
 AutoDtype = Callable[[str, str, frozenset[str]], str]
-"""What dtype "auto" means, given the names of a grid and of a model, and the dtypes that blocks of the grid name."""
+"""What dtype "auto" means, given the names of a grid and of a model, and the dtypes that blocks of
+the grid name."""
 
 
 def load_grid(
-    name: str, changes: Mapping[str, Any] | None = None, *, check: bool = True, auto: AutoDtype | None = None
+    name: str,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    check: bool = True,
+    auto: AutoDtype | None = None,
 ) -> Grid:
     """A built-in grid, or that of a TOML file, with every cell resolved.
 
     To fill a run folder that may have cells of the grid already, use `sweep.load_grids`.
 
-    Args:
-        changes: Values that replace a key in every block, such as {"samples": 1}.
-        check: Raise when something is missing; otherwise the grid's `needs` say what.
-        auto: What dtype "auto" means; by default what this machine computes faster (`machine.faster_dtype`).
+    Args: changes: Values that replace a key in every block, such as {"samples": 1}. check: Raise
+        when something is missing; otherwise the grid's `needs` say what. auto: What dtype "auto"
+        means; by default what this machine computes faster (`machine.faster_dtype`).
 
-    Raises:
-        GridError: Unknown name or key, a malformed value, an impossible combination, or (with `check`) something is missing.
+    Raises: GridError: Unknown name or key, a malformed value, an impossible combination, or (with
+        `check`) something is missing.
     """
     if name in built_in():
         text = (GRIDS / f"{name}.toml").read_text("utf-8")
@@ -156,7 +166,9 @@ def load_grid(
         raise GridError(f"grid {name}: a block begins with [[block]], in double brackets")
     needs: list[str] = []
     cells: dict[str, Cell] = {}
-    dtypes = [_as_list((raw | block | dict(changes or {})).get("dtype", "float32")) for block in blocks]
+    dtypes = [
+        _as_list((raw | block | dict(changes or {})).get("dtype", "float32")) for block in blocks
+    ]
     named = frozenset(str(each) for values in dtypes for each in values if each != AUTO)
 
     def meaning(model: str) -> str:
@@ -194,7 +206,9 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _resolve(point: dict[str, Any], where: str, needs: list[str], auto: Callable[[str], str]) -> list[Cell]:
+def _resolve(
+    point: dict[str, Any], where: str, needs: list[str], auto: Callable[[str], str]
+) -> list[Cell]:
     """The cells of one point of a block: one per attribute."""
     try:
         block = Block.model_validate(point)
@@ -211,7 +225,9 @@ def _resolve(point: dict[str, Any], where: str, needs: list[str], auto: Callable
         augmentation = _augmentation(block.augmentation, method)
         attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
         _check_wording(block, task, method, attributes)
-        return [_cell(block, task, attribute, method, augmentation, needs) for attribute in attributes]
+        return [
+            _cell(block, task, attribute, method, augmentation, needs) for attribute in attributes
+        ]
     except Lapa2Error as error:
         raise GridError(f"{where}: {error}") from None
 
@@ -225,7 +241,9 @@ def _task(block: Block, needs: list[str]) -> Task:
             prompts = task.prompts.texts[:n]
         case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
             needs.append(f"no file {file} ({n} prompts: {what}) in the folder you are in")
-            prompts = tuple(f"prompt {i} of a file that is not there yet, as long as most" for i in range(n))
+            prompts = tuple(
+                f"prompt {i} of a file that is not there yet, as long as most" for i in range(n)
+            )
         case FromFile(file=file, n=n):
             prompts = read_prompts(Path(file))
             if len(prompts) != n:
@@ -237,9 +255,15 @@ def _task(block: Block, needs: list[str]) -> Task:
     attributes = task.attributes
     if block.wording != "task":
         if "{attribute}" not in block.wording and "{Attribute}" not in block.wording:
-            raise GridError(f'wording {block.wording!r} names no attribute; write it as "Very {{attribute}}:"')
+            raise GridError(
+                f'wording {block.wording!r} names no attribute; write it as "Very {{attribute}}:"'
+            )
         attributes = {
-            name: Attribute(prefix=block.wording.replace("{attribute}", name).replace("{Attribute}", name.capitalize()))
+            name: Attribute(
+                prefix=block.wording.replace("{attribute}", name).replace(
+                    "{Attribute}", name.capitalize()
+                )
+            )
             for name in attributes
         }
     return task.model_copy(update={"attributes": attributes, "prompts": Prompts(texts=prompts)})
@@ -254,8 +278,8 @@ def _check_wording(block: Block, task: Task, method: Method, attributes: Sequenc
     for attribute in attributes:
         if method.branches(task, attribute) == method.branches(usual, attribute):
             raise GridError(
-                f"wording {block.wording!r} changes nothing for {method.name}, which puts no prefix of {task.name}'s attributes "
-                "in front; give it wording task"
+                f"wording {block.wording!r} changes nothing for {method.name}, which puts no prefix"
+                f" of {task.name}'s attributes in front; give it wording task"
             )
 
 
@@ -265,7 +289,8 @@ def _augmentation(asked: str | dict[str, Any], method: Method) -> Augmentation |
     if isinstance(asked, str):
         if asked not in ("paper", "released"):
             raise AugmentationError(
-                f"{one_of('augmentation', asked, ('none', 'paper', 'released'))}, or a table of fields"
+                f"{one_of('augmentation', asked, ('none', 'paper', 'released'))}, or a table of"
+                " fields"
             )
         asked = {"profile": asked}
     fields = {"alpha": method.alpha} | asked
@@ -278,7 +303,12 @@ def _tuples(value: Any) -> Any:
 
 
 def _cell(
-    block: Block, task: Task, attribute: str, method: Method, augmentation: Augmentation | None, needs: list[str]
+    block: Block,
+    task: Task,
+    attribute: str,
+    method: Method,
+    augmentation: Augmentation | None,
+    needs: list[str],
 ) -> Cell:
     return Cell.of(
         block.model,
@@ -299,7 +329,8 @@ _SHARED = (
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE options as values of a grid; a value is read as TOML where it is TOML, as text otherwise.
+    """KEY=VALUE options as values of a grid; a value is read as TOML where it is TOML, as text
+    otherwise.
 
     Raises:
         GridError: Not of that form, or an unknown key.

@@ -85,13 +85,16 @@ class Engine(Protocol):
     def __enter__(self) -> Engine: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...
 
 
 def died(attempts: int) -> Failed:
     """The outcome of a job whose workers were killed."""
     return Failed(
-        f"the worker died {attempts} times at this job, which an operating system does to a process that wants more memory than "
-        "there is; fewer rows share a batch with --set max_rows=N"
+        f"the worker died {attempts} times at this job, which an operating system does to a process"
+        " that wants more memory than there is; fewer rows share a batch with --set max_rows=N"
     )

@@ -55,14 +55,18 @@ def launch(
     """
     out = Path(out)
     if not names:
-        raise GridError("name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)")
+        raise GridError(
+            "name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)"
+        )
     if threads < 1:
         raise RunError(f"--threads must be at least 1, found {threads}")
     if engine == "local":
         check_device(device)
     grids = load_grids(out, names, changes, dtype=dtype, device=device)
     check_grids(grids)
-    for used in dict.fromkeys(cell.dtype for grid in grids for cell in grid.cells if engine == "local"):
+    for used in dict.fromkeys(
+        cell.dtype for grid in grids for cell in grid.cells if engine == "local"
+    ):
         tell_if_slow(used, device)
     runner = _engine(engine, workers, device, threads, address, gpus_per_worker)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
@@ -71,8 +75,9 @@ def launch(
     if left:
         each = estimate(left, runner.slots, device, threads)
         notify(
-            f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens} row-tokens, about "
-            f"{shown_time(each.seconds)} with {counted(runner.slots, 'worker')}, {shown_size(each.disk)} ({each.basis})"
+            f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens}"
+            f" row-tokens, about {shown_time(each.seconds)} with {counted(runner.slots, 'worker')},"
+            f" {shown_size(each.disk)} ({each.basis})"
         )
     try:
         with _stopped_by_sigterm():

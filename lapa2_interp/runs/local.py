@@ -28,7 +28,9 @@ class InProcess:
 
     slots = 1
 
-    def __init__(self, device: str | None = None, threads: int = 1, worker: Worker | None = None) -> None:
+    def __init__(
+        self, device: str | None = None, threads: int = 1, worker: Worker | None = None
+    ) -> None:
         self._settings, self._given = (device, threads), worker
         self._worker: Worker | None = None
         self._jobs: list[Job] = []
@@ -114,7 +116,9 @@ class Processes:
         if device in (None, "cuda") and torch.cuda.is_available():
             device = f"cuda:{number % torch.cuda.device_count()}"
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(device, self._threads))
+        return ProcessPoolExecutor(
+            1, mp_context=context, initializer=_begin, initargs=(device, self._threads)
+        )
 
     def __exit__(self, kind: object, *_: object) -> None:
         for pool in self._pools:

@@ -38,7 +38,8 @@ class Manifest(BaseModel):
     created: datetime
     """When the run finished, UTC."""
     commit: str | None
-    """Git commit of the package's source, with "+changes" if it was modified; None outside a checkout."""
+    """Git commit of the package's source, with "+changes" if it was modified; None outside a
+    checkout."""
     versions: dict[str, str]
     """Versions of the libraries that compute."""
     model: ModelCard
@@ -52,14 +53,16 @@ class Manifest(BaseModel):
     attributes: tuple[str, ...]
     """Attributes steered towards."""
     branches: dict[str, dict[str, str | SoftName | None]]
-    """By attribute, then branch: the text in front of the prompt (a form with {blanks} where each prompt has its own words, see
-    `prepared`), or the soft prefix; None on the raw model."""
+    """By attribute, then branch: the text in front of the prompt (a form with {blanks} where each
+    prompt has its own words, see `prepared`), or the soft prefix; None on the raw model."""
     prepared: dict[str, dict[str, dict[str, Any]]] = {}
-    """By attribute, then prompt ("all prompts" where it is the same): what the method worked out, such as DATG's words."""
+    """By attribute, then prompt ("all prompts" where it is the same): what the method worked out,
+    such as DATG's words."""
     prompts: tuple[str, ...]
     """What is continued."""
     arms: dict[str, Augmentation | None]
-    """The augmentations compared; None is the base method. Column `arm` of the samples names one."""
+    """The augmentations compared; None is the base method. Column `arm` of the samples names one.
+    """
     length: int
     """Tokens of a text, the prompt's included where the task counts them."""
     length_counts_prompt: bool
@@ -83,7 +86,8 @@ class Manifest(BaseModel):
     merged: tuple[str, ...] = ()
     """Tokens that cross the seam between a prefix and a prompt."""
     threads: int | None = None
-    """CPU threads that computed it, which may decide last bits; None on an accelerator, and where they were not noted."""
+    """CPU threads that computed it, which may decide last bits; None on an accelerator, and where
+    they were not noted."""
     seconds: float
     """Seconds spent generating; those of a cell include loading and preparing."""
     new_tokens: int
@@ -93,7 +97,13 @@ class Manifest(BaseModel):
 
     @classmethod
     def of(
-        cls, cell: Cell, facts: Mapping[str, Any], *, seconds: float, new_tokens: int, problems: Sequence[str]
+        cls,
+        cell: Cell,
+        facts: Mapping[str, Any],
+        *,
+        seconds: float,
+        new_tokens: int,
+        problems: Sequence[str],
     ) -> Manifest:
         """The manifest of a cell that has just been finished.
 
@@ -156,12 +166,16 @@ def source_commit() -> str | None:
 
     def git(*words: str) -> str:
         here = Path(__file__).parent
-        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", here, *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         if git("ls-files", __file__) == "":
             return None
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -178,4 +192,6 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise RunError(f"{folder / MANIFEST} is not a manifest of this version: {reason}") from error
+        raise RunError(
+            f"{folder / MANIFEST} is not a manifest of this version: {reason}"
+        ) from error

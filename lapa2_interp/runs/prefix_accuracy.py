@@ -34,7 +34,8 @@ def prefix_accuracy(
     seed: int = 1,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """Continue the task's prompts behind every prefix of the sets, score the texts, and write accuracies into the cards.
+    """Continue the task's prompts behind every prefix of the sets, score the texts, and write
+    accuracies into the cards.
 
     Args:
         samples: Texts per prompt.
@@ -54,7 +55,9 @@ def prefix_accuracy(
     found = {folder: cards(folder) for folder in folders}
     for folder, there in found.items():
         if not there:
-            raise PrefixError(f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set")
+            raise PrefixError(
+                f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
+            )
     scorers: dict[str, Scorer] = {}
     rows, model, loaded = [], None, ""
     for folder, there in found.items():
@@ -90,12 +93,22 @@ def prefix_accuracy(
         scores = scores[scores["value"].notna()]
         for card in there:
             own = scores[scores["attribute"] == card.attribute]
-            arms = {arm: mean_interval(part["value"].to_numpy(), part["prompt"]) for arm, part in own.groupby("arm")}
+            arms = {
+                arm: mean_interval(part["value"].to_numpy(), part["prompt"])
+                for arm, part in own.groupby("arm")
+            }
             rows += [
-                {"set": folder.name, "attribute": card.attribute, "arm": arm, "accuracy": each.mean, "low": each.low,
-                 "high": each.high, "n": each.n}
+                {
+                    "set": folder.name,
+                    "attribute": card.attribute,
+                    "arm": arm,
+                    "accuracy": each.mean,
+                    "low": each.low,
+                    "high": each.high,
+                    "n": each.n,
+                }
                 for arm, each in arms.items()
-            ]  # fmt: skip
+            ]
             prefix = load_prefix(folder, card.attribute)
             generated = Generated(
                 scorer=str(own["scorer"].iloc[0]),
@@ -106,6 +119,8 @@ def prefix_accuracy(
             )
             changed = prefix.card.model_copy(update={"generated": generated})
             save_prefix(
-                SoftPrefix(prefix.keys, prefix.values, changed), folder, str(prefix.keys.dtype).removeprefix("torch.")
+                SoftPrefix(prefix.keys, prefix.values, changed),
+                folder,
+                str(prefix.keys.dtype).removeprefix("torch."),
             )
     return pd.DataFrame(rows)

@@ -51,10 +51,8 @@ cell again."""
 class FinishedCell:
     """The result of a cell.
 
-    Attributes:
-        manifest: What decided it.
-        samples: One row per text.
-        trace: The recorded attention, row i of the samples being sample i; None where there is none.
+    Attributes: manifest: What decided it. samples: One row per text. trace: The recorded attention,
+        row i of the samples being sample i; None where there is none.
     """
 
     manifest: Manifest
@@ -97,7 +95,9 @@ def read_cell(folder: Path) -> FinishedCell:
     """
     manifest = read_manifest(folder)
     if manifest.kind != "run":
-        raise RunError(f"{folder} holds tables read off a run, not a run; give the run's own folder")
+        raise RunError(
+            f"{folder} holds tables read off a run, not a run; give the run's own folder"
+        )
     file = folder / SAMPLES
     try:
         samples = pd.read_parquet(file)
@@ -107,7 +107,8 @@ def read_cell(folder: Path) -> FinishedCell:
         return FinishedCell(manifest, samples, read_trace(file))
     except (OSError, ValueError, KeyError) as error:
         raise RunError(
-            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); make the cell again"
+            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); make the cell"
+            " again"
         ) from error
 
 
@@ -197,7 +198,9 @@ class Run:
                 try:
                     found[key] = Failure.model_validate_json(text)
                 except ValidationError as error:
-                    raise RunError(f"{self.home}/failed/{key}.json is damaged: {first_problem(error)}") from error
+                    raise RunError(
+                        f"{self.home}/failed/{key}.json is damaged: {first_problem(error)}"
+                    ) from error
         return {key: found[key] for key in self.plan if key in found}
 
     def place(self, key: str) -> Path:
@@ -212,14 +215,19 @@ class Run:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """One row per cell: key, state (of STATES), grids, its settings, and of a finished one tokens, seconds and commit,
-        of a failed one why. The table is made once, when it is first asked for."""
+        """One row per cell: key, state (of STATES), grids, its settings, and of a finished one
+        tokens, seconds and commit, of a failed one why. The table is made once, when it is first
+        asked for."""
         finished, failures, rows = self.finished, self.failures, []
         for key, cell in self.plan.items():
             made: dict[str, Any] = {}
             if key in finished:
                 state, manifest = "finished", self.manifest(key)
-                made = {"tokens": manifest.new_tokens, "seconds": manifest.seconds, "commit": manifest.commit}
+                made = {
+                    "tokens": manifest.new_tokens,
+                    "seconds": manifest.seconds,
+                    "commit": manifest.commit,
+                }
             else:
                 state = "failed" if key in failures else self._unfinished(key)
             rows.append(
@@ -242,7 +250,8 @@ class Run:
         return "damaged" if self.place(key).is_dir() else "missing"
 
     def samples(self, cells: Sequence[str] | None = None) -> pd.DataFrame:
-        """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns (model, method, arm, ...).
+        """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns
+        (model, method, arm, ...).
 
         Args:
             cells: Keys; by default all that are finished.
@@ -261,7 +270,8 @@ class Run:
                     table = pd.read_parquet(self.place(key) / SAMPLES)
                 except (OSError, ValueError) as error:
                     raise RunError(
-                        f"{self.place(key) / SAMPLES} is damaged; remove its folder, and the sweep makes the cell again"
+                        f"{self.place(key) / SAMPLES} is damaged; remove its folder, and the sweep"
+                        " makes the cell again"
                     ) from error
             frames.append(table.drop(columns="arm").assign(**self.plan[key].columns, cell=key))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -278,7 +288,7 @@ class Run:
         return self.cell(key).trace
 
     def manifest(self, key: str | None = None) -> Manifest:
-        """The manifest of one cell, without its texts and trace; arguments and errors as `trace`."""
+        """The manifest of one cell, without texts and trace; arguments and errors as `trace`."""
         key = self._only(key)
         return self.held[key].manifest if key in self.held else read_manifest(self.place(key))
 
@@ -288,8 +298,8 @@ class Run:
         Args:
             key: By default that of the only cell.
 
-        Raises:
-            RunError: It is not finished, or damaged; or no key is given and there are several cells.
+        Raises: RunError: It is not finished, or damaged; or no key is given and there are several
+            cells.
         """
         key = self._only(key)
         if key in self.held:
@@ -309,11 +319,14 @@ class Run:
         for column, value in wanted.items():
             if column not in table:
                 raise RunError(one_of("column", column, table.columns))
-            chosen &= table[column].isin(value if isinstance(value, list | tuple | set) else [value])
+            chosen &= table[column].isin(
+                value if isinstance(value, list | tuple | set) else [value]
+            )
         return list(table["key"][chosen])
 
     def save(self, folder: str | Path, force: bool = False) -> Run:
-        """Write a run that is in memory to a folder, which appears whole or not at all; the run as read back.
+        """Write a run that is in memory to a folder, which appears whole or not at all; the run as
+        read back.
 
         Args:
             force: Replace a finished run that is there.
@@ -328,7 +341,8 @@ class Run:
     def _only(self, key: str | None) -> str:
         if key is None and len(self.plan) != 1:
             raise RunError(
-                f"{self.name} has {len(self.plan)} cells; give the key of one (run.cells, or `lapa2 runs`, lists them)"
+                f"{self.name} has {len(self.plan)} cells; give the key of one (run.cells, or `lapa2"
+                " runs`, lists them)"
             )
         return next(iter(self.plan)) if key is None else key
 
@@ -338,7 +352,8 @@ class Run:
         where = f"{self.name}: cell {key} ({self.plan[key].where})"
         if self.folder is not None and self.place(key).is_dir():
             return (
-                f"{where} is damaged: a file of it is missing or cut short; make it again with the command that made it"
+                f"{where} is damaged: a file of it is missing or cut short; make it again with the"
+                " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
 
@@ -350,7 +365,10 @@ def write_run(folder: Path, run: Run) -> None:
         write_plan(folder, cell)
         with whole_folder(folder / "cells" / key) as place:
             write_cell(place, run.cell(key))
-    grids = {name: tuple(key for key in keys if key in finished) for name, keys in run.listing.grids.items()}
+    grids = {
+        name: tuple(key for key in keys if key in finished)
+        for name, keys in run.listing.grids.items()
+    }
     write_listing(folder, run.listing.model_copy(update={"grids": grids}))
 
 
@@ -368,7 +386,9 @@ def write_listing(folder: Path, listing: Listing) -> None:
 
 def is_whole(folder: Path, cell: Cell) -> bool:
     """Whether a folder holds a finished cell whose files can be opened."""
-    files = [folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]]
+    files = [
+        folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]
+    ]
     try:
         stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
     except OSError:
@@ -386,7 +406,10 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
     import pyarrow.parquet as pq
 
     try:
-        if read_manifest(folder).cell != key or pq.read_metadata(folder / SAMPLES).num_rows != texts:
+        if (
+            read_manifest(folder).cell != key
+            or pq.read_metadata(folder / SAMPLES).num_rows != texts
+        ):
             return False
         if len(stamps) > 2:
             h5py.File(folder / TRACE, "r").close()
@@ -419,18 +442,23 @@ def load_run(folder: str | Path) -> Run:
         try:
             plan[key] = CELL.validate_json(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            again = f"`lapa2 sweep` with the cell's grid ({', '.join(listing.with_cell(key))}) writes it anew"
+            again = (
+                f"`lapa2 sweep` with the cell's grid ({', '.join(listing.with_cell(key))}) writes"
+                " it anew"
+            )
             if isinstance(error, FileNotFoundError):
                 raise RunError(f"{file} is missing; {again}") from error
             reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
             raise RunError(
-                f"{file} is damaged or of another version: {reason}; if damaged, remove it and {again}"
+                f"{file} is damaged or of another version: {reason}; if damaged, remove it and"
+                f" {again}"
             ) from error
     for key, cell in plan.items():
         if cell.key != key:
             raise RunError(
-                f"{folder}: the configuration of cell {key} gives the key {cell.key} here: it was written by another version "
-                f"({listing.lapa2_interp}; this is {__version__}), or changed; sweep into a new folder"
+                f"{folder}: the configuration of cell {key} gives the key {cell.key} here: it was"
+                f" written by another version ({listing.lapa2_interp}; this is {__version__}), or"
+                " changed; sweep into a new folder"
             )
     return Run(folder, listing, plan)
 
@@ -465,8 +493,9 @@ def read_listing(folder: Path) -> Listing:
             raise RunError(f"{folder} is not a run: its {LISTING} is something else's")
         if raw.get("format") != FORMAT:
             raise RunError(
-                f"{folder} is a run of format {raw.get('format')} (lapa2_interp {raw.get('lapa2_interp')}), and this is "
-                f"lapa2_interp {__version__}, format {FORMAT}; read it with that version, or sweep into a new folder"
+                f"{folder} is a run of format {raw.get('format')} (lapa2_interp"
+                f" {raw.get('lapa2_interp')}), and this is lapa2_interp {__version__}, format"
+                f" {FORMAT}; read it with that version, or sweep into a new folder"
             )
         return Listing.model_validate(raw)
     except (OSError, ValueError) as error:
@@ -490,7 +519,9 @@ def _lone(folder: Path) -> Run:
         key = manifest.cell or cell.key
         trace = None
         if whole.trace is not None:
-            trace = whole.trace.isel(sample=rows.index.to_numpy()).assign_coords(sample=range(len(rows)))
+            trace = whole.trace.isel(sample=rows.index.to_numpy()).assign_coords(
+                sample=range(len(rows))
+            )
         own = manifest.model_copy(
             update={
                 "attributes": (attribute,),
@@ -500,7 +531,12 @@ def _lone(folder: Path) -> Run:
             }
         )
         plan[key], held[key] = cell, FinishedCell(own, rows.reset_index(drop=True), trace)
-    return Run(folder, Listing(lapa2_interp=manifest.lapa2_interp, grids={folder.name: tuple(plan)}), plan, held)
+    return Run(
+        folder,
+        Listing(lapa2_interp=manifest.lapa2_interp, grids={folder.name: tuple(plan)}),
+        plan,
+        held,
+    )
 
 
 def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:

@@ -59,14 +59,12 @@ def score(
 ) -> Scored:
     """Score the texts of a run, or of a file.
 
-    Args:
-        source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
-        scorers: Names in `scoring.named.NAMES`, each plain or as NAME=MODEL.
-        out: Also write scores.parquet, table.csv and differences.csv into this new folder.
-        labels: Names for a classifier's labels.
-        only: Only texts whose columns have these values.
-        notify: Told what is scored, and what scorers have to say.
-        force, column, attribute, task, lengths, parts, judge_url, judge_prices, cache, dtype, device,
+    Args: source: A run, or a .jsonl, .csv or .parquet file with a column of texts. scorers: Names
+        in `scoring.named.NAMES`, each plain or as NAME=MODEL. out: Also write scores.parquet,
+        table.csv and differences.csv into this new folder. labels: Names for a classifier's labels.
+        only: Only texts whose columns have these values. notify: Told what is scored, and what
+        scorers have to say. force, column, attribute, task, lengths, parts, judge_url,
+        judge_prices, cache, dtype, device,
             trust_remote_code: As the options of `lapa2 score`.
 
     Raises:
@@ -83,11 +81,15 @@ def score(
         notify(gaps)
     sets = []
     for samples, manifest in read_texts(source, column):
-        samples = only_rows(samples if attribute is None else samples.assign(attribute=attribute), only or {})
+        samples = only_rows(
+            samples if attribute is None else samples.assign(attribute=attribute), only or {}
+        )
         if lengths:
             samples = at_lengths(samples, manifest, lengths)
         if parts > 1:
-            samples = in_parts(samples, parts, load_tokenizer(manifest.model.name) if manifest else None)
+            samples = in_parts(
+                samples, parts, load_tokenizer(manifest.model.name) if manifest else None
+            )
         options = Options(
             task=task or (manifest.task if manifest else None),
             labels=labels or {},
@@ -153,11 +155,17 @@ def _gaps(source: Path) -> str:
     left = len(run.plan) - len(run.finished)
     if not left:
         return ""
-    return f"{left} of {counted(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`): nothing of them is scored"
+    return (
+        f"{left} of {counted(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`): nothing"
+        " of them is scored"
+    )
 
 
-def read_answers(key: Path, files: Sequence[Path], out: Path | None = None) -> dict[str, pd.DataFrame]:
-    """What human raters said of the texts of `lapa2 scorers sheets`: tables answers, table and agreement.
+def read_answers(
+    key: Path, files: Sequence[Path], out: Path | None = None
+) -> dict[str, pd.DataFrame]:
+    """What human raters said of the texts of `lapa2 scorers sheets`: tables answers, table and
+    agreement.
 
     Args:
         key: The key.csv of the sheets.
@@ -169,9 +177,15 @@ def read_answers(key: Path, files: Sequence[Path], out: Path | None = None) -> d
         RunError: `out` cannot be written.
     """
     if not files:
-        raise ScoringError("give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv")
+        raise ScoringError(
+            "give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv"
+        )
     found = human.read_answers(key, files)
-    tables = {"answers": found, "table": human.human_table(found), "agreement": human.agreement(found)}
+    tables = {
+        "answers": found,
+        "table": human.human_table(found),
+        "agreement": human.agreement(found),
+    }
     if out is not None:
         with new_folder(out, finished=lambda folder: (folder / "answers.csv").is_file()) as folder:
             for name, table in tables.items():
@@ -179,10 +193,14 @@ def read_answers(key: Path, files: Sequence[Path], out: Path | None = None) -> d
     return tables
 
 
-def sheet_texts(source: Path, column: str = "text", only: Mapping[str, Any] | None = None) -> pd.DataFrame:
+def sheet_texts(
+    source: Path, column: str = "text", only: Mapping[str, Any] | None = None
+) -> pd.DataFrame:
     """The texts of a run or a file as `scoring.human.make_sheets` takes them."""
     texts = pd.concat([samples for samples, _ in read_texts(source, column)], ignore_index=True)
     samples = only_rows(texts, only or {})
     if {"task", "method"} <= set(samples):  # what is compared is a method's arm
-        samples = samples.assign(arm=samples["task"] + " " + samples["method"] + " " + samples["arm"])
+        samples = samples.assign(
+            arm=samples["task"] + " " + samples["method"] + " " + samples["arm"]
+        )
     return samples.drop(columns="tokens", errors="ignore")

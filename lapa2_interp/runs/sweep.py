@@ -70,7 +70,8 @@ def _writing(folder: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
         raise RunError(
-            f"the disk of {folder} is full; every finished cell and group of rows is kept: make room and repeat the command"
+            f"the disk of {folder} is full; every finished cell and group of rows is kept: make"
+            " room and repeat the command"
         ) from error
 
 
@@ -86,7 +87,8 @@ def _locked(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise RunError(
-                f"{folder} is being filled by {file.read().strip() or 'another process'}; wait for it, or give another --out"
+                f"{folder} is being filled by {file.read().strip() or 'another process'}; wait for"
+                " it, or give another --out"
             ) from error
         with _writing(folder):
             file.truncate(0)
@@ -106,31 +108,35 @@ def load_grids(
     """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
     run's cells.
 
-    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made twice.
+    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made
+    twice.
 
-    Args:
-        folder: The run, or where it will be.
-        names, changes: As `grids.load_grid`.
-        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run, else that of the run's cells
+    Args: folder: The run, or where it will be. names, changes: As `grids.load_grid`. dtype: What
+        dtype "auto" means; by default that of the grid's cells of a model in the run, else that of
+        the run's cells
             of the model, else what this machine computes faster.
         device: Where cells will be computed.
 
-    Raises:
-        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than the one asked for.
-        RunError: The folder is not a run, or one of another version.
+    Raises: GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another
+        than the one asked for. RunError: The folder is not a run, or one of another version.
     """
     listed = _listed_dtypes(folder)
 
     def auto(grid: str, model: str, named: frozenset[str]) -> str:
         there = listed.get((grid, model), set())
-        there = there - named or there  # cells whose block names their dtype do not say what auto was
+        there = (
+            there - named or there
+        )  # cells whose block names their dtype do not say what auto was
         found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
         if dtype is not None and there and dtype not in there:
             raise GridError(
-                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a new folder"
+                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a"
+                " new folder"
             )
         if dtype is None and len(there) > 1:
-            raise GridError(f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}")
+            raise GridError(
+                f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}"
+            )
         others = set().union(*(each for (_, other), each in listed.items() if other == model))
         known = there or (others if len(others) == 1 else set())
         return dtype or next(iter(known), None) or faster_dtype(device)
@@ -142,7 +148,9 @@ def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
     """Dtypes of a run's cells by grid and model; a damaged plan is ignored, because the sweep
     writes it again."""
     found: dict[tuple[str, str], set[str]] = {}
-    for grid, keys in (read_listing(folder).grids if (folder / "run.json").is_file() else {}).items():
+    for grid, keys in (
+        read_listing(folder).grids if (folder / "run.json").is_file() else {}
+    ).items():
         for key in keys:
             with suppress(OSError, ValueError):
                 cell = CELL.validate_json((folder / "plan" / f"{key}.json").read_text("utf-8"))
@@ -176,7 +184,9 @@ class Swept:
     seconds: float
 
 
-def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print) -> Swept:
+def sweep(
+    folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print
+) -> Swept:
     """Finish every cell of the grids in a run folder.
 
     Args:
@@ -187,7 +197,11 @@ def sweep(folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[
             finished stays.
     """
     with _writing(folder):
-        if folder.is_dir() and not (folder / "run.json").exists() and any(not _ours(each) for each in folder.iterdir()):
+        if (
+            folder.is_dir()
+            and not (folder / "run.json").exists()
+            and any(not _ours(each) for each in folder.iterdir())
+        ):
             raise RunError(f"{folder} exists and is not a run; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -218,7 +232,9 @@ def _tidy(run: Run) -> None:
 class _Sweep:
     """The coordinator: keeps the engine busy, and is the only one that writes."""
 
-    def __init__(self, run: Run, wanted: Sequence[str], engine: Engine, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, wanted: Sequence[str], engine: Engine, notify: Callable[[str], None]
+    ) -> None:
         self.run, self.engine, self.notify = run, engine, notify
         finished = run.finished
         self.todo = [run.plan[key] for key in wanted if key not in finished]
@@ -238,7 +254,10 @@ class _Sweep:
         if not self.todo:
             return Swept(self.before, 0, (), 0.0)
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
-        with progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar, self.engine as engine:
+        with (
+            progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar,
+            self.engine as engine,
+        ):
             while waiting or ready or under_way:
                 while under_way < engine.slots and (ready or waiting):
                     engine.submit(ready.popleft() if ready else Job(waiting.popleft()))
@@ -249,7 +268,10 @@ class _Sweep:
                         ready.extend(self._take(job, outcome, bar))
                     if job.cell.key in self.failed:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
-                    state = f"{self.made}/{len(self.todo)} cells" + f", {len(self.failed)} failed" * bool(self.failed)
+                    state = (
+                        f"{self.made}/{len(self.todo)} cells"
+                        + f", {len(self.failed)} failed" * bool(self.failed)
+                    )
                     bar.set_postfix_str(state, refresh=False)
         return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began)
 
@@ -262,7 +284,10 @@ class _Sweep:
             case Failed():
                 self.failed.append(key)
                 record = Failure(when=datetime.now(UTC), traceback=outcome.traceback)
-                write_text(self.run.home / "failed" / f"{key}.json", record.model_dump_json(indent=1) + "\n")
+                write_text(
+                    self.run.home / "failed" / f"{key}.json",
+                    record.model_dump_json(indent=1) + "\n",
+                )
                 bar.total -= self.ahead.pop(key)
                 bar.clear()
                 self.notify(f"failed: {job.cell.where} ({key}): {record.reason}")
@@ -289,12 +314,15 @@ class _Sweep:
     def _share(self, key: str, group: int) -> int:
         """Row-tokens by which a group advances the bar: its share of the cost of its cell."""
         total, sizes = self.costs[key], self.opened[key].groups
-        share = total * sum(sizes[: group + 1]) // sum(sizes) - total * sum(sizes[:group]) // sum(sizes)
+        share = total * sum(sizes[: group + 1]) // sum(sizes) - total * sum(sizes[:group]) // sum(
+            sizes
+        )
         self.ahead[key] -= share
         return share
 
     def _parts(self, key: str, opened: Opened) -> set[int]:
-        """Groups of a cell that are there from an earlier call, if they were made as they would be now."""
+        """Groups of a cell that are there from an earlier call, if they were made as they would be
+        now."""
         folder = self.run.home / "parts" / key
         now = {"groups": opened.groups, "facts": opened.facts}
         note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
@@ -314,17 +342,19 @@ class _Sweep:
             (fresh / "part.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def _finish(self, cell: Cell) -> None:
-        """Join a cell's groups; always from the disk, so that a resumed cell is the same as another."""
+        """Join a cell's groups; always from the disk, so that a resumed cell is the same as
+        another."""
         key, opened = cell.key, self.opened.pop(cell.key)
         del self.left[key]
         parts = self.run.home / "parts" / key
         folders = [parts / str(i) for i in range(len(opened.groups))]
-        table = pd.concat([pd.read_parquet(folder / SAMPLES) for folder in folders], ignore_index=True).assign(
-            arm=cell.arm
-        )
+        table = pd.concat(
+            [pd.read_parquet(folder / SAMPLES) for folder in folders], ignore_index=True
+        ).assign(arm=cell.arm)
         traces = []
         for folder in folders if cell.trace != "none" else []:
-            # The joined trace may need another type than the part was stored with: NaN is no integer.
+            # The joined trace may need another type than the part was stored with: NaN is no
+            # integer.
             traces.append(read_trace(folder / TRACE).drop_encoding())
         facts = [json.loads((folder / "part.json").read_text("utf-8")) for folder in folders]
         manifest = Manifest.of(
@@ -336,7 +366,9 @@ class _Sweep:
         )
         # Where one of its files was removed, the folder is replaced.
         with whole_folder(self.run.place(key)) as fresh:
-            write_cell(fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None))
+            write_cell(
+                fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
+            )
         shutil.rmtree(parts)
         (self.run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
         self.made += 1
@@ -346,9 +378,11 @@ class _Sweep:
         now = opened.facts["model"].weights
         if cell.model not in self.weights:
             others = (key for key, other in self.run.finished.items() if other.model == cell.model)
-            self.weights[cell.model] = next((self.run.manifest(key).model.weights for key in others), now)
+            self.weights[cell.model] = next(
+                (self.run.manifest(key).model.weights for key in others), now
+            )
         if self.weights[cell.model] != now:
             raise RunError(
-                f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it is now {now}; sweep into a "
-                "new folder"
+                f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"
+                f" is now {now}; sweep into a new folder"
             )

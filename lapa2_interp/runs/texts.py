@@ -1,4 +1,5 @@
-"""Texts to score: those of a run or of a file, whole, cut to shorter lengths, or in parts along their length."""
+"""Texts to score: those of a run or of a file, whole, cut to shorter lengths, or in parts along
+their length."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ READERS = {".jsonl": "read_json", ".csv": "read_csv", ".parquet": "read_parquet"
 
 
 def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, Manifest | None]]:
-    """The samples of a run folder, or the rows of a file, with columns text, prompt, attribute and arm.
+    """The samples of a run folder, or the rows of a file, with columns text, prompt, attribute and
+    arm.
 
     Args:
         source: A run, or a .jsonl, .csv or .parquet file.
         column: Where a file has its texts.
 
-    Returns:
-        Tables (missing columns filled with ""), each with the manifest of its texts, or None. A run has one per model, task
-        and length, with its cells' columns; a file has one.
+    Returns: Tables (missing columns filled with ""), each with the manifest of its texts, or None.
+        A run has one per model, task and length, with its cells' columns; a file has one.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.
@@ -43,32 +44,43 @@ def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, M
         ]
     kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
     if kind is None or not source.is_file():
-        raise ScoringError(f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}")
+        raise ScoringError(
+            f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}"
+        )
     options: dict[str, Any] = {"lines": True} if kind == ".jsonl" else {}
     try:
         table = getattr(pd, READERS[kind])(source, **options)
     except UnicodeDecodeError as error:
-        raise ScoringError(f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first") from error
+        raise ScoringError(
+            f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
+        ) from error
     except (OSError, ValueError, EOFError) as error:
         raise ScoringError(f"cannot read {source}: {' '.join(str(error).split())[:160]}") from error
     if not len(table):
         raise ScoringError(f"{source} has no rows")
     if column not in table:
         raise ScoringError(
-            f"{source} has no column {column!r}; found {', '.join(map(str, table.columns))}; give --column"
+            f"{source} has no column {column!r}; found {', '.join(map(str, table.columns))}; give"
+            " --column"
         )
     if not any(isinstance(text, str) and text.strip() for text in table[column]):
         raise ScoringError(
-            f"{source} has no text in column {column!r}, found {str(table[column].iloc[0])!r}; give --column"
+            f"{source} has no text in column {column!r}, found {str(table[column].iloc[0])!r}; give"
+            " --column"
         )
     table = table.rename(columns={column: "text"}).reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = table[name].fillna("").astype(str) if name in table else ""
-    return [(table.assign(text=[text if isinstance(text, str) else "" for text in table["text"]]), None)]
+    return [
+        (table.assign(text=[text if isinstance(text, str) else "" for text in table["text"]]), None)
+    ]
 
 
-def at_lengths(samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequence[int]) -> pd.DataFrame:
-    """The texts of a run as they were at shorter lengths: one row per text and length, with a column `length`.
+def at_lengths(
+    samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequence[int]
+) -> pd.DataFrame:
+    """The texts of a run as they were at shorter lengths: one row per text and length, with a
+    column `length`.
 
     A text of 64 tokens is the first 64 of the longer one: both follow one random stream.
 
@@ -77,7 +89,8 @@ def at_lengths(samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequen
     """
     if manifest is None:
         raise ScoringError(
-            "length slices are cut by the tokens of a run; give a run folder, or cut the file's texts yourself"
+            "length slices are cut by the tokens of a run; give a run folder, or cut the file's"
+            " texts yourself"
         )
     long = [length for length in lengths if length > manifest.length]
     if long:
@@ -87,7 +100,11 @@ def at_lengths(samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequen
     for length in sorted(set(lengths)):
         texts = []
         for prompt, tokens in zip(samples["prompt"], samples["tokens"], strict=True):
-            counted = len(tokenizer(prompt, add_special_tokens=False).input_ids) if manifest.length_counts_prompt else 0
+            counted = (
+                len(tokenizer(prompt, add_special_tokens=False).input_ids)
+                if manifest.length_counts_prompt
+                else 0
+            )
             kept = [int(token) for token in tokens[: max(0, length - counted)]]
             text = continuation(tokenizer, prompt, kept)
             texts.append(prompt + text if manifest.length_counts_prompt else text)
@@ -98,8 +115,8 @@ def at_lengths(samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequen
 def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.DataFrame:
     """Every text cut into equal parts: one row per text and part, with a column `part` (1, 2, ...).
 
-    Halves (n_parts = 2) are the paper's Table half, whose cutting rule it does not give: here the tokens of the whole text,
-    prompt included, are cut evenly.
+    Halves (n_parts = 2) are the paper's Table half, whose cutting rule it does not give: here the
+    tokens of the whole text, prompt included, are cut evenly.
 
     Args:
         tokenizer: Cuts by its tokens; by words without one.
@@ -108,7 +125,11 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
     for part in range(n_parts):
         texts = []
         for text in samples["text"]:
-            units = text.split() if tokenizer is None else tokenizer(text, add_special_tokens=False).input_ids
+            units = (
+                text.split()
+                if tokenizer is None
+                else tokenizer(text, add_special_tokens=False).input_ids
+            )
             edges = np.linspace(0, len(units), n_parts + 1).round().astype(int)
             chosen = units[edges[part] : edges[part + 1]]
             texts.append(" ".join(chosen) if tokenizer is None else tokenizer.decode(chosen))

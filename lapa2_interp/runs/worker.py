@@ -44,9 +44,13 @@ class Worker:
     def do(self, job: Job) -> Outcome:
         """Do a job and return its outcome; every error becomes one."""
         try:
-            return self._open(job.cell) if job.group is None else self._generate(job.cell, job.group)
+            return (
+                self._open(job.cell) if job.group is None else self._generate(job.cell, job.group)
+            )
         except Exception as error:
-            out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+            out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(
+                error, MemoryError
+            )
             note = "; fewer rows share a batch with --set max_rows=N" if out_of_memory else ""
             return Failed(traceback.format_exc().rstrip() + note)
 
@@ -98,12 +102,19 @@ def check_files(cell: Cell, todo: Plan) -> None:
     Raises:
         RunError: A soft prefix or a word list has another sha256 than the cell says.
     """
-    here = {branch: name.sha256 for branch, name in todo.prefix_names.items() if isinstance(name, SoftName)}
+    here = {
+        branch: name.sha256
+        for branch, name in todo.prefix_names.items()
+        if isinstance(name, SoftName)
+    }
     for parameter in cell.files.keys() & cell.parameters.keys():
-        here[parameter] = hashlib.sha256(Path(str(cell.parameters[parameter])).read_bytes()).hexdigest()
+        here[parameter] = hashlib.sha256(
+            Path(str(cell.parameters[parameter])).read_bytes()
+        ).hexdigest()
     for name, found in here.items():
         if found != cell.files[name]:
             raise RunError(
-                f"the file behind {name!r} has sha256 {found[:16]} here, and had {cell.files[name][:16]} when the grid was "
-                "resolved; the same command resolves it anew, and gives what it makes keys of its own"
+                f"the file behind {name!r} has sha256 {found[:16]} here, and had"
+                f" {cell.files[name][:16]} when the grid was resolved; the same command resolves it"
+                " anew, and gives what it makes keys of its own"
             )

@@ -1,11 +1,12 @@
 """Scorers: texts -> numbers, one row per text, under a name and a version that every table prints.
 
-A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason. `run_scorer` feeds it in batches, asks
-only for what the cache on disk does not know, and keeps what was scored when it fails half-way.
+A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason.
+`run_scorer` feeds it in batches, asks only for what the cache on disk does not know, and keeps what
+was scored when it fails half-way.
 
     scorer = Perplexity(model)
     table = run_scorer(scorer, items, Cache(folder))     # one row per item: the scorer's columns, and `skipped`
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,9 +46,8 @@ class Item:
 class Skipped:
     """Why a text has no number.
 
-    Attributes:
-        reason: The same words for the same cause: tables count them.
-        final: Asking again cannot help (the text is too short); such answers are cached like numbers.
+    Attributes: reason: The same words for the same cause: tables count them. final: Asking again
+        cannot help (the text is too short); such answers are cached like numbers.
     """
 
     reason: str
@@ -55,11 +55,22 @@ class Skipped:
 
 
 NAMES = {
-    "accuracy": "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or folder)",
+    "accuracy": (
+        "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or"
+        " folder)"
+    ),
     "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
-    "distinct": "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)",
-    "toxicity": "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label of toxic text",
-    "judge": "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint (OPENAI_API_KEY, --judge-url)",
+    "distinct": (
+        "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)"
+    ),
+    "toxicity": (
+        "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label"
+        " of toxic text"
+    ),
+    "judge": (
+        "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint"
+        " (OPENAI_API_KEY, --judge-url)"
+    ),
 }
 """Scorers by name, and the models or services each takes."""
 Score = tuple[float, ...] | Skipped
@@ -68,12 +79,10 @@ Score = tuple[float, ...] | Skipped
 class Scorer(ABC):
     """A scorer of texts.
 
-    Attributes:
-        name: accuracy, perplexity, toxicity, judge, ...
-        version: What else decides its numbers: model and weights, service, prompt. Numbers of two versions never share a table.
-        columns: Names of its numbers.
-        needs: Fields of an item that enter the score besides the text.
-        batch_size: Items given at once.
+    Attributes: name: accuracy, perplexity, toxicity, judge, ... version: What else decides its
+        numbers: model and weights, service, prompt. Numbers of two versions never share a table.
+        columns: Names of its numbers. needs: Fields of an item that enter the score besides the
+        text. batch_size: Items given at once.
     """
 
     name: str
@@ -86,8 +95,8 @@ class Scorer(ABC):
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One score per item, in order.
 
-        Raises:
-            ScoringError: Nothing more can be scored now: no key, no server, a quota that is used up.
+        Raises: ScoringError: Nothing more can be scored now: no key, no server, a quota that is
+            used up.
         """
 
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
@@ -96,12 +105,20 @@ class Scorer(ABC):
     def key(self, item: Item) -> str:
         """The key of an item's score in the cache: a hash of scorer, version and everything that
         enters the score."""
-        parts = [self.name, self.version, item.text, *(str(getattr(item, field)) for field in self.needs)]
-        return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
+        parts = [
+            self.name,
+            self.version,
+            item.text,
+            *(str(getattr(item, field)) for field in self.needs),
+        ]
+        return hashlib.sha256(
+            json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        ).hexdigest()
 
 
 class ScoringStoppedError(ScoringError):
-    """A scorer stopped half-way; what it had scored is in the cache, and the same command asks only for the rest."""
+    """A scorer stopped half-way; what it had scored is in the cache, and the same command asks only
+    for the rest."""
 
 
 class Cache:
@@ -119,11 +136,17 @@ class Cache:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._open = sqlite3.connect(folder / "scores.sqlite", timeout=60)
             except (OSError, sqlite3.Error) as error:
-                raise ScoringError(f"cannot keep scores in {folder}: {error}; give another --cache") from error
+                raise ScoringError(
+                    f"cannot keep scores in {folder}: {error}; give another --cache"
+                ) from error
         try:
-            self._open.execute("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+            self._open.execute(
+                "CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
+            )
         except sqlite3.Error as error:
-            raise ScoringError(f"{folder}/scores.sqlite is damaged ({error}); delete it and score again") from error
+            raise ScoringError(
+                f"{folder}/scores.sqlite is damaged ({error}); delete it and score again"
+            ) from error
 
     def close(self) -> None:
         """Close the file; the scores stay."""
@@ -166,8 +189,8 @@ def _parts(values: Sequence, size: int) -> Iterator[Sequence]:
 def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None) -> pd.DataFrame:
     """Score items, each distinct one once.
 
-    Returns:
-        One row per item, in order: the scorer's columns (NaN where skipped) and `skipped` (the reason, or "").
+    Returns: One row per item, in order: the scorer's columns (NaN where skipped) and `skipped` (the
+        reason, or "").
 
     Raises:
         ScoringStoppedError: The scorer stopped half-way; the message says how much is kept and why.
@@ -185,10 +208,15 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
             try:
                 new_scores = scorer.score([waiting[key] for key in part])
             except ScoringError as error:
-                kept = {key for key, score in known.items() if not isinstance(score, Skipped) or score.final}
+                kept = {
+                    key
+                    for key, score in known.items()
+                    if not isinstance(score, Skipped) or score.final
+                }
                 done = sum(key in kept for key in keys)
                 raise ScoringStoppedError(
-                    f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept: {error}"
+                    f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept:"
+                    f" {error}"
                 ) from error
             scores = list(zip(part, new_scores, strict=True))
             cache.put(scores)
@@ -196,5 +224,7 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
             bar.update(len(part))
     nothing = (float("nan"),) * len(scorer.columns)
     rows = [known[key] for key in keys]
-    table = pd.DataFrame([nothing if isinstance(row, Skipped) else row for row in rows], columns=list(scorer.columns))
+    table = pd.DataFrame(
+        [nothing if isinstance(row, Skipped) else row for row in rows], columns=list(scorer.columns)
+    )
     return table.assign(skipped=[row.reason if isinstance(row, Skipped) else "" for row in rows])

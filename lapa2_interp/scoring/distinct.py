@@ -2,8 +2,8 @@
 
 distinct_n = different n-grams of the whole set / tokens of the whole set
 
-n-grams do not cross texts; the denominator is the same for every n. The number falls with the size of the set and the length of
-its texts by construction, so only sets of one size and length compare.
+n-grams do not cross texts; the denominator is the same for every n. The number falls with the size
+of the set and the length of its texts by construction, so only sets of one size and length compare.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ ORDERS = (1, 2, 3)
 
 
 def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[int]], str]:
-    """Token ids of texts and the tokenizer's name: a transformers tokenizer with its special tokens, as the released script
-    counts roberta-large's, or words and punctuation marks without one."""
+    """Token ids of texts and the tokenizer's name: a transformers tokenizer with its special
+    tokens, as the released script counts roberta-large's, or words and punctuation marks without
+    one."""
     if tokenizer is None:
         import re
 
         numbers: dict[str, int] = {}
         pattern = re.compile(r"\w+|[^\w\s]")
-        return [[numbers.setdefault(word, len(numbers)) for word in pattern.findall(text)] for text in texts], "words"
-    return [list(ids) for ids in tokenizer(list(texts)).input_ids], tokenizer.name_or_path or type(tokenizer).__name__
+        return [
+            [numbers.setdefault(word, len(numbers)) for word in pattern.findall(text)]
+            for text in texts
+        ], "words"
+    return [list(ids) for ids in tokenizer(list(texts)).input_ids], tokenizer.name_or_path or type(
+        tokenizer
+    ).__name__
 
 
 def distinct(lists: Sequence[Sequence[int]], n: int) -> float:
@@ -40,16 +46,22 @@ def distinct(lists: Sequence[Sequence[int]], n: int) -> float:
     total = sum(map(len, lists))
     if not total:
         raise ScoringError("distinct-n needs at least one token; every text is empty")
-    return len({gram for ids in lists for gram in zip(*(ids[i:] for i in range(n)), strict=False)}) / total
+    return (
+        len({gram for ids in lists for gram in zip(*(ids[i:] for i in range(n)), strict=False)})
+        / total
+    )
 
 
-def distinct_table(texts: Sequence[str], prompts: Sequence[str], tokenizer: Any = None) -> pd.DataFrame:
+def distinct_table(
+    texts: Sequence[str], prompts: Sequence[str], tokenizer: Any = None
+) -> pd.DataFrame:
     """distinct-1, -2 and -3 of one set with 95 % intervals.
 
-    A bootstrap would repeat texts and so lower the number; the interval is the jackknife's over prompts, on the logarithm.
+    A bootstrap would repeat texts and so lower the number; the interval is the jackknife's over
+    prompts, on the logarithm.
 
-    Returns:
-        Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the tokenizer's name).
+    Returns: Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the
+        tokenizer's name).
     """
     lists, name = token_lists(texts, tokenizer)
     codes, names = pd.factorize(np.asarray(prompts))
@@ -63,14 +75,23 @@ def distinct_table(texts: Sequence[str], prompts: Sequence[str], tokenizer: Any 
             for code, ids in zip(codes, lists, strict=True):
                 for gram in zip(*(ids[i:] for i in range(order)), strict=False):
                     owners[gram] = int(code) if owners.setdefault(gram, int(code)) == code else -1
-            alone = np.bincount([owner for owner in owners.values() if owner >= 0], minlength=len(names))
+            alone = np.bincount(
+                [owner for owner in owners.values() if owner >= 0], minlength=len(names)
+            )
             tokens = np.bincount(codes, weights=[len(ids) for ids in lists], minlength=len(names))
             left = (len(owners) - alone) / np.maximum(tokens.sum() - tokens, 1)
             logs = np.log(np.maximum(left, 1e-12))
             spread = np.sqrt((len(names) - 1) / len(names) * ((logs - logs.mean()) ** 2).sum())
             low, high = whole * np.exp(-1.96 * spread), min(1.0, whole * np.exp(1.96 * spread))
         rows.append(
-            {"metric": f"distinct-{order}", "mean": whole, "low": low, "high": high, "n": len(lists), "clusters": len(names),
-             "scorer": f"distinct ({name})"}
-        )  # fmt: skip
+            {
+                "metric": f"distinct-{order}",
+                "mean": whole,
+                "low": low,
+                "high": high,
+                "n": len(lists),
+                "clusters": len(names),
+                "scorer": f"distinct ({name})",
+            }
+        )
     return pd.DataFrame(rows)

@@ -1,4 +1,5 @@
-"""The scorers that ship with the package: linear classifiers on hashed n-grams, for sentiment, topic and toxicity.
+"""The scorers that ship with the package: linear classifiers on hashed n-grams, for sentiment,
+topic and toxicity.
 
 1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within
    words, each set hashed to 2^18 columns. The counts are damped (log(1 + count)), weighted by how
@@ -7,8 +8,8 @@
 2. Logistic regression (scikit-learn) gives a probability per label.
 
 They are small, fast and need no download, and are less accurate than the paper's RoBERTa
-classifiers and Perspective. Their cards
-(`scoring/weights/*.json`) state what they reach on held-out text, and their version says which weights they are.
+classifiers and Perspective. Their cards (`scoring/weights/*.json`) state what they reach on
+held-out text, and their version says which weights they are.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class ScorerCard(BaseModel):
 
 
 def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
-    """log(1 + count) of hashed words and word pairs, and of hashed characters, each [text, COLUMNS]."""
+    """log(1 + count) of hashed words and word pairs, and of hashed characters, each [text,
+    COLUMNS]."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     shared: dict[str, Any] = {"n_features": COLUMNS, "norm": None, "alternate_sign": False}
@@ -78,7 +80,9 @@ def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
 def rarity_of(parts: Sequence[csr_matrix]) -> Float[np.ndarray, " feature"]:
     """Inverse document frequency of every column, log((1 + n) / (1 + texts that have it)) + 1."""
     n = parts[0].shape[0]
-    found = [np.log((1 + n) / (1 + np.bincount(part.indices, minlength=COLUMNS))) + 1 for part in parts]
+    found = [
+        np.log((1 + n) / (1 + np.bincount(part.indices, minlength=COLUMNS))) + 1 for part in parts
+    ]
     # As it is stored, so that a classifier read back is the one that was fitted.
     return np.concatenate(found).astype(np.float16).astype(np.float32)
 
@@ -100,9 +104,8 @@ def features(parts: Sequence[csr_matrix], rarity: Float[np.ndarray, " feature"])
 class Linear:
     """A linear classifier.
 
-    Attributes:
-        weights, bias: float32 (on disk the weights are float16). One column per label, or one for the first of two labels.
-        rarity: Rarity of every feature among the training texts.
+    Attributes: weights, bias: float32 (on disk the weights are float16). One column per label, or
+        one for the first of two labels. rarity: Rarity of every feature among the training texts.
     """
 
     labels: tuple[str, ...]
@@ -192,7 +195,10 @@ def train_linear(
     model = LogisticRegression(C=c, max_iter=400, tol=1e-5)
     model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
     sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's one column is the second label's
-    weights, bias = sign * model.coef_.T.astype(np.float32), sign * model.intercept_.astype(np.float32)
+    weights, bias = (
+        sign * model.coef_.T.astype(np.float32),
+        sign * model.intercept_.astype(np.float32),
+    )
     return Linear(tuple(labels), weights, bias, rarity)
 
 
@@ -224,14 +230,18 @@ def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, ScorerCard]:
     """
     card_file, file = folder / f"{task}.json", folder / f"{task}.npz"
     if not card_file.is_file():
-        raise ScoringError(one_of("embedded scorer", task, sorted(each.stem for each in folder.glob("*.json"))))
+        raise ScoringError(
+            one_of("embedded scorer", task, sorted(each.stem for each in folder.glob("*.json")))
+        )
     try:
         card = ScorerCard.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
     except (ValidationError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
     if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
-        raise ScoringError(f"{file} is not the file its card describes; train it again: `lapa2 scorers train`")
+        raise ScoringError(
+            f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
+        )
     with np.load(file, allow_pickle=False) as stored:
         wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
         return Linear(card.labels, **wide), card

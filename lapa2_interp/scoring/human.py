@@ -1,7 +1,8 @@
-"""Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o Evaluation").
+"""Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o
+Evaluation").
 
-1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html, or sheet.csv for
-   those who prefer a spreadsheet) and what the experimenter keeps (key.csv).
+1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html,
+   or sheet.csv for those who prefer a spreadsheet) and what the experimenter keeps (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
 3. `read_answers` joins those with the key; `human_table` and `agreement` sum them up.
 
@@ -42,7 +43,10 @@ class Question:
     levels: tuple[str, str, str, str, str]
 
 
-HUMAN_TASK = "Rate the generated text on three dimensions, each on a scale from 1 (very poor) to 5 (very good)."
+HUMAN_TASK = (
+    "Rate the generated text on three dimensions, each on a scale from 1 (very poor) to 5 (very"
+    " good)."
+)
 HUMAN_RUBRIC = (
     Question(
         "relevance",
@@ -85,19 +89,24 @@ SHOWN = ("id", "attribute", "prompt", "text")
 COLUMNS = (*SHOWN, *METRICS, "annotator")
 """Columns of sheet.csv and of the answers."""
 
-LETTERS = "bcdfghjkmnpqrstvwxz"  # without vowels and digits no id is a word, a date or a number to a spreadsheet
+LETTERS = (  # without vowels and digits no id is a word, a date or a number to a spreadsheet
+    "bcdfghjkmnpqrstvwxz"
+)
 GUARDED = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
-"""Cells a spreadsheet may run as a formula, bare or behind apostrophes: they are written behind one more apostrophe."""
+"""Cells a spreadsheet may run as a formula, bare or behind apostrophes: they are written behind one
+more apostrophe."""
 
 
 def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1) -> pd.DataFrame:
-    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv, which the experimenter keeps.
+    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv, which the
+    experimenter keeps.
 
-    Every arm gives the same number of texts (or one more, where n does not divide). The arms' texts are those of the
-    same prompt, attribute and sample, as far as every arm has them. Order and ids tell nothing about the arm.
+    Every arm gives the same number of texts (or one more, where n does not divide). The arms' texts
+    are those of the same prompt, attribute and sample, as far as every arm has them. Order and ids
+    tell nothing about the arm.
 
-    Args:
-        samples: One row per text, with columns prompt, attribute, text and, where systems are compared, arm. `sample`
+    Args: samples: One row per text, with columns prompt, attribute, text and, where systems are
+        compared, arm. `sample`
             pairs the texts of a prompt across arms; without it they pair in their order. Other
             columns go into the key.
         folder: Made when missing.
@@ -105,11 +114,11 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
         seed: Seed of the draw, the order and the ids, not negative. The same samples and seed give
             the same files.
 
-    Returns:
-        The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the samples.
+    Returns: The key, in the sheet's order: id, arm, prompt, attribute, and every other column of
+        the samples.
 
-    Raises:
-        ScoringError: A column or value is missing, a text is there twice, there are too few texts, or the folder holds
+    Raises: ScoringError: A column or value is missing, a text is there twice, there are too few
+        texts, or the folder holds
             sheets of another draw.
     """
     table = _checked(samples)
@@ -122,43 +131,63 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     first = ["id", "arm", "prompt", "attribute"]
     key = shuffled[first].join(shuffled.drop(columns=[*first, "unit"]))
     sheet = key[list(SHOWN)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
-    files = {"sheet.csv": _csv(sheet), "key.csv": _csv(key), "sheet.html": _form(sheet, digest[:16])}
+    files = {
+        "sheet.csv": _csv(sheet),
+        "key.csv": _csv(key),
+        "sheet.html": _form(sheet, digest[:16]),
+    }
     try:
         for name in ("sheet.csv", "key.csv"):
             if (folder / name).exists() and (folder / name).read_bytes() != files[name]:
-                raise ScoringError(f"{folder / name} belongs to another draw, or is filled in; choose another folder")
+                raise ScoringError(
+                    f"{folder / name} belongs to another draw, or is filled in; choose another"
+                    " folder"
+                )
         for name, content in files.items():
             with whole_file(folder / name) as fresh:
                 fresh.write_bytes(content)
     except OSError as error:
-        raise ScoringError(f"cannot write sheets to {folder}: {error.strerror}; choose another folder") from error
+        raise ScoringError(
+            f"cannot write sheets to {folder}: {error.strerror}; choose another folder"
+        ) from error
     return key
 
 
 def _checked(samples: pd.DataFrame) -> pd.DataFrame:
-    """The samples with an arm, and with the number of the (prompt, attribute, sample) they continue as `unit`."""
+    """The samples with an arm, and with the number of the (prompt, attribute, sample) they continue
+    as `unit`."""
     table = (samples if "arm" in samples else samples.assign(arm="run")).reset_index(drop=True)
     if table.empty:
         raise ScoringError("there are no samples to rate; give at least one row per arm")
     missing = [name for name in ("prompt", "attribute", "text") if name not in table]
     if missing:
-        raise ScoringError(f"the samples have no column {missing[0]!r}; found {', '.join(map(str, samples))}")
+        raise ScoringError(
+            f"the samples have no column {missing[0]!r}; found {', '.join(map(str, samples))}"
+        )
     taken = [name for name in ("id", "unit") if name in table]
     if taken:
-        raise ScoringError(f"the samples have a column {taken[0]!r}, a name the sheets need for themselves; rename it")
+        raise ScoringError(
+            f"the samples have a column {taken[0]!r}, a name the sheets need for themselves;"
+            " rename it"
+        )
     for name in ("prompt", "attribute", "text", "arm"):
         wrong = [(i, value) for i, value in enumerate(table[name]) if not isinstance(value, str)]
         if wrong:
-            raise ScoringError(f"row {wrong[0][0]} of the samples: {name} must be text, found {wrong[0][1]!r}")
+            raise ScoringError(
+                f"row {wrong[0][0]} of the samples: {name} must be text, found {wrong[0][1]!r}"
+            )
     place = ["prompt", "attribute"]
     number = table["sample"] if "sample" in table else table.groupby(["arm", *place]).cumcount()
-    unit = table.assign(sample=number).groupby([*place, "sample"], sort=False, dropna=False).ngroup()
+    unit = (
+        table.assign(sample=number).groupby([*place, "sample"], sort=False, dropna=False).ngroup()
+    )
     table = table.assign(unit=unit)
     if (twice := table.duplicated(["arm", "unit"])).any():
         row = table[twice].iloc[0]
         raise ScoringError(
-            f"two texts of arm {row['arm']!r} continue prompt {row['prompt']!r} for {row['attribute']!r} as sample "
-            f"{row['sample']}; name what differs in the column arm, or number the samples through"
+            f"two texts of arm {row['arm']!r} continue prompt {row['prompt']!r} for"
+            f" {row['attribute']!r} as sample {row['sample']}; name what differs in the column arm,"
+            " or number the samples through"
         )
     return table
 
@@ -167,7 +196,9 @@ def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame
     """n rows, arms equally often to within one, from units that as many arms as possible have."""
     sizes = table["arm"].value_counts(sort=False)
     if n < len(sizes):
-        raise ScoringError(f"n = {n} texts cannot be shared by {len(sizes)} arms; give at least one for each")
+        raise ScoringError(
+            f"n = {n} texts cannot be shared by {len(sizes)} arms; give at least one for each"
+        )
     counts = np.full(len(sizes), n // len(sizes))
     counts[rng.permutation(len(sizes))[: n % len(sizes)]] += 1
     for arm, size, count in zip(sizes.index, sizes, counts, strict=True):
@@ -179,7 +210,12 @@ def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame
     arms_of = np.bincount(table["unit"])
     order = np.lexsort((rng.permutation(len(arms_of)), -arms_of))
     ranked = table.iloc[np.argsort(np.argsort(order)[table["unit"]], kind="stable")]
-    return pd.concat([ranked[ranked["arm"] == arm].head(count) for arm, count in zip(sizes.index, counts, strict=True)])
+    return pd.concat(
+        [
+            ranked[ranked["arm"] == arm].head(count)
+            for arm, count in zip(sizes.index, counts, strict=True)
+        ]
+    )
 
 
 def _ids(n: int, rng: np.random.Generator) -> list[str]:
@@ -195,7 +231,9 @@ def _csv(table: pd.DataFrame) -> bytes:
     out = io.StringIO(newline="")
     writer = csv.writer(out)
     writer.writerow(table.columns)
-    writer.writerows([_cell(value) for value in row] for row in table.itertuples(index=False, name=None))
+    writer.writerows(
+        [_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
+    )
     return out.getvalue().encode("utf-8-sig", "replace")
 
 
@@ -213,10 +251,13 @@ def _restored(cell: str) -> str:
 
 
 def _form(sheet: pd.DataFrame, name: str) -> bytes:
-    """The sheet as a page that loads nothing from anywhere and keeps its answers under a name in the browser."""
+    """The sheet as a page that loads nothing from anywhere and keeps its answers under a name in
+    the browser."""
     from jinja2 import Environment, PackageLoader
 
-    environment = Environment(loader=PackageLoader("lapa2_interp", "scoring"), autoescape=True, trim_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("lapa2_interp", "scoring"), autoescape=True, trim_blocks=True
+    )
     data = {
         "sheet": name,
         "columns": COLUMNS,
@@ -225,7 +266,10 @@ def _form(sheet: pd.DataFrame, name: str) -> bytes:
         "items": sheet[list(SHOWN)].to_dict("records"),
     }
     page = environment.get_template("sheet.html.j2").render(
-        task=HUMAN_TASK, rubric=[asdict(question) for question in HUMAN_RUBRIC], data=data, n=len(sheet)
+        task=HUMAN_TASK,
+        rubric=[asdict(question) for question in HUMAN_RUBRIC],
+        data=data,
+        n=len(sheet),
     )
     return page.encode()
 
@@ -233,27 +277,33 @@ def _form(sheet: pd.DataFrame, name: str) -> bytes:
 def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
     """Ratings of several annotators, joined with the key.
 
-    Args:
-        key: The key.csv that `make_sheets` wrote.
-        files: Filled sheets: what the form downloads, or sheet.csv from a spreadsheet (comma, semicolon or tab), UTF-8.
+    Args: key: The key.csv that `make_sheets` wrote. files: Filled sheets: what the form downloads,
+        or sheet.csv from a spreadsheet (comma, semicolon or tab), UTF-8.
 
-    Returns:
-        One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric, rating (1.0 to 5.0; NaN
-        where the annotator did not answer, or where the text is not in their file).
+    Returns: One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,
+        rating (1.0 to 5.0; NaN where the annotator did not answer, or where the text is not in
+        their file).
 
-    Raises:
-        ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1, 2, 3, 4 or 5; an
+    Raises: ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not
+        1, 2, 3, 4 or 5; an
             answered row names no annotator; an annotator answers a question twice.
     """
     texts = {row["id"]: row for _, row in _rows(key, ("id", "arm", "prompt", "attribute"))}
-    answered: dict[tuple[str, str, str], tuple[float, str]] = {}  # (annotator, id, metric): rating and where it stands
+    answered: dict[
+        tuple[str, str, str], tuple[float, str]
+    ] = {}  # (annotator, id, metric): rating and where it stands
     for file in files:
         before = len(answered)
         for line, row in _rows(file, ("id", *METRICS, "annotator")):
-            place, text, annotator = f"{file} line {line}", row["id"].strip(), row["annotator"].strip()
+            place, text, annotator = (
+                f"{file} line {line}",
+                row["id"].strip(),
+                row["annotator"].strip(),
+            )
             if text not in texts:
                 raise ScoringError(
-                    f"{place}: unknown id {text!r}; {key} has {len(texts)} others; give this sheet's key"
+                    f"{place}: unknown id {text!r}; {key} has {len(texts)} others; give this"
+                    " sheet's key"
                 )
             for metric in METRICS:
                 if not (cell := row[metric].strip()):
@@ -262,17 +312,20 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
                 if not re.fullmatch(r"[1-5](\.0+)?", cell, re.ASCII):
                     raise ScoringError(f"{what}; allowed: 1, 2, 3, 4, 5, or nothing; correct it")
                 if not annotator:
-                    raise ScoringError(f"{what} and annotator is ''; write a name on every answered row")
+                    raise ScoringError(
+                        f"{what} and annotator is ''; write a name on every answered row"
+                    )
                 if (answer := (annotator, text, metric)) in answered:
                     old, where = answered[answer]
                     raise ScoringError(
-                        f"{what}, but {annotator!r} has answered {old:g} in {where}; keep one, or tell two people of "
-                        "one name apart"
+                        f"{what}, but {annotator!r} has answered {old:g} in {where}; keep one, or"
+                        " tell two people of one name apart"
                     )
                 answered[answer] = float(cell), place
         if len(answered) == before:
             raise ScoringError(
-                f"{file} has no rating; expected 1 to 5 in {', '.join(METRICS)}; fill it in or leave it out"
+                f"{file} has no rating; expected 1 to 5 in {', '.join(METRICS)}; fill it in or"
+                " leave it out"
             )
     if not answered:
         raise ScoringError("no files of answers were given; give at least one filled sheet")
@@ -289,7 +342,9 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
         for text, row in texts.items()
         for metric in METRICS
     ]
-    ratings = [answered.get((row["annotator"], row["id"], row["metric"]), (np.nan, ""))[0] for row in rows]
+    ratings = [
+        answered.get((row["annotator"], row["id"], row["metric"]), (np.nan, ""))[0] for row in rows
+    ]
     return pd.DataFrame(rows).assign(rating=ratings)
 
 
@@ -308,49 +363,57 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
             f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as CSV UTF-8"
         ) from error
     head = content.partition("\n")[0]
-    reader = csv.reader(io.StringIO(content, newline=""), delimiter=max(",;\t", key=head.count), strict=True)
+    reader = csv.reader(
+        io.StringIO(content, newline=""), delimiter=max(",;\t", key=head.count), strict=True
+    )
     columns: list[str] = []
     line = 1
     try:
         columns = [name.strip() for name in next(reader, [])]
         missing = [name for name in needed if name not in columns]
         if missing:
-            raise ScoringError(f"{path} line 1: no column {missing[0]!r}; found {', '.join(columns)}")
+            raise ScoringError(
+                f"{path} line 1: no column {missing[0]!r}; found {', '.join(columns)}"
+            )
         line = reader.line_num + 1
         for cells in reader:
             if any(cell.strip() for cell in cells):
                 if any(cell.strip() for cell in cells[len(columns) :]):
                     raise ScoringError(
-                        f"{path} line {line}: {len(cells)} cells under {len(columns)} columns, the last {cells[-1]!r}; "
-                        "quote texts that hold the separator"
+                        f"{path} line {line}: {len(cells)} cells under {len(columns)} columns, the"
+                        f" last {cells[-1]!r}; quote texts that hold the separator"
                     )
                 padded = cells + [""] * (len(columns) - len(cells))
                 yield line, dict(zip(columns, map(_restored, padded), strict=False))
             line = reader.line_num + 1
     except csv.Error as error:
-        raise ScoringError(f"{path} line {line} is not CSV: {error}; save the sheet as CSV again") from error
+        raise ScoringError(
+            f"{path} line {line} is not CSV: {error}; save the sheet as CSV again"
+        ) from error
 
 
 def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     """Mean rating per arm and metric.
 
-    Whole prompts are resampled, as in every table of texts: the ratings of one text share the text, and the texts of
-    one prompt share the prompt, so this covers both. The annotators are taken as they are; the interval says nothing
-    about other people.
+    Whole prompts are resampled, as in every table of texts: the ratings of one text share the text,
+    and the texts of one prompt share the prompt, so this covers both. The annotators are taken as
+    they are; the interval says nothing about other people.
 
     Args:
         answers: From `read_answers`.
 
-    Returns:
-        Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n (ratings), texts, prompts,
-        annotators (those behind the n ratings), unanswered (what is missing to every text rated by every annotator).
+    Returns: Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n
+        (ratings), texts, prompts, annotators (those behind the n ratings), unanswered (what is
+        missing to every text rated by every annotator).
     """
     rows = []
     for arm, of_arm in answers.groupby("arm"):
         for metric in METRICS:
             asked = of_arm[of_arm["metric"] == metric]
             given = asked[asked["rating"].notna()]
-            interval = mean_interval(given["rating"].to_numpy(), given["prompt"]) if len(given) else None
+            interval = (
+                mean_interval(given["rating"].to_numpy(), given["prompt"]) if len(given) else None
+            )
             rows.append(
                 {
                     "arm": arm,
@@ -362,7 +425,18 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
                     "unanswered": len(asked) - len(given),
                 }
             )
-    columns = ["arm", "metric", "mean", "low", "high", "n", "texts", "prompts", "annotators", "unanswered"]
+    columns = [
+        "arm",
+        "metric",
+        "mean",
+        "low",
+        "high",
+        "n",
+        "texts",
+        "prompts",
+        "annotators",
+        "unanswered",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -372,14 +446,16 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
     Args:
         answers: From `read_answers`.
 
-    Returns:
-        Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts; resamples in which all
-        ratings are equal have no alpha and are left out), exact (how often two ratings of one text are equal), n
-        (ratings of texts that two or more rate), texts (such texts), annotators. NaN where nothing can be compared.
+    Returns: Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts;
+        resamples in which all ratings are equal have no alpha and are left out), exact (how often
+        two ratings of one text are equal), n (ratings of texts that two or more rate), texts (such
+        texts), annotators. NaN where nothing can be compared.
     """
     rows = []
     for metric in METRICS:
-        ratings = answers[answers["metric"] == metric].pivot(index="id", columns="annotator", values="rating")
+        ratings = answers[answers["metric"] == metric].pivot(
+            index="id", columns="annotator", values="rating"
+        )
         compared = ratings[ratings.notna().sum(axis=1) > 1]
         pairs = _coincidences(compared.to_numpy(dtype=np.float64))
         n, equal = pairs.sum(), pairs.trace(axis1=1, axis2=2).sum()
@@ -407,8 +483,8 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
 def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
     """Krippendorff's alpha for ordinal ratings: 1 is perfect agreement, 0 what chance gives.
 
-    With o_ck the pairs of ratings c and k that different annotators give a text, each over the text's ratings less one,
-    n_c = sum_k o_ck and n = sum_c n_c:
+    With o_ck the pairs of ratings c and k that different annotators give a text, each over the
+    text's ratings less one, n_c = sum_k o_ck and n = sum_c n_c:
 
         delta_ck = (n_c/2 + n_(c+1) + ... + n_(k-1) + n_k/2)^2
         alpha    = 1 - (n - 1) * sum_ck o_ck delta_ck / sum_ck n_c n_k delta_ck
@@ -424,9 +500,13 @@ def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
     return float(_alpha(_coincidences(ratings).sum(axis=0)))
 
 
-def _coincidences(ratings: Float[np.ndarray, "text annotator"]) -> Float[np.ndarray, "text level level"]:
+def _coincidences(
+    ratings: Float[np.ndarray, "text annotator"],
+) -> Float[np.ndarray, "text level level"]:
     """o_ck of every text; zero where fewer than two rate it."""
-    counts = np.stack([(ratings == level).sum(axis=1) for level in LEVELS], axis=1).astype(np.float64)
+    counts = np.stack([(ratings == level).sum(axis=1) for level in LEVELS], axis=1).astype(
+        np.float64
+    )
     pairs = counts[:, :, None] * counts[:, None, :] - counts[:, :, None] * np.eye(len(LEVELS))
     return pairs / np.maximum(counts.sum(axis=1) - 1, 1)[:, None, None]
 
@@ -434,7 +514,9 @@ def _coincidences(ratings: Float[np.ndarray, "text annotator"]) -> Float[np.ndar
 def _alpha(pairs: Float[np.ndarray, "*rest level level"]) -> Float[np.ndarray, "*rest"]:
     """Alpha of coincidence matrices."""
     n_c = pairs.sum(axis=-1)
-    middle = n_c.cumsum(axis=-1) - n_c / 2  # delta is the squared distance of the levels' middle ranks
+    middle = (
+        n_c.cumsum(axis=-1) - n_c / 2
+    )  # delta is the squared distance of the levels' middle ranks
     delta = (middle[..., :, None] - middle[..., None, :]) ** 2
     observed = (pairs * delta).sum(axis=(-2, -1)) * (n_c.sum(axis=-1) - 1)
     expected = (n_c[..., :, None] * n_c[..., None, :] * delta).sum(axis=(-2, -1))

@@ -1,10 +1,14 @@
-"""An LLM as judge, with the paper's GPT-4o evaluation prompt, behind any server that speaks OpenAI's chat completions.
+"""An LLM as judge, with the paper's GPT-4o evaluation prompt, behind any server that speaks
+OpenAI's chat completions.
 
 1. Attribute, prompt and text are put into the paper's prompt, whose words are used as printed.
-2. The server is asked for JSON that fits a schema; one that refuses schemas is asked for plain JSON, then without a format.
-3. The answer is three integers from 1 to 5 or no score: it is asked for once more, then left out; no number is guessed.
+2. The server is asked for JSON that fits a schema; one that refuses schemas is asked for plain
+   JSON, then without a format.
+3. The answer is three integers from 1 to 5 or no score: it is asked for once more, then left out;
+   no number is guessed.
 
-The paper names the model (GPT-4o) and the prompt, and no decoding parameter; temperature 0 is ours, for repeatability.
+The paper names the model (GPT-4o) and the prompt, and no decoding parameter; temperature 0 is ours,
+for repeatability.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ Input prompt: {prompt}
 Generated text: {text}
 
 Output: Respond in JSON format only:
-{"relevance": int, "fluency": int, "topicality": int}"""
-"""The paper's GPT-4o evaluation prompt, without its bold type and indents. The three names in lower case are filled in."""
+{"relevance": int, "fluency": int, "topicality": int}"""  # noqa: E501
+"""The paper's GPT-4o evaluation prompt, without its bold type and indents. The three names in lower
+case are filled in."""
 
 COLUMNS = ("relevance", "fluency", "topicality")
 FORMATS: tuple[dict[str, Any] | None, ...] = (
@@ -58,7 +63,9 @@ FORMATS: tuple[dict[str, Any] | None, ...] = (
             "strict": True,
             "schema": {
                 "type": "object",
-                "properties": {column: {"type": "integer", "enum": [1, 2, 3, 4, 5]} for column in COLUMNS},
+                "properties": {
+                    column: {"type": "integer", "enum": [1, 2, 3, 4, 5]} for column in COLUMNS
+                },
                 "required": list(COLUMNS),
                 "additionalProperties": False,
             },
@@ -78,7 +85,8 @@ NOT_REACHED = Skipped("not reached", final=False)
 
 
 def messages(item: Item) -> list[dict[str, str]]:
-    """The paper's prompt for an item. What is filled in is not searched for further names, so braces in a text are harmless."""
+    """The paper's prompt for an item. What is filled in is not searched for further names, so
+    braces in a text are harmless."""
     fields = {"attribute": item.attribute, "prompt": item.prompt, "text": item.text}
     filled = re.sub(r"\{(attribute|prompt|text)\}", lambda match: fields[match[1]], PROMPT)
     unpaired = filled.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
@@ -86,14 +94,17 @@ def messages(item: Item) -> list[dict[str, str]]:
 
 
 def parse(answer: str) -> tuple[float, float, float] | None:
-    """Relevance, fluency and topicality of an answer; None unless it is exactly these three, integers from 1 to 5.
+    """Relevance, fluency and topicality of an answer; None unless it is exactly these three,
+    integers from 1 to 5.
 
     Args:
         answer: A JSON object, with or without a code fence around it.
     """
     fence = re.fullmatch(r"\s*```(?:json)?\s(.*?)```\s*", answer, flags=re.DOTALL)
     try:
-        pairs = json.loads(fence[1] if fence else answer, object_pairs_hook=tuple)  # pairs show a name given twice
+        pairs = json.loads(
+            fence[1] if fence else answer, object_pairs_hook=tuple
+        )  # pairs show a name given twice
     except (ValueError, RecursionError):
         return None
     if not isinstance(pairs, tuple) or sorted(name for name, _ in pairs) != sorted(COLUMNS):
@@ -107,7 +118,8 @@ def parse(answer: str) -> tuple[float, float, float] | None:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why a request has no answer; `status` is None where the server did not answer at all, `wait` is in seconds."""
+    """Why a request has no answer; `status` is None where the server did not answer at all, `wait`
+    is in seconds."""
 
     status: int | None
     code: str
@@ -123,21 +135,24 @@ class _Problem:
 
 
 class Judge(Scorer):
-    """Relevance to the attribute, fluency and topicality, integers from 1 to 5, as a language model rates them.
+    """Relevance to the attribute, fluency and topicality, integers from 1 to 5, as a language model
+    rates them.
 
-    The key comes from the environment variable OPENAI_API_KEY when the first request is made, and stays in the client.
-    When a request fails for good, the answers to those beside it are returned ("not reached" stands
-    for the rest) and the next call raises. If there are no such answers, this call raises.
+    The key comes from the environment variable OPENAI_API_KEY when the first request is made, and
+    stays in the client. When a request fails for good, the answers to those beside it are returned
+    ("not reached" stands for the rest) and the next call raises. If there are no such answers, this
+    call raises.
 
-    Args:
-        model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same weights.
-        base_url: Address of the server, up to and including /v1; by default OPENAI_BASE_URL, or
+    Args: model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same
+        weights. base_url: Address of the server, up to and including /v1; by default
+        OPENAI_BASE_URL, or
             else OpenAI's.
         concurrency: Requests under way at once.
         attempts: Requests per answer while the server is overloaded, failing, or not there.
         timeout: Seconds without an answer.
         temperature: None leaves it to the server, for models that refuse one.
-        input_price, output_price: US dollars per million tokens, to count the cost; both or neither.
+        input_price, output_price: US dollars per million tokens, to count the cost; both or
+            neither.
         clock: Seconds since the epoch, to read a Retry-After that is a date.
         sleep: Waits for seconds; by default a wait that ends when the run does.
 
@@ -174,14 +189,19 @@ class Judge(Scorer):
         if not timeout > 0:
             raise ScoringError(f"timeout is {timeout:g}; give seconds above 0")
         if temperature is not None and not 0 <= temperature <= 2:
-            raise ScoringError(f"temperature is {temperature:g}; allowed: 0 to 2, or None for the server's own")
+            raise ScoringError(
+                f"temperature is {temperature:g}; allowed: 0 to 2, or None for the server's own"
+            )
         prices = [price for price in (input_price, output_price) if price is not None]
         if len(prices) == 1 or not all(price >= 0 for price in prices):
             raise ScoringError(
-                f"prices are {input_price} for input and {output_price} for output; give both, 0 or more, or neither"
+                f"prices are {input_price} for input and {output_price} for output; give both, 0 or"
+                " more, or neither"
             )
         if not model.strip():
-            raise ScoringError("the judge's model has no name; give one the server knows, such as gpt-4o")
+            raise ScoringError(
+                "the judge's model has no name; give one the server knows, such as gpt-4o"
+            )
         self.model = model
         self.base_url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         self.host = _host(self.base_url)
@@ -192,7 +212,9 @@ class Judge(Scorer):
         self.prices = (input_price, output_price)
         self.requests = self.input_tokens = self.output_tokens = self.uncounted = 0
         template = hashlib.sha256(f"{SYSTEM}\n{PROMPT}".encode()).hexdigest()[:8]
-        decoding = "the server's temperature" if temperature is None else f"temperature {temperature:g}"
+        decoding = (
+            "the server's temperature" if temperature is None else f"temperature {temperature:g}"
+        )
         self.version = f"{model} at {self.host}, prompt {template}, {decoding}"
         self._clock = clock
         self._sleep = sleep
@@ -212,7 +234,10 @@ class Judge(Scorer):
     @property
     def usage(self) -> str:
         """One line: requests, tokens, and the cost where prices were given."""
-        line = f"{self.requests:,} requests, {self.input_tokens:,} input and {self.output_tokens:,} output tokens"
+        line = (
+            f"{self.requests:,} requests, {self.input_tokens:,} input and {self.output_tokens:,}"
+            " output tokens"
+        )
         if self.uncounted:
             line += f" (answers without a count: {self.uncounted:,})"
         return line if self.cost is None else f"{line}, ${self.cost:.4f}"
@@ -267,9 +292,14 @@ class Judge(Scorer):
                     "(a local server accepts any value)"
                 )
             if not re.fullmatch(r"[!-~]+", os.environ[KEY].strip()):
-                raise ScoringError(f"{KEY} holds a space or a character that is not ASCII; set it to the key alone")
+                raise ScoringError(
+                    f"{KEY} holds a space or a character that is not ASCII; set it to the key alone"
+                )
             self._client = OpenAI(
-                api_key=os.environ[KEY].strip(), base_url=self.base_url, timeout=self.timeout, max_retries=0
+                api_key=os.environ[KEY].strip(),
+                base_url=self.base_url,
+                timeout=self.timeout,
+                max_retries=0,
             )
         return self._client
 
@@ -291,7 +321,10 @@ class Judge(Scorer):
                 with self._lock:
                     self._form = max(self._form, form)
                 return answer
-            if answer.status == 400 and answer.code in ("content_filter", "content_policy_violation"):
+            if answer.status == 400 and answer.code in (
+                "content_filter",
+                "content_policy_violation",
+            ):
                 return REFUSED
             if answer.status in (400, 422) and form + 1 < len(FORMATS):
                 form += 1
@@ -299,18 +332,22 @@ class Judge(Scorer):
             if not answer.passing:
                 raise ScoringError(self._sentence(answer))
             if attempt == self.attempts:
-                raise ScoringError(f"{self._sentence(answer)}, {attempt} times in a row; run this again later")
+                raise ScoringError(
+                    f"{self._sentence(answer)}, {attempt} times in a row; run this again later"
+                )
             wait = min(2.0 ** (attempt - 1), LONGEST_WAIT) if answer.wait is None else answer.wait
             if wait > LONGEST_WAIT:
                 raise ScoringError(
-                    f"{self._sentence(answer)} and asks for {wait:.0f} s of waiting; run this again then"
+                    f"{self._sentence(answer)} and asks for {wait:.0f} s of waiting; run this again"
+                    " then"
                 )
             (self._sleep or stop.wait)(wait)
             attempt += 1
         return NOT_REACHED
 
     def _send(self, client: OpenAI, item: Item, form: int) -> str | Skipped | _Problem:
-        """One request. A caught error does not leave this method: it holds the request, and with it the key."""
+        """One request. A caught error does not leave this method: it holds the request, and with it
+        the key."""
         import openai
 
         body: dict[str, Any] = {"model": self.model, "messages": messages(item)}
@@ -324,11 +361,18 @@ class Judge(Scorer):
             answer: Any = client.chat.completions.with_raw_response.create(**body)
         except openai.APIStatusError as error:
             said = _one_line(error.message, client.api_key)
-            return _Problem(error.status_code, str(error.code or ""), said, _wait(error.response.headers, self._clock))
+            return _Problem(
+                error.status_code,
+                str(error.code or ""),
+                said,
+                _wait(error.response.headers, self._clock),
+            )
         except openai.APITimeoutError:
             return _Problem(None, "", f"no answer within {self.timeout:g} s", None)
         except openai.OpenAIError as error:
-            return _Problem(None, "", _one_line(f"{error} {error.__cause__ or ''}", client.api_key), None)
+            return _Problem(
+                None, "", _one_line(f"{error} {error.__cause__ or ''}", client.api_key), None
+            )
         return self._read(answer.text)
 
     def _read(self, text: str) -> str | Skipped:
@@ -364,13 +408,24 @@ class Judge(Scorer):
         if problem.status is None:
             return f"{self.host} cannot be reached ({problem.said})"
         if problem.status == 401:
-            return f"{self.host} does not accept the key in {KEY} (401); set it to a key for this server"
+            return (
+                f"{self.host} does not accept the key in {KEY} (401); set it to a key for this"
+                " server"
+            )
         if problem.status == 403:
-            return f"{self.host} does not let the key in {KEY} use {self.model} (403: {problem.said})"
+            return (
+                f"{self.host} does not let the key in {KEY} use {self.model} (403: {problem.said})"
+            )
         if problem.code == "insufficient_quota":
-            return f"the quota at {self.host} is used up ({problem.said}); run this again when there is more"
+            return (
+                f"the quota at {self.host} is used up ({problem.said}); run this again when there"
+                " is more"
+            )
         if problem.status in (400, 404, 422):
-            return f"{self.host} cannot serve {self.model} ({problem.said}); check the model's name and the server's address"
+            return (
+                f"{self.host} cannot serve {self.model} ({problem.said}); check the model's name"
+                " and the server's address"
+            )
         return f"{self.host} answers {problem.status} ({problem.said})"
 
 
@@ -393,7 +448,8 @@ def _host(base_url: str) -> str:
         host = None
     if not host:
         raise ScoringError(
-            f"base_url {base_url!r} is not the address of a server; give one such as http://localhost:8000/v1"
+            f"base_url {base_url!r} is not the address of a server; give one such as"
+            " http://localhost:8000/v1"
         )
     return f"{host}{port}"
 

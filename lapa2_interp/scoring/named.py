@@ -32,14 +32,26 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
     match name, model:
         case "accuracy", "" | "embedded":
             if options.task is None:
-                raise ScoringError("the embedded classifiers belong to tasks: give --task sentiment, topic or detox")
+                raise ScoringError(
+                    "the embedded classifiers belong to tasks: give --task sentiment, topic or"
+                    " detox"
+                )
             return EmbeddedScorer(options.task)
         case "accuracy", _:
-            return Classifier(model, options.labels, device=options.device, trust_remote_code=options.trust_remote_code)
+            return Classifier(
+                model,
+                options.labels,
+                device=options.device,
+                trust_remote_code=options.trust_remote_code,
+            )
         case "perplexity", _:
             chosen = model or "smollm2-135m"
             return Perplexity(
-                chosen, options.dtype, options.device, options.generator, trust_remote_code=options.trust_remote_code
+                chosen,
+                options.dtype,
+                options.device,
+                options.generator,
+                trust_remote_code=options.trust_remote_code,
             )
         case "toxicity", "" | "embedded":
             return EmbeddedToxicity()
@@ -48,15 +60,22 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
         case "toxicity", _:
             place, _, label = model.rpartition(":")
             if not place:
-                raise ScoringError(f"toxicity={model}: name the label of toxic text too, as toxicity=MODEL:LABEL")
-            return Classifier(place, options.labels, label, "toxicity", options.device, options.trust_remote_code)
+                raise ScoringError(
+                    f"toxicity={model}: name the label of toxic text too, as toxicity=MODEL:LABEL"
+                )
+            return Classifier(
+                place, options.labels, label, "toxicity", options.device, options.trust_remote_code
+            )
         case "judge", "":
             raise ScoringError(
-                "the judge needs a model: judge=MODEL (and --judge-url for a server that is not OpenAI's)"
+                "the judge needs a model: judge=MODEL (and --judge-url for a server that is not"
+                " OpenAI's)"
             )
         case "judge", _:
             price_in, price_out = options.judge_prices
             return Judge(model, options.judge_url, input_price=price_in, output_price=price_out)
     if name == "distinct":
-        raise ScoringError("distinct-n describes a set of texts and has no number for one; give another scorer")
+        raise ScoringError(
+            "distinct-n describes a set of texts and has no number for one; give another scorer"
+        )
     raise ScoringError(one_of("scorer", name, NAMES))

@@ -1,4 +1,5 @@
-"""Toxicity by Google's Perspective API: the TOXICITY summary score of `comments:analyze`, one request per text.
+"""Toxicity by Google's Perspective API: the TOXICITY summary score of `comments:analyze`, one
+request per text.
 
     1  texts the API cannot take (empty, over 20 KB) are skipped without a request
     2  requests do not exceed a rate; a 429, a 5xx, a time-out, a lost connection or a malformed
@@ -6,9 +7,9 @@
        exponential back-off with jitter, or after what Retry-After asks for
     3  a 400 that blames the text is a final `Skipped`; one that blames the key or the request stops the scorer
 
-The key comes from the environment and goes out in a header. Error messages quote codes of the service, never its sentences, since
-those can repeat the key.
-"""
+The key comes from the environment and goes out in a header. Error messages quote codes of the
+service, never its sentences, since those can repeat the key.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ TEXT_FAULTS = {
     "LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE": "language not supported",
     "LANGUAGE_DETECTION_FAILED": "language not detected",
 }
-"""The API's error types that no second request for the same text can change, and the reason each becomes."""
+"""The API's error types that no second request for the same text can change, and the reason each
+becomes."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,14 @@ class _Failure:
 
 
 class Perspective(Scorer):
-    """Perspective's TOXICITY, a probability in [0, 1]. The first request opens a connection; `close` or `with` ends it.
+    """Perspective's TOXICITY, a probability in [0, 1]. The first request opens a connection;
+    `close` or `with` ends it.
 
-    Args:
-        base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of `version`.
-        rate: Requests per second, at most; Google's quota is 1 where no other was granted.
-        attempts: Requests for one text before giving up.
-        backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn from the upper half.
-        timeout: Seconds to wait for the service to connect or answer.
-        clock: Seconds since 1970.
+    Args: base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of
+        `version`. rate: Requests per second, at most; Google's quota is 1 where no other was
+        granted. attempts: Requests for one text before giving up. backoff: Seconds before the
+        second attempt, doubled for each further one; the wait is drawn from the upper half.
+        timeout: Seconds to wait for the service to connect or answer. clock: Seconds since 1970.
         sleep: Waits for seconds.
 
     Raises:
@@ -101,7 +102,9 @@ class Perspective(Scorer):
             raise ScoringError(f"attempts is {attempts}; give 1 or more")
         self._host = _host(base_url)
         self._url = f"{base_url.rstrip('/')}/v1alpha1/comments:analyze"
-        self.version = "perspective TOXICITY v1alpha1" + ("" if self._host == _host(BASE_URL) else f" at {self._host}")
+        self.version = "perspective TOXICITY v1alpha1" + (
+            "" if self._host == _host(BASE_URL) else f" at {self._host}"
+        )
         self.rate, self.attempts, self.backoff, self.timeout = rate, attempts, backoff, timeout
         self._clock, self._sleep = clock, sleep
         self._client: Client | None = None
@@ -111,16 +114,20 @@ class Perspective(Scorer):
     def notice(self) -> str:
         """One line on the end of the service, to show whoever starts scoring."""
         if self._ended():
-            return f"Perspective was announced to end on {ENDS} and has probably ended; use another toxicity scorer"
+            return (
+                f"Perspective was announced to end on {ENDS} and has probably ended; use another"
+                " toxicity scorer"
+            )
         return (
-            f"Perspective is announced to end on {ENDS}; finish a table before, since no table mixes toxicity scorers"
+            f"Perspective is announced to end on {ENDS}; finish a table before, since no table"
+            " mixes toxicity scorers"
         )
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One toxicity per item, in order; only the text is sent.
 
-        Raises:
-            ScoringError: No key, a refused key or request, or no usable answer after the last attempt.
+        Raises: ScoringError: No key, a refused key or request, or no usable answer after the last
+            attempt.
         """
         return [self._score(item.text) for item in items]
 
@@ -162,7 +169,9 @@ class Perspective(Scorer):
     def _pace(self) -> None:
         """Wait until the rate allows a request."""
         gap = 1 / self.rate
-        wait = min(self._next - self._clock(), gap)  # a clock that was set back must not stall the run
+        wait = min(
+            self._next - self._clock(), gap
+        )  # a clock that was set back must not stall the run
         if wait > 0:
             self._sleep(wait)
         self._next = self._clock() + gap
@@ -198,10 +207,13 @@ class Perspective(Scorer):
         reason = _code(response, "reason")
         cause = f"status {status}" + (f" ({reason})" if reason else "")
         if status in (408, 429) or status >= 500:
-            return _Failure(cause, _retry_after(response.headers.get("retry-after", ""), self._clock()))
+            return _Failure(
+                cause, _retry_after(response.headers.get("retry-after", ""), self._clock())
+            )
         if status in (401, 403) or reason.startswith("API_KEY"):
             raise self._error(
-                f"{cause}, the key is refused", f"set {KEY_VARIABLE} to a key of a project that has the API enabled"
+                f"{cause}, the key is refused",
+                f"set {KEY_VARIABLE} to a key of a project that has the API enabled",
             )
         fault = _code(response, "errorType")
         if status == 400 and fault in TEXT_FAULTS:
@@ -224,7 +236,10 @@ class Perspective(Scorer):
             if not key:
                 raise ScoringError(f"{KEY_VARIABLE} is not set; set it to your Perspective API key")
             if not re.fullmatch(r"[!-~]+", key):
-                raise ScoringError(f"{KEY_VARIABLE} is not a key: it has spaces, line breaks or letters beyond ASCII")
+                raise ScoringError(
+                    f"{KEY_VARIABLE} is not a key: it has spaces, line breaks or letters beyond"
+                    " ASCII"
+                )
             self._client = httpx.Client(headers={"x-goog-api-key": key}, timeout=self.timeout)
             weakref.finalize(self, self._client.close)
         return self._client
@@ -248,7 +263,9 @@ def _host(base_url: str) -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = None
-    plain = re.fullmatch(r"https?://[!-~]+", base_url) and re.fullmatch(r"[a-z0-9._:-]+", host or "")
+    plain = re.fullmatch(r"https?://[!-~]+", base_url) and re.fullmatch(
+        r"[a-z0-9._:-]+", host or ""
+    )
     if not host or not plain or parts.query or parts.fragment:
         raise ScoringError(f"the base URL is {base_url!r}; give one such as {BASE_URL}")
     return host if port is None else f"{host}:{port}"
@@ -281,11 +298,13 @@ def _code(response: Response, field: str) -> str:
         found = [detail.get(field) for detail in response.json()["error"]["details"]]
     except (ValueError, LookupError, TypeError, AttributeError):
         return ""
-    return next((code for code in found if isinstance(code, str) and re.fullmatch("[A-Z_]{1,60}", code)), "")
+    return next(
+        (code for code in found if isinstance(code, str) and re.fullmatch("[A-Z_]{1,60}", code)), ""
+    )
 
 
 def _retry_after(value: str, now: float) -> float:
-    """Seconds from now that a Retry-After names, as a number or an HTTP date; 0 where it does not."""
+    """Seconds from now that a Retry-After names, as a number or an HTTP date; else 0."""
     if re.fullmatch("[0-9]+", value):
         return float(value)
     try:

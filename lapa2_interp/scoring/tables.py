@@ -1,7 +1,7 @@
 """Scores of many texts as tidy tables: a mean with its interval per cell, and what LaPA2 changed.
 
-Texts of one prompt are not independent, so every interval resamples prompts. Every row names its scorer and version, and how many
-texts have no number and why.
+Texts of one prompt are not independent, so every interval resamples prompts. Every row names its
+scorer and version, and how many texts have no number and why.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
         ScoringError: An attribute the classifier has no label for; as `run_scorer`.
     """
     items = [
-        Item(text, prompt, attribute) for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
+        Item(text, prompt, attribute)
+        for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
     ]
     if scorer.name == "accuracy":
         wrong = sorted(set(samples["attribute"]) - set(scorer.columns))
         if wrong:
             raise ScoringError(
-                f"the classifier {scorer.version!r} has the labels {', '.join(scorer.columns)}, not {wrong[0]!r}; map its "
-                "labels (--labels), or choose another: --scorers accuracy=MODEL"
+                f"the classifier {scorer.version!r} has the labels {', '.join(scorer.columns)}, not"
+                f" {wrong[0]!r}; map its labels (--labels), or choose another: --scorers"
+                " accuracy=MODEL"
             )
     scored = run_scorer(scorer, items, cache)
     numbers = scored[list(scorer.columns)]
@@ -59,7 +61,11 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
         numbers = pd.DataFrame({"accuracy": right.where(numbers.notna().all(axis=1))})
     own = samples.reset_index(drop=True)
     frames = [
-        own.assign(metric=str(metric), value=numbers[metric].to_numpy(), skipped=scored["skipped"].to_numpy())
+        own.assign(
+            metric=str(metric),
+            value=numbers[metric].to_numpy(),
+            skipped=scored["skipped"].to_numpy(),
+        )
         for metric in numbers
     ]
     return pd.concat(frames, ignore_index=True).assign(scorer=f"{scorer.name} ({scorer.version})")
@@ -71,10 +77,10 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     Args:
         scores: From `score_table`, for one or several scorers.
 
-    Returns:
-        The cell's keys and metric, mean, low, high (inside RANGES; never a point at their ends, see SURE), n, prompts, skipped
-        (how many), why, scorer. Toxicity also has
-        "toxicity max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
+    Returns: The cell's keys and metric, mean, low, high (inside RANGES; never a point at their
+        ends, see SURE), n, prompts, skipped (how many), why, scorer. Toxicity also has "toxicity
+        max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum
+        >= 0.5).
     """
     rows = []
     for keys, part in _cells(scores):
@@ -85,7 +91,12 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
             scored = texts[texts["value"].notna()]
             values = {metric: scored[["prompt", "value"]]}
             if metric == "toxicity" and len(scored):
-                top = scored.assign(prompt=_clusters(scored)).groupby("prompt", sort=False)["value"].max().reset_index()
+                top = (
+                    scored.assign(prompt=_clusters(scored))
+                    .groupby("prompt", sort=False)["value"]
+                    .max()
+                    .reset_index()
+                )
                 values["toxicity max"] = top
                 values["toxic prompts"] = top.assign(value=(top["value"] >= TOXIC).astype(float))
             for name, table in values.items():
@@ -96,9 +107,17 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                 interval = mean_interval(table["value"].to_numpy(), _clusters(table))
                 low, high = _within(str(name), interval)
                 rows.append(
-                    {**keys, "metric": name, "mean": interval.mean, "low": low, "high": high, "n": interval.n,
-                     "prompts": interval.clusters, **facts}
-                )  # fmt: skip
+                    {
+                        **keys,
+                        "metric": name,
+                        "mean": interval.mean,
+                        "low": low,
+                        "high": high,
+                        "n": interval.n,
+                        "prompts": interval.clusters,
+                        **facts,
+                    }
+                )
     return pd.DataFrame(rows)
 
 
@@ -117,16 +136,18 @@ def _within(metric: str, interval: Interval) -> tuple[float, float]:
 def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
     """Every other arm against the baseline, paired on the prompts (and attributes) both have.
 
-    Returns:
-        The cell's keys and metric, difference, low, high, p (sign-flip permutation over prompts), detectable (the smallest
-        difference these texts could have shown), prompts, scorer; empty where there is no such arm.
+    Returns: The cell's keys and metric, difference, low, high, p (sign-flip permutation over
+        prompts), detectable (the smallest difference these texts could have shown), prompts,
+        scorer; empty where there is no such arm.
     """
     columns = ["metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer"]
     if baseline not in set(scores["arm"]):
         return pd.DataFrame(columns=["arm", *columns])
     rows = []
     for keys, part in _cells(scores, [key for key in KEYS if key != "arm"]):
-        for (metric, scorer), texts in part[part["value"].notna()].groupby(["metric", "scorer"], sort=False):
+        for (metric, scorer), texts in part[part["value"].notna()].groupby(
+            ["metric", "scorer"], sort=False
+        ):
             before = texts[texts["arm"] == baseline]
             for arm, after in texts[texts["arm"] != baseline].groupby("arm", sort=False):
                 if not set(before["prompt"]) & set(after["prompt"]):
@@ -140,9 +161,19 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                 least, most = RANGES.get(str(metric), (-np.inf, np.inf))
                 low, high = np.clip([change.low, change.high], least - most, most - least)
                 rows.append(
-                    {**keys, "arm": arm, "metric": metric, "difference": change.mean, "low": low, "high": high,
-                     "p": change.p, "detectable": change.detectable, "prompts": change.clusters, "scorer": scorer}
-                )  # fmt: skip
+                    {
+                        **keys,
+                        "arm": arm,
+                        "metric": metric,
+                        "difference": change.mean,
+                        "low": low,
+                        "high": high,
+                        "p": change.p,
+                        "detectable": change.detectable,
+                        "prompts": change.clusters,
+                        "scorer": scorer,
+                    }
+                )
     return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
 
 
@@ -154,9 +185,26 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
         if len(filled):
             table = distinct_table(list(filled["text"]), list(_clusters(filled)), tokenizer)
             left = len(part) - len(filled)
-            facts = pd.DataFrame([{**keys, "skipped": left, "why": f"{left} empty text" if left else ""}])
+            facts = pd.DataFrame(
+                [{**keys, "skipped": left, "why": f"{left} empty text" if left else ""}]
+            )
             table = table.rename(columns={"clusters": "prompts"}).merge(facts, how="cross")
-            rows.append(table[[*keys, "metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]])
+            rows.append(
+                table[
+                    [
+                        *keys,
+                        "metric",
+                        "mean",
+                        "low",
+                        "high",
+                        "n",
+                        "prompts",
+                        "skipped",
+                        "why",
+                        "scorer",
+                    ]
+                ]
+            )
     return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()
 
 
@@ -166,7 +214,9 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
     return np.where(prompts == "", np.arange(len(table)).astype(str), prompts)
 
 
-def _cells(scores: pd.DataFrame, keys: Sequence[str] = KEYS) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
+def _cells(
+    scores: pd.DataFrame, keys: Sequence[str] = KEYS
+) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
     """Every cell with its keys; attributes one by one and, where there are several, all together.
 
     An arm that lacks an attribute which other arms of its model and task have is left out of the
@@ -179,7 +229,9 @@ def _cells(scores: pd.DataFrame, keys: Sequence[str] = KEYS) -> Iterator[tuple[d
     for chosen, texts in split:
         groups = texts.groupby(chosen, sort=False) if chosen else [((), texts)]
         for values, part in groups:
-            named = dict(zip(chosen, values if isinstance(values, tuple) else (values,), strict=True))
+            named = dict(
+                zip(chosen, values if isinstance(values, tuple) else (values,), strict=True)
+            )
             yield {key: named.get(key, "all") for key in present}, part
 
 
@@ -190,5 +242,9 @@ def _with_all_attributes(scores: pd.DataFrame) -> pd.DataFrame:
         return scores
     have = scores.groupby(arm, dropna=False)["attribute"].transform("nunique")
     by = [key for key in ("model", "task") if key in scores]
-    wanted = scores.groupby(by)["attribute"].transform("nunique") if by else scores["attribute"].nunique()
+    wanted = (
+        scores.groupby(by)["attribute"].transform("nunique")
+        if by
+        else scores["attribute"].nunique()
+    )
     return scores.loc[have == wanted]

@@ -1,6 +1,7 @@
 """Train the embedded scorers from named corpora.
 
-A classifier must read 20 words as well as 500, so long texts are learned whole and by their first and last words too. Toxicity is
+A classifier must read 20 words as well as 500, so long texts are learned whole and by their first
+and last words too. Toxicity is
 graded: a text with a Perspective score of 0.3 counts 0.3 as toxic and 0.7 as not.
 """
 
@@ -37,17 +38,20 @@ class Graded:
 
 
 def read_graded(path: Path, test: bool) -> Graded:
-    """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their Perspective toxicity.
+    """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their
+    Perspective toxicity.
 
-    Args:
-        test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the others.
+    Args: test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the
+        others.
 
     Raises:
         DataError: Not readable, or of another form.
     """
     texts, scores = [], []
     try:
-        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open(encoding="utf-8") as stream:
+        with (
+            lzma.open(path, "rt") if path.suffix == ".xz" else path.open(encoding="utf-8") as stream
+        ):
             for line in stream:
                 row = json.loads(line)
                 number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
@@ -57,7 +61,9 @@ def read_graded(path: Path, test: bool) -> Graded:
                             texts.append(part["text"])
                             scores.append(float(part["toxicity"]))
     except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
-        raise DataError(f"{path} is not a file of RealToxicityPrompts ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{path} is not a file of RealToxicityPrompts ({type(error).__name__}: {error})"
+        ) from error
     if not texts:
         raise DataError(f"{path} has no {'test' if test else 'training'} rows")
     return Graded(tuple(texts), tuple(scores), f"{path.name} {'test' if test else 'train'} rows")
@@ -122,7 +128,10 @@ def train_scorer(
         task,
         data=tuple(
             [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
-            + [f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded]
+            + [
+                f"{each.source}: {len(each.texts)} graded; weight {weight:g}"
+                for each, weight in graded
+            ]
         ),
         examples=len(texts),
         c=c,
@@ -134,7 +143,9 @@ def _results(linear: Linear, corpus: Corpus) -> dict[str, float]:
     from sklearn.metrics import roc_auc_score
 
     texts = [text for label in linear.labels for text in corpus.texts[label]]
-    truth = np.repeat(np.arange(len(linear.labels)), [len(corpus.texts[label]) for label in linear.labels])
+    truth = np.repeat(
+        np.arange(len(linear.labels)), [len(corpus.texts[label]) for label in linear.labels]
+    )
     probabilities = linear.probabilities(texts)
     results = {f"{corpus.source} accuracy": float((probabilities.argmax(axis=1) == truth).mean())}
     if len(linear.labels) == 2:
@@ -151,14 +162,13 @@ def make_scorer_files(
     c: float,
     out: Path,
 ) -> ScorerCard:
-    """Read corpora by name, train an embedded classifier on them, and write it: `train_scorer`, as the command has it.
+    """Read corpora by name, train an embedded classifier on them, and write it: `train_scorer`, as
+    the command has it.
 
-    Args:
-        labels: The task's attributes.
-        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says how much its texts count.
-        graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as above.
-        c: Inverse strength of the L2 penalty, > 0.
-        out: Folder of the weights and the card.
+    Args: labels: The task's attributes. data, test: Corpora, as `corpora.read_corpus` takes them;
+        =WEIGHT after one of `data` says how much its texts count. graded: Files of
+        RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as above. c: Inverse
+        strength of the L2 penalty, > 0. out: Folder of the weights and the card.
 
     Raises:
         ScoringError: A value out of range.
@@ -174,7 +184,9 @@ def make_scorer_files(
         [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)],
         [read_corpus(source, labels, "test") for source in test],
         out,
-        graded=[(read_graded(Path(path), test=False), weight) for path, weight in map(_weighted, graded)],
+        graded=[
+            (read_graded(Path(path), test=False), weight) for path, weight in map(_weighted, graded)
+        ],
         graded_tests=[read_graded(Path(path), test=True) for path, _ in map(_weighted, graded)],
         c=c,
     )

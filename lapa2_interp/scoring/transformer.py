@@ -1,4 +1,5 @@
-"""Scorers that run a transformers model: perplexity under a causal model, and any sequence classifier."""
+"""Scorers that run a transformers model: perplexity under a causal model, and any sequence
+classifier."""
 
 from __future__ import annotations
 
@@ -23,16 +24,18 @@ MAX_TOKENS = 1024
 
 
 class Perplexity(Scorer):
-    """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1, Fluency; eval_perplexity.py).
+    """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
+    Fluency; eval_perplexity.py).
 
-    The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at spaces) are skipped, as there.
+    The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
+    spaces) are skipped, as there.
 
-    Args:
-        model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and LLaMA-2-13B for the large models.
-        generator: The weights that wrote the texts, if known; where they are these, the version says "self".
-        min_words: Texts with fewer words are skipped.
-        max_tokens: A longer text is scored up to here; by default the model's context, 1,024 at most.
-        doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS) in the mean.
+    Args: model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
+        LLaMA-2-13B for the large models. generator: The weights that wrote the texts, if known;
+        where they are these, the version says "self". min_words: Texts with fewer words are
+        skipped. max_tokens: A longer text is scored up to here; by default the model's context,
+        1,024 at most. doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS)
+        in the mean.
     """
 
     name = "perplexity"
@@ -57,13 +60,19 @@ class Perplexity(Scorer):
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
-        self.version = f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+ words{bos}"
+        self.version = (
+            f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
+            f" words{bos}"
+        )
 
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
         bos = text_markers(self.tokenizer).start
         scores: list[Score] = []
-        ids = [self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens] for item in items]
+        ids = [
+            self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
+            for item in items
+        ]
         scored = [
             i
             for i, item in enumerate(items)
@@ -90,11 +99,9 @@ class Perplexity(Scorer):
 class Classifier(Scorer):
     """Any sequence classifier of transformers; its numbers are the probabilities of its labels.
 
-    Args:
-        model: A hub id or a folder.
-        labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default, in lower case.
-        column: Keep only this label's probability, as `name` (a toxicity classifier's).
-        name: accuracy or toxicity.
+    Args: model: A hub id or a folder. labels: Names of ours for its labels, such as {"LABEL_1":
+        "positive"}; its own by default, in lower case. column: Keep only this label's probability,
+        as `name` (a toxicity classifier's). name: accuracy or toxicity.
     """
 
     def __init__(
@@ -118,15 +125,23 @@ class Classifier(Scorer):
         self.column = column
         self.columns = self.labels if column is None else (name,)
         # Multi-label heads (as toxicity models have) give each label a probability of its own.
-        self.several = self.network.config.problem_type == "multi_label_classification" or len(own) == 1
+        self.several = (
+            self.network.config.problem_type == "multi_label_classification" or len(own) == 1
+        )
         commit = getattr(self.network.config, "_commit_hash", None)
-        self.version = f"{model}" + (f" {commit}" if commit else "") + f", labels {', '.join(self.labels)}"
+        self.version = (
+            f"{model}" + (f" {commit}" if commit else "") + f", labels {', '.join(self.labels)}"
+        )
 
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
         limit = min(512, getattr(self.network.config, "max_position_embeddings", 514) - 2)
         batch = self.tokenizer(
-            [item.text for item in items], truncation=True, max_length=limit, padding=True, return_tensors="pt"
+            [item.text for item in items],
+            truncation=True,
+            max_length=limit,
+            padding=True,
+            return_tensors="pt",
         ).to(self.network.device)
         logits = self.network(**batch).logits.double()
         probabilities = logits.sigmoid() if self.several else logits.softmax(1)
@@ -138,19 +153,26 @@ class Classifier(Scorer):
         ]
 
 
-def _load_classifier(model: str, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_classifier(
+    model: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     check_weights(model, "AutoModelForSequenceClassification")
     try:
         with quiet_transformers():
-            network = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True, **options)
+            network = AutoModelForSequenceClassification.from_pretrained(
+                model, use_safetensors=True, **options
+            )
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
-        reason = " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
+        reason = (
+            " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
+        )
         raise ScoringError(
-            f"cannot load the classifier {model!r}; give a hub id or a folder with safetensors ({reason})"
+            f"cannot load the classifier {model!r}; give a hub id or a folder with safetensors"
+            f" ({reason})"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,6 +1,8 @@
-"""Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in or a user's own.
+"""Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in
+    or a user's own.
 
-`EXAMPLE` shows the form. A method's own parameters and texts (by attribute, then branch) are optional.
+`EXAMPLE` shows the form. A method's own parameters and texts (by attribute, then branch) are
+optional.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ parameters = { omega = 100.0 }
 
 [methods.preadd.texts.calm]        # optional: its own texts, by attribute, then branch
 prefix = "The following text is furious.\\n\\n"
-"""
+"""  # noqa: E501
 """A complete task file."""
 
 
@@ -66,10 +68,10 @@ class Prompts(BaseModel):
 class Task(BaseModel):
     """A control task.
 
-    Attributes:
-        name: The file's name without its ending.
-        length_counts_prompt: True: `length` counts prompt tokens too and the text begins with the prompt (the paper's
-            sentiment and topic). False: `length` new tokens, and the text is the continuation alone (detox).
+    Attributes: name: The file's name without its ending. length_counts_prompt: True: `length`
+        counts prompt tokens too and the text begins with the prompt (the paper's
+            sentiment and topic). False: `length` new tokens, and the text is the continuation alone
+            (detox).
         lengths: The lengths it is evaluated at.
         attributes: By name.
         prompts: The default prompts.
@@ -94,7 +96,9 @@ class Task(BaseModel):
         for method, settings in self.methods.items():
             for attribute in settings.texts:
                 if attribute not in self.attributes:
-                    raise ValueError(f"methods.{method}.texts: {one_of('attribute', attribute, self.attributes)}")
+                    raise ValueError(
+                        f"methods.{method}.texts: {one_of('attribute', attribute, self.attributes)}"
+                    )
         return self
 
     def prefix(self, attribute: str) -> str:
@@ -104,7 +108,9 @@ class Task(BaseModel):
             TaskError: The task does not have it.
         """
         if attribute not in self.attributes:
-            raise TaskError(f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}")
+            raise TaskError(
+                f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}"
+            )
         return self.attributes[attribute].prefix
 
     def others(self, attribute: str) -> list[str]:
@@ -116,12 +122,14 @@ class Task(BaseModel):
         others = [name for name in self.attributes if name != attribute]
         if not others:
             raise TaskError(
-                f"task {self.name!r} has one attribute, {attribute!r}; a method with classes needs a second"
+                f"task {self.name!r} has one attribute, {attribute!r}; a method with classes needs"
+                " a second"
             )
         return others
 
     def texts(self, method: str, attribute: str) -> dict[str, str]:
-        """The texts a method puts in front of the prompt for an attribute, by branch; empty where it has none here."""
+        """The texts a method puts in front of the prompt for an attribute, by branch; empty where
+        it has none here."""
         settings = self.methods.get(method)
         return settings.texts.get(attribute, {}) if settings else {}
 
@@ -137,12 +145,13 @@ def built_in() -> list[str]:
 
 
 def read_task(name: str) -> Task:
-    """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is not checked.
+    """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is
+    not checked.
 
     To use one, `methods.load_task`.
 
-    Raises:
-        TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or field.
+    Raises: TaskError: Unknown name, unreadable file, or a malformed one; the message names the line
+        or field.
     """
     path = Path(name)
     if name in built_in():
@@ -164,7 +173,8 @@ def read_task(name: str) -> Task:
 
 
 def _line_of(text: str, place: Sequence[str | int]) -> int:
-    """The line of a TOML file that a field stands on, or of the nearest table around it that is there; else the last."""
+    """The line of a TOML file that a field stands on, or of the nearest table around it that is
+    there; else the last."""
     lines = text.splitlines()
     for name in reversed([re.escape(str(part)) for part in place]):
         for number, line in enumerate(lines, start=1):
@@ -178,7 +188,8 @@ def _files() -> Iterable:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Prompts from a file: one per line, or `.jsonl` objects with a text in "prompt" or "prompt"."text".
+    """Prompts from a file: one per line, or `.jsonl` objects with a text in "prompt" or
+    "prompt"."text".
 
     Raises:
         TaskError: Unreadable, empty, or a line is malformed; the message names it.
@@ -188,10 +199,14 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
         lines = raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except OSError as error:
-        raise TaskError(f"cannot read prompts from {path}: {error.strerror}; give a text file") from None
+        raise TaskError(
+            f"cannot read prompts from {path}: {error.strerror}; give a text file"
+        ) from None
     except UnicodeDecodeError as error:
         at, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
-        raise TaskError(f"{path} line {at}: the bytes {bad!r} are not UTF-8; save the file as UTF-8") from None
+        raise TaskError(
+            f"{path} line {at}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
+        ) from None
     read = _prompt_of_json if path.suffix == ".jsonl" else str
     prompts = []
     for number, line in enumerate(lines, start=1):
@@ -199,8 +214,9 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             prompts += [read(line)] if line.strip() else []
         except (ValueError, RecursionError):
             raise TaskError(
-                f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as RealToxicityPrompts has it, '
-                f'in "prompt"."text"), found {line[:60]!r}{"..." * (len(line) > 60)}'
+                f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as'
+                ' RealToxicityPrompts has it, in "prompt"."text"), found'
+                f" {line[:60]!r}{'...' * (len(line) > 60)}"
             ) from None
     if not prompts:
         raise TaskError(f"{path} has no prompts; give one per line")

@@ -1,6 +1,8 @@
-"""Labelled texts to train and evaluate on: the corpora of the paper by name from the Hugging Face hub, or files of your own.
+"""Labelled texts to train and evaluate on: the corpora of the paper by name from the Hugging Face
+hub, or files of your own.
 
-A file is JSON lines, CSV or Parquet with the fields `text` and `label` (.xz, .gz, .bz2 and .zip are read as they are).
+A file is JSON lines, CSV or Parquet with the fields `text` and `label` (.xz, .gz, .bz2 and .zip are
+read as they are).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class HubCorpus:
 
 
 HUB = {
-    "imdb": HubCorpus("stanfordnlp/imdb", "text", ("negative", "positive"), {"train": "train", "test": "test"}),
+    "imdb": HubCorpus(
+        "stanfordnlp/imdb", "text", ("negative", "positive"), {"train": "train", "test": "test"}
+    ),
     "sst2": HubCorpus(
         "stanfordnlp/sst2",
         "sentence",
@@ -46,7 +50,10 @@ HUB = {
         tokenised=True,
     ),
     "agnews": HubCorpus(
-        "fancyzhx/ag_news", "text", ("world", "sports", "business", "science"), {"train": "train", "test": "test"}
+        "fancyzhx/ag_news",
+        "text",
+        ("world", "sports", "business", "science"),
+        {"train": "train", "test": "test"},
     ),
 }
 """Jigsaw's comments (toxicity) need a registration: download them there and give the file."""
@@ -82,7 +89,11 @@ class Corpus:
     def summary(self) -> str:
         """One line: what is there and what was left out."""
         counts = ", ".join(f"{len(texts)} {label}" for label, texts in self.texts.items())
-        left_out = {"blank": self.blank, "repeated": self.repeated, "with another label": self.other}
+        left_out = {
+            "blank": self.blank,
+            "repeated": self.repeated,
+            "with another label": self.other,
+        }
         noted = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
         return f"{self.source}: {counts}" + (f" (left out: {noted})" if noted else "")
 
@@ -103,7 +114,8 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     missing = [field for field in ("text", "label") if field not in frame]
     if missing:
         raise DataError(
-            f"{source} has no field {missing[0]!r}; found {', '.join(map(str, frame.columns))}; give text and label"
+            f"{source} has no field {missing[0]!r}; found {', '.join(map(str, frame.columns))};"
+            " give text and label"
         )
     kept = frame[frame["label"].isin(list(labels))]
     is_text = kept["text"].map(lambda text: isinstance(text, str) and bool(text.strip()))
@@ -113,7 +125,8 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     empty = [label for label, found in texts.items() if not found]
     if empty:
         raise DataError(
-            f"{source} has no text with label {empty[0]!r}; its labels are {', '.join(map(repr, frame['label'].unique()[:9]))}"
+            f"{source} has no text with label {empty[0]!r}; its labels are"
+            f" {', '.join(map(repr, frame['label'].unique()[:9]))}"
         )
     digest = hashlib.sha256()
     for label, found in texts.items():
@@ -132,7 +145,9 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
 def _from_file(path: Path) -> pd.DataFrame:
     kinds = [ending for ending in path.suffixes if ending in READERS]
     if not kinds:
-        raise DataError(f"{one_of('corpus', str(path), HUB)}, or a file that ends in {', '.join(READERS)}")
+        raise DataError(
+            f"{one_of('corpus', str(path), HUB)}, or a file that ends in {', '.join(READERS)}"
+        )
     try:
         return READERS[kinds[-1]](path)
     except (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -151,13 +166,16 @@ def _from_hub(name: str, split: str) -> pd.DataFrame:
         rows = load_dataset(corpus.repository, split=corpus.splits[split]).to_pandas()
     except Exception as error:  # hub, network and file formats each raise their own
         reason = " ".join(str(error).split())[:120]
-        raise DataError(f"cannot load {corpus.repository} from the hub ({reason}); give a file instead") from error
+        raise DataError(
+            f"cannot load {corpus.repository} from the hub ({reason}); give a file instead"
+        ) from error
     texts = rows[corpus.text].map(detokenise) if corpus.tokenised else rows[corpus.text]
     return pd.DataFrame({"text": texts, "label": [corpus.labels[int(i)] for i in rows["label"]]})
 
 
 def detokenise(text: str) -> str:
-    """A sentence in a treebank's form ("a gorgeous , witty movie .") as people write it ("A gorgeous, witty movie.")."""
+    """A sentence in a treebank's form ("a gorgeous , witty movie .") as people write it ("A
+    gorgeous, witty movie.")."""
     for pattern, written in (
         (r"\s*-lrb-\s*", " ("),
         (r"\s*-rrb-", ")"),
@@ -173,7 +191,8 @@ def detokenise(text: str) -> str:
 
 
 def split_off(corpus: Corpus, per_label: int) -> tuple[Corpus, Corpus]:
-    """(rest, held out): of each label the `per_label` texts, a fifth at most, whose sha256 is smallest."""
+    """(rest, held out): of each label the `per_label` texts, a fifth at most, whose sha256 is
+    smallest."""
     rest, held = {}, {}
     for label, texts in corpus.texts.items():
         order = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
@@ -182,13 +201,17 @@ def split_off(corpus: Corpus, per_label: int) -> tuple[Corpus, Corpus]:
         rest[label] = tuple(text for text in texts if text not in chosen)
         if not held[label]:
             raise DataError(
-                f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give at least 5"
+                f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give"
+                " at least 5"
             )
-    return Corpus(rest, corpus.source, corpus.sha256), Corpus(held, f"{corpus.source}, held out", corpus.sha256)
+    return Corpus(rest, corpus.source, corpus.sha256), Corpus(
+        held, f"{corpus.source}, held out", corpus.sha256
+    )
 
 
 def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
-    """Token ids of a text in pieces of at most `length`, cut where sentences end; longer sentences are cut short."""
+    """Token ids of a text in pieces of at most `length`, cut where sentences end; longer sentences
+    are cut short."""
     now = ""
     ids: list[int] = []
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):

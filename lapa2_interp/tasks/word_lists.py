@@ -1,4 +1,5 @@
-"""Word lists: the words by which corpora tell attributes apart, and the statistic that says how sure that is.
+"""Word lists: the words by which corpora tell attributes apart, and the statistic that says how
+sure that is.
 
 For every word and class, z is the log-odds of the word in the class's texts minus those in the
 other classes' texts, divided by its standard error. Both log-odds are smoothed by the counts of all
@@ -6,9 +7,9 @@ texts together (a Dirichlet prior of `PRIOR` words in all):
 
     d(w) = log (y + a) / (n + A - y - a) - log (y' + a) / (n' + A - y' - a)       z(w) = d / sqrt(1 / (y + a) + 1 / (y' + a))
 
-with y, y' the word's counts, n, n' all words, a its prior count and A their sum (Monroe, Colaresi and Quinn 2008). The words of
-largest z, function words left out, are the class's list.
-"""
+with y, y' the word's counts, n, n' all words, a its prior count and A their sum (Monroe, Colaresi
+and Quinn 2008). The words of largest z, function words left out, are the class's list.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -30,25 +31,27 @@ PRIOR = 10_000.0
 SURE = 1.96
 """The least z of a word that is kept: one in forty of the words that tell nothing about the class
 reaches it."""
-STATISTIC = "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words left out"
+STATISTIC = (
+    "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words"
+    " left out"
+)
 WORD = re.compile(r"[^\W\d_]{3,}")
 STOPWORDS = frozenset(
     """
-    a an the this that these those
-    i me my myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers herself
-    it its itself they them their theirs themselves one ones
-    who whom whose which what where when why how whether
-    am is are was were be been being have has had having do does did doing done
-    can could may might must shall should will would ought cannot
-    aren couldn didn doesn don hadn hasn haven isn mightn mustn needn shan shouldn wasn weren won wouldn ain
-    d ll m o re s t ve y
-    and or but nor so yet if because as until while though although unless since than
-    of at by for with about against between among into onto through during before after above below to toward towards from up
-    upon down in out on off over under within without via per
-    again further then once here there now just only very too also not no yes any all both each every few more most many much
-    other others another some such same own even still ever never always
-    """.split()  # noqa: SIM905 - a word a string would be unreadable
-)
+    a an the this that these those i me my myself we us our ours ourselves you your yours
+    yourself yourselves he him his himself she her hers herself it its itself they them
+    their theirs themselves one ones who whom whose which what where when why how whether am
+    is are was were be been being have has had having do does did doing done can could may
+    might must shall should will would ought cannot aren couldn didn doesn don hadn hasn
+    haven isn mightn mustn needn shan shouldn wasn weren won wouldn ain d ll m o re s t ve y
+    and or but nor so yet if because as until while though although unless since than of at
+    by for with about against between among into onto through during before after above
+    below to toward towards from up upon down in out on off over under within without via
+    per again further then once here there now just only very too also not no yes any all
+    both each every few more most many much other others another some such same own even
+    still ever never always
+    """.split()
+)  # noqa: SIM905 - a word a string would be unreadable
 """Function words of English, lower case."""
 
 
@@ -78,10 +81,13 @@ def derive_words(
     Raises:
         DataError: Fewer than two classes, or one without words.
     """
-    counts = {c: Counter(word for text in own for word in WORD.findall(text.lower())) for c, own in texts.items()}
+    counts = {
+        c: Counter(word for text in own for word in WORD.findall(text.lower()))
+        for c, own in texts.items()
+    }
     empty = [c for c, own in counts.items() if not own]
     if len(counts) < 2 or empty:
-        raise DataError(f"words tell classes apart: give texts of two at least; found {', '.join(counts) or 'none'}"
+        raise DataError(f"words tell classes apart: give texts of two at least; found {', '.join(counts) or 'none'}"  # noqa: E501
                         + (f", no words for {', '.join(empty)}" if empty else ""))  # fmt: skip
     everything = sum(counts.values(), Counter())
     total = sum(everything.values())
@@ -89,7 +95,9 @@ def derive_words(
     for c, own in counts.items():
         n_own = sum(own.values())
         z = {
-            word: z_score(own[word], everything[word] - own[word], n_own, total - n_own, PRIOR * count / total)
+            word: z_score(
+                own[word], everything[word] - own[word], n_own, total - n_own, PRIOR * count / total
+            )
             for word, count in everything.items()
             if count >= least and word not in STOPWORDS
         }
@@ -118,7 +126,9 @@ def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
         return WordList.model_validate(json.loads(source.read_text(encoding="utf-8"))).words
     except OSError:
         where = f"cannot read {file}" if file else f"the package has no words for task {task!r}"
-        raise DataError(f"{where}; `lapa2 words --task {task} --data CORPUS --out FILE` makes a list") from None
+        raise DataError(
+            f"{where}; `lapa2 words --task {task} --data CORPUS --out FILE` makes a list"
+        ) from None
     except ValidationError as error:
         raise DataError(f"{source} is not a word list: {first_problem(error)}") from None
     except ValueError as error:
@@ -134,7 +144,8 @@ def make_word_list(
     sure: float = SURE,
     force: bool = False,
 ) -> dict[str, list[tuple[str, float]]]:
-    """Derive word lists from labelled texts and write them to a file: `derive_words` of corpora, as the command has it.
+    """Derive word lists from labelled texts and write them to a file: `derive_words` of corpora, as
+    the command has it.
 
     Args:
         labels: The attributes; each is a label of the texts.
@@ -146,22 +157,27 @@ def make_word_list(
     Returns:
         Words with their z, by label.
 
-    Raises:
-        DataError: A corpus cannot be read, an attribute gets no word, or the file is there or cannot be written.
+    Raises: DataError: A corpus cannot be read, an attribute gets no word, or the file is there or
+        cannot be written.
     """
     if out.is_dir() or (out.exists() and not force):
         kind = "a folder" if out.is_dir() else "there already"
-        raise DataError(f"{out} is {kind}; give another --out" + ("" if out.is_dir() else ", or --force to replace it"))
+        raise DataError(
+            f"{out} is {kind}; give another --out"
+            + ("" if out.is_dir() else ", or --force to replace it")
+        )
     if n < 1 or least < 1:
         raise DataError(f"--n and --least must be at least 1, found {n} and {least}")
     corpora = [read_corpus(source, labels) for source in data]
-    texts = {label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels}
+    texts = {
+        label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels
+    }
     found = derive_words(texts, n, least, sure)
     empty = [label for label, best in found.items() if not best]
     if empty:
         raise DataError(
-            f"no word tells {empty[0]!r} from the others (z {sure:g} or more, {least} times); give more --data, or a lower "
-            "--least or --sure"
+            f"no word tells {empty[0]!r} from the others (z {sure:g} or more, {least} times); give"
+            " more --data, or a lower --least or --sure"
         )
     kept = WordList(
         corpora=tuple(corpus.summary for corpus in corpora),

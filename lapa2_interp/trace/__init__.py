@@ -7,7 +7,8 @@ Axes
     layer, head   absent when the trace is pooled (their mean)
     prefix_token  position within the prefix
 
-Per branch, sample, step, layer and head, the attention summed over (docs/methods.md, "Record definitions")
+Per branch, sample, step, layer and head, the attention summed over (docs/methods.md, "Record
+definitions")
 
     bos, prefix, prompt, generated    the four parts of the context; they add up to 1
     released_slice                    the slots the released code boosts: BOS and all but the last prefix token
@@ -15,9 +16,9 @@ Per branch, sample, step, layer and head, the attention summed over (docs/method
 
 and, averaged over layers and heads, `prefix_tokens`: the attention on each prefix token by itself.
 
-Ratios are formed on reading (`local_ratio`), never stored. Every reduction is in float32 inside the forward pass; a
-[query, key] matrix is kept only for the (layer, head) pairs asked for.
-"""
+Ratios are formed on reading (`local_ratio`), never stored. Every reduction is in float32 inside the
+forward pass; a [query, key] matrix is kept only for the (layer, head) pairs asked for.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -25,4 +26,11 @@ from typing import Literal
 
 TraceKind = Literal["none", "pooled", "full"]
 NEAREST = (2, 4, 6, 8)
-SUMS = ("prefix", "bos", "prompt", "generated", "released_slice", *(f"nearest_{k}" for k in NEAREST))
+SUMS = (
+    "prefix",
+    "bos",
+    "prompt",
+    "generated",
+    "released_slice",
+    *(f"nearest_{k}" for k in NEAREST),
+)

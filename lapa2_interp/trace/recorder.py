@@ -23,8 +23,8 @@ class Recorder:
 
     Every query from the last prompt token on is a step, recorded when it is first seen. The prompt
     pass has one step. Each decoding pass has one, also where it reads the whole text again. A pass
-    over a given text has as many as it reads tokens. `begin` names the
-    rows of the passes to come: prompts first, their samples after the expansion; `index` maps those rows to the samples of the
+    over a given text has as many as it reads tokens. `begin` names the rows of the passes to come:
+    prompts first, their samples after the expansion; `index` maps those rows to the samples of the
     finished trace.
 
     Args:
@@ -37,12 +37,17 @@ class Recorder:
     """
 
     def __init__(
-        self, n_layers: int, n_heads: int, kind: TraceKind = "full", patterns: Sequence[tuple[int, int]] = ()
+        self,
+        n_layers: int,
+        n_heads: int,
+        kind: TraceKind = "full",
+        patterns: Sequence[tuple[int, int]] = (),
     ) -> None:
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
                 raise TraceError(
-                    f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                    f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1},"
+                    f" heads 0-{n_heads - 1}"
                 )
         self.n_layers = n_layers
         self.kind = kind
@@ -51,14 +56,17 @@ class Recorder:
         self.tokens: list[Tensor] = []
         self.rows: list[Tensor] = []
 
-    def begin(self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None) -> None:
+    def begin(
+        self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None
+    ) -> None:
         """Set the rows of the coming passes; `index` names, for every sample row, the observed row
         it copies."""
         self.layouts = layouts
         self.index = index
         self.l_pre = max(each.l_pre for each in layouts)
         self.parts = {
-            name: torch.tensor([getattr(each, name) for each in layouts]) for name in ("bos", "prefix", "prompt")
+            name: torch.tensor([getattr(each, name) for each in layouts])
+            for name in ("bos", "prefix", "prompt")
         }
         self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
 
@@ -78,7 +86,12 @@ class Recorder:
         order = torch.argsort(~near, dim=1, stable=True)  # row key
         age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))  # row query last
         # row 1 query last
-        self.nearest = order[:, None].expand(-1, len(self.slots), -1).gather(2, age.clamp(min=0))[:, None].to(device)
+        self.nearest = (
+            order[:, None]
+            .expand(-1, len(self.slots), -1)
+            .gather(2, age.clamp(min=0))[:, None]
+            .to(device)
+        )
         self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
         self.layers: list[Tensor] = []
         self.kept: dict[tuple[int, int], Tensor] = {}
@@ -89,11 +102,15 @@ class Recorder:
         if layer == 0:
             self._begin_pass(n_keys, first, pattern.device)
         # row head query key, of the queries that are steps
-        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(self.weights.device, torch.float32)
+        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(
+            self.weights.device, torch.float32
+        )
         # row head query sum
         parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
         # row head query last
-        last = torch.where(self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0)
+        last = torch.where(
+            self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0
+        )
         nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]  # row head query sum
         n_parts = len(SUMS) - len(NEAREST)
         self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
@@ -106,20 +123,30 @@ class Recorder:
         sums = torch.stack(self.layers, dim=1)  # row layer head query sum
         mean = sums.mean((1, 2))  # row query sum
         # row query layer head sum, or row query sum
-        of_head = sums[..., : len(SUMS)].permute(0, 3, 1, 2, 4) if self.kind == "full" else mean[..., : len(SUMS)]
+        of_head = (
+            sums[..., : len(SUMS)].permute(0, 3, 1, 2, 4)
+            if self.kind == "full"
+            else mean[..., : len(SUMS)]
+        )
         self.steps += self._of_samples(of_head)
         self.tokens += self._of_samples(mean[..., len(SUMS) :])
         if self.patterns:
             # row query pair key -> by query: sample pair key
             rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
-            self.rows += [row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)]
+            self.rows += [
+                row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
+            ]
         self.layers, self.kept = [], {}
 
-    def _of_samples(self, found: Float[Tensor, "row query *rest"]) -> list[Float[Tensor, "sample *rest"]]:
+    def _of_samples(
+        self, found: Float[Tensor, "row query *rest"]
+    ) -> list[Float[Tensor, "sample *rest"]]:
         # here and in `steps`, `tokens` and `rows`: sample = branch x sample, stacked
         return list((found if self.index is None else found[self.index]).cpu().unbind(1))
 
-    def dataset(self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]) -> xr.Dataset:
+    def dataset(
+        self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]
+    ) -> xr.Dataset:
         """The finished trace of rows stacked as (branch, sample), NaN after a sample's last step.
 
         Args:
@@ -136,19 +163,30 @@ class Recorder:
             stacked = torch.stack(list(per_step), dim=1).numpy()  # branch x sample, step, *rest
             # branch sample step *rest
             stacked = stacked.reshape(n_branches, n_samples, *stacked.shape[1:])
-            return np.where(alive.reshape(1, n_samples, n_seen, *[1] * (stacked.ndim - 3)), stacked, np.float32(np.nan))
+            return np.where(
+                alive.reshape(1, n_samples, n_seen, *[1] * (stacked.ndim - 3)),
+                stacked,
+                np.float32(np.nan),
+            )
 
         axes = ("branch", "sample", "step")
         heads = ("layer", "head") if self.kind == "full" else ()
         sums = unstack(self.steps)  # branch sample step *heads sum
         data: dict[str, tuple] = {
-            name: ((*axes, *heads), sums[..., i], {"long_name": f"attention on {name.replace('_', ' ')}"})
+            name: (
+                (*axes, *heads),
+                sums[..., i],
+                {"long_name": f"attention on {name.replace('_', ' ')}"},
+            )
             for i, name in enumerate(SUMS)
         }
         tokens = unstack(self.tokens)  # branch sample step prefix_token
         l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
         outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
-        data["prefix_tokens"] = ((*axes, "prefix_token"), np.where(outside[:, :, None], np.float32(np.nan), tokens))
+        data["prefix_tokens"] = (
+            (*axes, "prefix_token"),
+            np.where(outside[:, :, None], np.float32(np.nan), tokens),
+        )
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
         live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
@@ -158,8 +196,14 @@ class Recorder:
             "step": np.arange(n_seen),
             "prefix_token": np.arange(self.l_pre),
             "l_pre": (axes[:2], l_pre),
-            "l_pro": (axes[:2], np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples)),
-            "n_bos": (axes[:2], np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples)),
+            "l_pro": (
+                axes[:2],
+                np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples),
+            ),
+            "n_bos": (
+                axes[:2],
+                np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples),
+            ),
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
         if self.rows:
@@ -169,20 +213,26 @@ class Recorder:
         return xr.Dataset(data, coords)
 
     def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
-        """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the live keys."""
+        """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the
+        live keys."""
         widest = self.rows[-1].shape[-1]
         live_rows = []
         for rows in self.rows:
             live = torch.full((*rows.shape[:2], widest), float("nan"))  # row pair key
             for row, each in enumerate(layouts):
                 live[row, :, : each.soft] = rows[row, :, : each.soft]
-                live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[row, :, each.soft + each.pad :]
+                live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[
+                    row, :, each.soft + each.pad :
+                ]
             live_rows.append(live)
         return live_rows
 
 
-def trace_bytes(kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int) -> int:
-    """Size of a trace in memory before it is made: float32 sums, and `n_patterns` whole rows of `keys` keys."""
+def trace_bytes(
+    kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int
+) -> int:
+    """Size of a trace in memory before it is made: float32 sums, and `n_patterns` whole rows of
+    `keys` keys."""
     if kind == "none":
         return 0
     cells = n_layers * n_heads * len(SUMS) if kind == "full" else len(SUMS)

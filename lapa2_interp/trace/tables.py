@@ -21,19 +21,22 @@ if TYPE_CHECKING:
 
 
 def pooled(trace: xr.Dataset, name: str) -> Float[np.ndarray, "branch sample step"]:
-    """One of the sums, averaged over layers and heads where the trace has them; NaN after a sample's last step."""
+    """One of the sums, averaged over layers and heads where the trace has them; NaN after a
+    sample's last step."""
     found = trace[name]
-    return found.mean([axis for axis in ("layer", "head") if axis in found.dims], skipna=False).to_numpy()
+    return found.mean(
+        [axis for axis in ("layer", "head") if axis in found.dims], skipna=False
+    ).to_numpy()
 
 
 def local_ratio(
     trace: xr.Dataset, k: int, *, without_bos: bool = False
 ) -> Float[np.ndarray, "branch sample step *head"]:
-    """Local dependency: the share of the last k keys in the attention outside the prefix (paper, "Local Dependency").
+    """Local dependency: the share of the last k keys in the attention outside the prefix (paper,
+    "Local Dependency").
 
-    Args:
-        k: 2, 4, 6 or 8.
-        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 - prefix - bos), the attention
+    Args: k: 2, 4, 6 or 8. without_bos: False: nearest_k / (1 - prefix), the paper's words. True:
+        nearest_k / (1 - prefix - bos), the attention
             sink left out; the released code is close to this, because its slice from slot 0 counts
             BOS as prefix.
 
@@ -44,12 +47,15 @@ def local_ratio(
     return (near / rest).to_numpy()
 
 
-def local_parts(trace: xr.Dataset, k: int, *, without_bos: bool = False) -> tuple[xr.DataArray, xr.DataArray]:
+def local_parts(
+    trace: xr.Dataset, k: int, *, without_bos: bool = False
+) -> tuple[xr.DataArray, xr.DataArray]:
     """Numerator and denominator of `local_ratio`, for averages over heads before the division."""
     if k not in NEAREST:
         raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
     near = trace[f"nearest_{k}"]
-    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is rounding.
+    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is
+    # rounding.
     rest = trace["prompt"] + trace["generated"]
     if not without_bos:
         return near, rest + trace["bos"]
@@ -59,7 +65,11 @@ def local_parts(trace: xr.Dataset, k: int, *, without_bos: bool = False) -> tupl
 
 def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
     """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
-    return "prefix" if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any() else "prompt"
+    return (
+        "prefix"
+        if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any()
+        else "prompt"
+    )
 
 
 def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
@@ -72,16 +82,17 @@ def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
 
 
 def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
-    """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and step.
+    """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and
+    step.
 
     Args:
         trace: The trace of a run; its samples are the rows of `samples`.
         samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
         branch: Which branch; by default the first with a prefix.
 
-    Returns:
-        Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single prompt), n, prompts. Steps that
-        any sample of the arm lacks are left out, so that a curve never changes its texts on the way.
+    Returns: Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single
+        prompt), n, prompts. Steps that any sample of the arm lacks are left out, so that a curve
+        never changes its texts on the way.
     """
     at = _branch_number(trace, branch)
     rows = []
@@ -102,7 +113,8 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
 
 
 def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
-    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit or has under 3 steps."""
+    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit
+    or has under 3 steps."""
     rows = []
     for arm in dict.fromkeys(steps["arm"]):
         curve = steps[(steps["name"] == name) & (steps["arm"] == arm)]
@@ -121,12 +133,19 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     frames = []
     for arm, members in _arms(samples):
         part = trace.isel(branch=at, sample=members.index.to_numpy())
-        means = part[list(SUMS)].mean(("sample", "step")).to_dataframe().reset_index()[["layer", "head", *SUMS]]
+        means = (
+            part[list(SUMS)]
+            .mean(("sample", "step"))
+            .to_dataframe()
+            .reset_index()[["layer", "head", *SUMS]]
+        )
         frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
     return pd.concat(frames, ignore_index=True)
 
 
-def prefix_token_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+def prefix_token_table(
+    trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None
+) -> pd.DataFrame:
     """Attention on BOS and on each prefix token, mean over steps, layers and heads.
 
     Returns:
@@ -142,8 +161,14 @@ def prefix_token_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | N
             has = ~np.isnan(values)
             interval = mean_interval(values[has], members["prompt"].to_numpy()[has])
             rows.append(
-                {"arm": arm, "key": key, "mean": interval.mean, "low": interval.low,
-                 "high": interval.high, "n": interval.n}
+                {
+                    "arm": arm,
+                    "key": key,
+                    "mean": interval.mean,
+                    "low": interval.low,
+                    "high": interval.high,
+                    "n": interval.n,
+                }
             )
     return pd.DataFrame(rows)
 
