@@ -25,11 +25,13 @@ from lapa2_interp.errors import Lapa2Error
 app = App(
     name="lapa2",
     version=__version__,
-    help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language model with a prefix, keep
-the prefix from fading as the text grows, and record where the attention goes.
+    help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language
+model with a prefix, keep the prefix from fading as the text grows, and record where the attention
+goes.
 
-Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts with `lapa2 generate`, and
-whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what they take).""",  # noqa: E501
+Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts
+with `lapa2 generate`, and whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what
+they take).""",
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,

@@ -50,8 +50,8 @@ STOPWORDS = frozenset(
     per again further then once here there now just only very too also not no yes any all
     both each every few more most many much other others another some such same own even
     still ever never always
-    """.split()
-)  # noqa: SIM905 - a word a string would be unreadable
+    """.split()  # noqa: SIM905 - a word a string would be unreadable
+)
 """Function words of English, lower case."""
 
 
