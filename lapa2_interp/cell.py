@@ -108,7 +108,7 @@ class Cell(BaseModel):
         attribute: str,
         prompts: Sequence[str] | None = None,
         augmentation: Augmentation | None = None,
-        alpha: float | None = None,
+        alpha: float | int | None = None,
         length: int = 128,
         samples: int = 1,
         seed: int = 1,

@@ -3,13 +3,18 @@
 import signal
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load, run_of
 
-from lapa2_interp import Augmentation, load_run, load_task
+from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
+from lapa2_interp.cell import CELL
+from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import new_folder
 from lapa2_interp.runs.manifest import OF_THE_DAY
@@ -238,3 +243,64 @@ def test_reading_what_is_no_run(tmp_path):
         RunError, match=r"manifest\.json is not a manifest of this version: created: field required"
     ):
         load_run(tmp_path)
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A folder that `lapa2 generate` wrote before its runs had cells."""
+    with tarfile.open(Path(__file__).parent / "data" / "generated_before_cells.tar.xz") as stored:
+        stored.extractall(tmp_path, filter="data")
+    return tmp_path / "generated"
+
+
+def test_what_generate_wrote_before_is_a_run(old, tmp_path, capsys):
+    run = load_run(old)
+    (cell,) = run.plan.values()
+    rule = Augmentation(alpha=1, span="prefix+bos", length_rule="kv")
+    assert (cell.model, cell.method, cell.attribute) == ("tiny-gpt2", "prefix", "positive")
+    assert (cell.augmentation, cell.patterns) == (rule, ((0, 1),))
+    made = run_of(
+        load("tiny-gpt2"), "prefix", load_task("sentiment"), ["positive"], ["The lake", "The sea"], (rule,),
+        length=14, samples=2, patterns=[(0, 1)],
+    )  # fmt: skip
+    assert run.samples()["tokens"].map(list).tolist() == made.samples()["tokens"].tolist()
+    np.testing.assert_allclose(run.trace()["pattern"], made.trace()["pattern"], atol=1e-5)
+    assert run.cells["state"].tolist() == ["finished"]
+    for line, printed in (
+        (["runs", old], "1 finished"),
+        (["trace", old], "4 texts of 2 prompts an arm"),
+        (["score", old, "--scorers", "distinct", "--out", tmp_path / "scores"], "distinct-1"),
+        (["report", old], "report.html"),
+    ):
+        assert main(list(map(str, line))) == 0
+        assert printed in capsys.readouterr().out
+
+
+def test_generate_makes_a_run_of_one_cell(tmp_path):
+    """The one call: names in, a run in memory out; without alpha it is the method's own."""
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "samples": 2}
+    run = generate("tiny-gpt2", method="prefix", task="sentiment", dtype="float32", **asked)
+    (cell,) = run.plan.values()
+    assert cell.augmentation == Augmentation(alpha=0.5)
+    again = generate(load("tiny-gpt2"), cell)
+    assert again.samples().equals(run.samples())
+    assert again.manifest().cell == run.manifest().cell == cell.key
+    saved = run.save(tmp_path / "run")
+    same(saved.cell(), run.cell())
+    with pytest.raises(RunError, match="is finished; --force replaces it"):
+        run.save(tmp_path / "run")
+    assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]
+
+
+def test_patterns_are_in_a_key_only_when_set():
+    cell = Cell.of("tiny-gpt2", attribute="positive", dtype="float32")
+    wide = Cell.of("tiny-gpt2", attribute="positive", dtype="float32", patterns=[(0, 1)])
+    assert "patterns" not in cell.model_dump()
+    assert wide.model_dump()["patterns"] == ((0, 1),)
+    assert cell.key != wide.key
+    assert [CELL.validate_json(each.model_dump_json()).key for each in (cell, wide)] == [
+        cell.key,
+        wide.key,
+    ]
+    assert '"length":"paper"' in cell.model_dump_json()
+    assert "length_rule" not in cell.model_dump_json()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -36,6 +36,7 @@ from lapa2_interp.errors import EmptyDistributionError
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import PrepareKit, Start
 from lapa2_interp.progress import progress_bar
+from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -136,11 +137,8 @@ def run_plan(
         for group in plan.groups if groups is None else groups:
             batch = plan.batch(group)
             ending = Ending.at(batch.steps)
-            recorder = None
-            if cell.trace != "none":
-                recorder = Recorder(
-                    model.cfg.n_layers, model.cfg.n_heads, cell.trace, cell.patterns
-                )  # type: ignore[arg-type]
+            size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, cell.trace)
+            recorder = None if kind == "none" else Recorder(*size, kind, cell.patterns)
             # sample step
             tokens = torch.stack(list(_decode(model, plan, batch, ending, recorder, bar)), dim=1)
             tables.append(_table(model, plan, batch, tokens, ending))

@@ -13,6 +13,7 @@ from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model
+from lapa2_interp.machine import default_device
 from lapa2_interp.models import load_model
 from lapa2_interp.progress import no_progress
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
@@ -34,7 +35,7 @@ class Worker:
     def __init__(self, device: str | None = None, threads: int = 1) -> None:
         import torch
 
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or default_device()
         if self.device == "cpu":
             torch.set_num_threads(threads)
         self.threads = threads
