@@ -210,8 +210,10 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     """The trace of a stored text under every alpha, axes of `propositions.by_alpha`; all alphas
     share a batch.
 
-    Args: text: prompt, attribute, text, and the tokens it was written with, which the model that
-        wrote it reads as they are. length: Tokens, at most.
+    Args:
+        text: prompt, attribute, text, and the tokens it was written with, which the model that
+            wrote it reads as they are.
+        length: Tokens, at most.
     """
     from lapa2_interp.augmentation import Augmentation
     from lapa2_interp.decoding.teacher_forcing import teacher_forced

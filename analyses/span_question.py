@@ -308,8 +308,9 @@ def mass_against_control(table):
     """Accuracy and perplexity of every arm against its prefix mass, with 95 % intervals; arms of
     one span are joined, and numbers are alphas.
 
-    Args: table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy",
-        "perplexity"), mean, low, high.
+    Args:
+        table: Columns arm (span and alpha, "prefix 0.5"), metric ("mass: prefix", "accuracy",
+            "perplexity"), mean, low, high.
     """
     wide = {name: part.set_index("arm") for name, part in table.groupby("metric")}
     figure = new_figure(8.4, 4.0)

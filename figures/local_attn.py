@@ -11,8 +11,9 @@ def draw(table: pd.DataFrame) -> Drawing:
     """Figure local_attn: share of the nearest k keys outside the prefix against step, solid without
     and dashed with LaPA2.
 
-    Args: table: tables/local_attn.csv: columns task, method, arm, k, without_bos, step, mean, low,
-        high.
+    Args:
+        table: tables/local_attn.csv: columns task, method, arm, k, without_bos, step, mean, low,
+            high.
     """
     shown = table[~table["without_bos"].astype(bool)]
     figure, panels = by_task(shown, 2.9, 2.7)

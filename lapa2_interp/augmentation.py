@@ -69,9 +69,10 @@ class Augmentation(BaseModel):
     It belongs to a branch. On a branch without a prefix (the raw language model) the same rules act
     on the prompt: the paper's Contextual Anchor Reinforcement, Eq. 9.
 
-    Args: alpha: Strength, >= 0. At 0 nothing is added. profile: "paper" (Algorithm 1) or "released"
-        (what the released code computes); fills `span`, `length_rule`
-            and `phase` where they are not given.
+    Args:
+        alpha: Strength, >= 0. At 0 nothing is added.
+        profile: "paper" (Algorithm 1) or "released" (what the released code computes); fills
+            `span`, `length_rule` and `phase` where they are not given.
         law: b(l): "log" alpha*ln(l/n), "linear" alpha*l/n, "sqrt" alpha*sqrt(l/n), "constant"
             alpha*ln(l0/n).
         l0: The fixed length of the constant law (the paper's ablation uses 128); required there,
@@ -88,8 +89,9 @@ class Augmentation(BaseModel):
             numbers.
         heads: "all" or explicit `((layer, head), ...)`; layers and heads intersect.
 
-    Raises: AugmentationError: A field is out of range; the message names it, the value and what is
-        allowed.
+    Raises:
+        AugmentationError: A field is out of range; the message names it, the value and what is
+            allowed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -162,7 +164,8 @@ class Augmentation(BaseModel):
             l: Lengths, >= 1, any shape.
             n: l_pre of the branch (l_pro on the raw model), >= 1.
 
-        Returns: The bias at each length, float64. The log law is 0 where l <= n; under profile
+        Returns:
+            The bias at each length, float64. The log law is 0 where l <= n; under profile
             "released" every law is.
         """
         l = np.asarray(l, dtype=np.float64)

@@ -30,9 +30,9 @@ def whole_folder(
 
     A folder that is there already stays until then, and is replaced.
 
-    Args: is_good: Whether a folder at `place`, made by another process meanwhile, can stay. The
-        filled
-            folder is then deleted.
+    Args:
+        is_good: Whether a folder at `place`, made by another process meanwhile, can stay. The
+            filled folder is then deleted.
     """
     _make_parents(place)
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=place.parent))

@@ -90,12 +90,14 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
 class Layout:
     """The keys of one branch up to the end of its prompt.
 
-    Attributes: ids: Token ids: BOS, hard prefix, prompt. `tokens` are their strings. n_bos: BOS
-        tokens in front of the text, 1 (2 in the doubled form of the released LLaMA scripts). l_pre:
-        Prefix length, soft or hard; 0 on the raw model. l_pro: Prompt tokens, >= 1. counted: The
-        released code's span length: soft slots; else what the tokenizer counts for the prefix alone
-        (for the
-            prompt on the raw model), its automatic BOS included.
+    Attributes:
+        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their strings.
+        n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA
+            scripts).
+        l_pre: Prefix length, soft or hard; 0 on the raw model.
+        l_pro: Prompt tokens, >= 1.
+        counted: The released code's span length: soft slots; else what the tokenizer counts for the
+            prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
         merged: The token that crosses the seam between prefix and prompt, if one does. It counts as
             prefix.
@@ -124,17 +126,18 @@ class Layout:
     ) -> Layout:
         """Tokenise one branch and find its spans.
 
-        Args: tokenizer: A fast tokenizer (character offsets are needed). prefix: The hard prefix,
-            joined to the prompt exactly as given (put separators into one of the two); None for
-                the raw model.
+        Args:
+            tokenizer: A fast tokenizer (character offsets are needed).
+            prefix: The hard prefix, joined to the prompt exactly as given (put separators into one
+                of the two); None for the raw model.
             prompt: The prompt.
             soft: Slots of a soft prefix in front, instead of a hard one.
             doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers
                 that prepend BOS themselves.
 
-        Raises: LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one,
-            the tokenizer has no offsets, or
-                a doubled BOS is asked of a tokenizer that adds none.
+        Raises:
+            LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the
+                tokenizer has no offsets, or a doubled BOS is asked of a tokenizer that adds none.
         """
         if soft < 0 or (soft and prefix is not None):
             raise LayoutError(

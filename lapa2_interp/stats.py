@@ -28,9 +28,10 @@ CHUNK = 2**22
 class Interval:
     """A mean with its bootstrap interval.
 
-    Attributes: mean, low, high: The estimate and its 95 % interval; NaN bounds where there is one
-        cluster, which tells no spread. n: Number of values. `clusters`: number of independent
-        groups among them.
+    Attributes:
+        mean, low, high: The estimate and its 95 % interval; NaN bounds where there is one cluster,
+            which tells no spread.
+        n: Number of values. `clusters`: number of independent groups among them.
     """
 
     mean: float
@@ -130,9 +131,10 @@ def mean_interval(
 class Difference:
     """A paired difference of means over the clusters two conditions share.
 
-    Attributes: mean, low, high: The difference and its 95 % interval over clusters; NaN bounds
-        where there is one. p: p-value of a sign-flip permutation test over clusters: how often
-        chance alone gives a
+    Attributes:
+        mean, low, high: The difference and its 95 % interval over clusters; NaN bounds where there
+            is one.
+        p: p-value of a sign-flip permutation test over clusters: how often chance alone gives a
             difference as large.
         detectable: The smallest true difference that as many clusters of this spread would show in
             80 % of repetitions (two-sided, 5 %), 2.80 standard errors.

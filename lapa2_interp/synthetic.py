@@ -53,11 +53,14 @@ allows."""
 class Family:
     """How logits are drawn.
 
-    Attributes: exchangeable: No key is different from another, jointly (what E[A] = l_pre / l
-        needs). bounded: e_P / e_R stays bounded as l grows (its generalisation). draw: Logits of n
-        keys, the first beside the prefix. sink: Logit of the first key beside the prefix, if not
-        drawn. recency: c of -c * log(1 + d) for keys other than the prefix; of the prefix too
-        unless `anchored`. growth: c of c * log(l) on the prefix.
+    Attributes:
+        exchangeable: No key is different from another, jointly (what E[A] = l_pre / l needs).
+        bounded: e_P / e_R stays bounded as l grows (its generalisation).
+        draw: Logits of n keys, the first beside the prefix.
+        sink: Logit of the first key beside the prefix, if not drawn.
+        recency: c of -c * log(1 + d) for keys other than the prefix; of the prefix too unless
+            `anchored`.
+        growth: c of c * log(l) on the prefix.
     """
 
     exchangeable: bool

@@ -191,8 +191,10 @@ def shifted_share(
 class DecayFit:
     """Least squares of C / (t + D) (Figure "dilution").
 
-    Attributes: c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best: the
-        curve does not decay so. r2: Share of the variance over steps that the curve explains.
+    Attributes:
+        c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best: the curve
+            does not decay so.
+        r2: Share of the variance over steps that the curve explains.
     """
 
     c: float

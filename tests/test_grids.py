@@ -470,7 +470,7 @@ def test_unknown_grids_and_malformed_changes(tmp_path):
 def test_a_prompt_that_is_given_twice_is_refused(tmp_path, grid, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "twice.txt").write_text("The lake\nThe sea\nThe lake\n")
-    with pytest.raises(GridError, match="grid g, block 1: the prompt 'The lake' is given twice"):
+    with pytest.raises(GridError, match="block 1: the prompt 'The lake' is given twice"):
         grid(TINY.replace("prompts = 2", 'prompts = "twice.txt"'))
 
 

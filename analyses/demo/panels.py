@@ -45,8 +45,9 @@ SHOWN_FIRST = 2
 class Measured:
     """What is read off the short texts, and the verdicts on synthetic logits.
 
-    Attributes: cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`,
-        against the arm without LaPA2.
+    Attributes:
+        cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`, against the
+            arm without LaPA2.
     """
 
     cells: pd.DataFrame

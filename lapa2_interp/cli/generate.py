@@ -61,15 +61,19 @@ def generate(
         lapa2 generate --attribute positive --prompt "The lake" \\
             --alpha 0.5 --samples 4 --out results/lake
 
-    Args: out: The run's folder. It appears when the run is complete. model: A name of `lapa2
-        models`, a hub id or a folder. method: A decoding method of `lapa2 methods`. parameters: A
-        parameter of the method as NAME=VALUE, such as omega=60; repeat the option for more. task: A
-        task of `lapa2 tasks`, or the path of a task file. attribute: What to steer towards; the
-        task's file has its prefix. prompt: A prompt; repeat the option for more. By default the
-        task's. prompts: A file of prompts: plain lines, or .jsonl with a field "prompt". length:
-        Tokens of a text, its prompt included where the task counts it. samples: Continuations per
-        prompt. seed: Seed of the random streams. Every prompt and sample has one of its own, so
-        that other
+    Args:
+        out: The run's folder. It appears when the run is complete.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        method: A decoding method of `lapa2 methods`.
+        parameters: A parameter of the method as NAME=VALUE, such as omega=60; repeat the option for
+            more.
+        task: A task of `lapa2 tasks`, or the path of a task file.
+        attribute: What to steer towards; the task's file has its prefix.
+        prompt: A prompt; repeat the option for more. By default the task's.
+        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
+        length: Tokens of a text, its prompt included where the task counts it.
+        samples: Continuations per prompt.
+        seed: Seed of the random streams. Every prompt and sample has one of its own, so that other
             prompts and samples do not change a text.
         top_k: How many tokens of largest controlled weight are kept; temperature is 1.
         eos: keep an end token as any other (the paper), stop the text there, or block it.

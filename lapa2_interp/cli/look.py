@@ -230,8 +230,10 @@ def list_methods(*names: str) -> None:
 def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> None:
     """List the prefixes there are: the tasks' hard ones, and soft ones with what they learned.
 
-    Args: folder: List the soft prefixes under this folder; by default those that come with the
-        package. as_json: Print JSON.
+    Args:
+        folder: List the soft prefixes under this folder; by default those that come with the
+            package.
+        as_json: Print JSON.
     """
     from lapa2_interp.methods import load_task
     from lapa2_interp.soft_prefix import SHIPPED, cards

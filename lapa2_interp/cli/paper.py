@@ -37,18 +37,25 @@ def propositions(
         lapa2 propositions --out results/propositions
         lapa2 propositions --text book.txt --out results/long      # and one text up to the model's context
 
-    Args: out: A new folder: tables/, figures/, traces and report.html. model: A name of `lapa2
-        models`, a hub id or a folder. alphas: The baseline's texts are read again under each of
-        these. free: Alphas that also generate texts of their own, as in the paper's figures.
-        length: Tokens of a generated text, its prompt included. samples: Texts per prompt and
-        attribute. synthetic_length: Longest l of the synthetic logits; 0 leaves them out. text: A
-        UTF-8 text file to read as one long text, behind the prefix "Very positive:" and the prompt
-        "The". long_length: Tokens of the long text; 0 fills the model's context. long_texts: Cut
-        the file into as many texts; intervals need several. long_alphas: Alphas of the long texts.
+    Args:
+        out: A new folder: tables/, figures/, traces and report.html.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        alphas: The baseline's texts are read again under each of these.
+        free: Alphas that also generate texts of their own, as in the paper's figures.
+        length: Tokens of a generated text, its prompt included.
+        samples: Texts per prompt and attribute.
+        synthetic_length: Longest l of the synthetic logits; 0 leaves them out.
+        text: A UTF-8 text file to read as one long text, behind the prefix "Very positive:" and the
+            prompt "The".
+        long_length: Tokens of the long text; 0 fills the model's context.
+        long_texts: Cut the file into as many texts; intervals need several.
+        long_alphas: Alphas of the long texts.
         dtype: Precision of weights and computation. In bfloat16 attention is rounded to 3 digits,
-        and so is the exact law. long_dtype: The same for the long texts. device: cpu, cuda, cuda:1;
-        CUDA when there is one, by default. seed: Seed of texts and synthetic logits. force: Replace
-        a finished folder.
+            and so is the exact law.
+        long_dtype: The same for the long texts.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        seed: Seed of texts and synthetic logits.
+        force: Replace a finished folder.
     """  # noqa: E501
     from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.paper.study import Study, verify

@@ -47,9 +47,11 @@ def train(
         lapa2 prefix train --task sentiment --data reviews.jsonl --objective contrastive \\
             --set lr=0.03 --set limit=2000 --out results/sentiment-contrastive
 
-    Args: out: The set's folder. data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv,
-        .parquet, also compressed) with fields text and
-            label, whose labels are the task's attributes; repeat the option for more.
+    Args:
+        out: The set's folder.
+        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
+            with fields text and label, whose labels are the task's attributes; repeat the option
+            for more.
         held_out: The same, never trained on: its loss decides when to stop, and its texts give the
             cards' numbers. By default 250 texts per attribute are held out of the data.
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -106,12 +108,16 @@ def evaluate(
 ) -> None:
     """Measure sets of soft prefixes on held-out text, and write the numbers into their cards.
 
-    Args: folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes
-        are measured once for all. data: As in `lapa2 prefix train`; of corpora on the hub the test
-        split is read. task: The task; the one the set was trained for, by default. limit: Texts per
-        attribute, shared evenly among the data. max_tokens: Tokens of each text that are read, from
-        its beginning. dtype: Precision of weights and computation. device: cpu, cuda, cuda:1; CUDA
-        when there is one, by default. trust_remote_code: Run code that comes with the model.
+    Args:
+        folders: Sets of one task and model: folders of `lapa2 prefix train --out`. Hard prefixes
+            are measured once for all.
+        data: As in `lapa2 prefix train`; of corpora on the hub the test split is read.
+        task: The task; the one the set was trained for, by default.
+        limit: Texts per attribute, shared evenly among the data.
+        max_tokens: Tokens of each text that are read, from its beginning.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.prefixes.make import measure_sets
 
@@ -137,12 +143,17 @@ def score_generated(
 ) -> None:
     """Generate behind soft prefixes, without and with LaPA2; put the accuracy into their cards.
 
-    Args: folders: Sets: folders of `lapa2 prefix train --out`. samples: Texts per prompt of the
-        task. length: Tokens of a text, the prompt's included where the task counts them. alpha:
-        Strength of LaPA2. classifier: embedded, or a sequence classifier: hub id or folder. dtype:
-        Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
-        computes faster. device: cpu, cuda, cuda:1; CUDA when there is one, by default. seed: Seed
-        of the random streams. trust_remote_code: Run code that comes with a model.
+    Args:
+        folders: Sets: folders of `lapa2 prefix train --out`.
+        samples: Texts per prompt of the task.
+        length: Tokens of a text, the prompt's included where the task counts them.
+        alpha: Strength of LaPA2.
+        classifier: embedded, or a sequence classifier: hub id or folder.
+        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
+            machine computes faster.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        seed: Seed of the random streams.
+        trust_remote_code: Run code that comes with a model.
     """
     from lapa2_interp.runs.prefix_accuracy import prefix_accuracy
 
@@ -239,12 +250,15 @@ def import_(
         lapa2 prefix import ckpt-2/pytorch_model.bin --model gpt2-medium \\
             --task topic --attribute world --out results/air-topic
 
-    Args: source: The adapter's folder, the checkpoint, or a .safetensors of this package. out: The
-        set's folder; the prefix is added to it. model: The model it was trained for. task: The task
-        its attribute belongs to. attribute: What it steers towards. set_name: What the card calls
-        the set. number: Which prefix of an Air-Decoding checkpoint; by default the attribute's
-        (0-7: positive, negative, world, sports,
-            business, science, nontoxic, toxic).
+    Args:
+        source: The adapter's folder, the checkpoint, or a .safetensors of this package.
+        out: The set's folder; the prefix is added to it.
+        model: The model it was trained for.
+        task: The task its attribute belongs to.
+        attribute: What it steers towards.
+        set_name: What the card calls the set.
+        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's (0-7:
+            positive, negative, world, sports, business, science, nontoxic, toxic).
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.methods import load_task

@@ -55,9 +55,9 @@ def score(
         lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
         lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
 
-    Args: source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
-        file with a column of texts
-            (and prompt, attribute, arm, if known).
+    Args:
+        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
+            file with a column of texts (and prompt, attribute, arm, if known).
         scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL
             (`lapa2 scorers list`).
         out: The folder of tables.
@@ -134,11 +134,11 @@ def train(
 
         lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
 
-    Args: task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
+    Args:
+        task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
         data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
-        with fields text and label;
-            repeat the option for more. =WEIGHT after it says how much its texts count, such as
-            sst2=3.
+            with fields text and label; repeat the option for more. =WEIGHT after it says how much
+            its texts count, such as sst2=3.
         test: The same, for the card's results; of corpora on the hub the test split is read.
         graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for
             toxicity: four fifths of its rows are learned, the rest tests the correlation. =WEIGHT

@@ -21,9 +21,11 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
     paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names,
     also every cell of those.
 
-    Args: names: Built-in grids, or paths of .toml files. changes: KEY=VALUE replaces a key in every
-        block, such as samples=2 or length=64; repeat the option for more. as_json: Print JSON,
-        cells in full.
+    Args:
+        names: Built-in grids, or paths of .toml files.
+        changes: KEY=VALUE replaces a key in every block, such as samples=2 or length=64; repeat the
+            option for more.
+        as_json: Print JSON, cells in full.
     """
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
@@ -116,13 +118,18 @@ def sweep(
         lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
         lapa2 sweep paper/detox --engine ray --address auto --out results/paper
 
-    Args: names: Built-in grids (`lapa2 grids`), or paths of .toml files. out: The run folder.
+    Args:
+        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
+        out: The run folder.
         changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
-        more. engine: local, or ray: workers on the machines of a Ray cluster. workers: By default
-        one per GPU, or per CPU core. device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        With ray also auto: a model over all GPUs of a worker. dtype: What dtype = "auto" means in
-        the grids; by default that of the grid's cells in the run, else bfloat16 or float32,
-            whichever this machine computes faster. Grids that name a dtype keep it.
+            more.
+        engine: local, or ray: workers on the machines of a Ray cluster.
+        workers: By default one per GPU, or per CPU core.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
+            over all GPUs of a worker.
+        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the
+            run, else bfloat16 or float32, whichever this machine computes faster. Grids that name a
+            dtype keep it.
         threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
             a text.
         address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by

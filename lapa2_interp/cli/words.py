@@ -27,11 +27,15 @@ def words(
         lapa2 words --task sentiment --data sst2 --data imdb --out words.json
         lapa2 generate --method freectrl --set words=words.json --attribute positive --out results/run
 
-    Args: task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the
-        labels. data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and
-        label; repeat the option for more. out: The list, a JSON file. n: Words per attribute.
-        least: Occurrences a word must have. sure: The least z of a word; 1.96 is reached by one in
-        forty of the words that tell nothing. force: Replace the file.
+    Args:
+        task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the labels.
+        data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and label; repeat
+            the option for more.
+        out: The list, a JSON file.
+        n: Words per attribute.
+        least: Occurrences a word must have.
+        sure: The least z of a word; 1.96 is reached by one in forty of the words that tell nothing.
+        force: Replace the file.
     """  # noqa: E501
     from lapa2_interp.methods import load_task
     from lapa2_interp.tasks.word_lists import make_word_list

@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 class Generation:
     """What a call of `generate` made.
 
-    Attributes: samples: One row per sample: prompt, attribute, sample, text (as it is scored),
-        continuation, tokens, n_tokens,
-            finish ("length", "end", or "empty" where no token was left to draw).
+    Attributes:
+        samples: One row per sample: prompt, attribute, sample, text (as it is scored),
+            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
+            left to draw).
         trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
     """
 
@@ -118,8 +119,10 @@ def run_plan(
 ) -> Generation:
     """Carry out a plan.
 
-    Args: groups: Some of the plan's groups; all by default. progress: A bar to advance, shared by
-        several plans; by default one of its own, shown after 2 s.
+    Args:
+        groups: Some of the plan's groups; all by default.
+        progress: A bar to advance, shared by several plans; by default one of its own, shown after
+            2 s.
 
     Raises:
         TraceError: Patterns are asked of heads that the model does not have.

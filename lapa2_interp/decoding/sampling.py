@@ -65,8 +65,9 @@ def draw(
         uniform: One number in [0, 1) per sample.
         top_k: Tokens kept, >= 1.
 
-    Raises: EmptyDistributionError: A sample has no token of positive weight, or its weights are not
-        numbers.
+    Raises:
+        EmptyDistributionError: A sample has no token of positive weight, or its weights are not
+            numbers.
     """
     kept = keep_top_k(log_weights, top_k)
     chosen = log_weights.gather(1, kept).double()  # sample vocab -> sample kept

@@ -52,9 +52,11 @@ def teacher_forced(
 ) -> xr.Dataset:
     """The trace of texts that are given, row by row, behind their prefixes and prompts.
 
-    Args: layouts: One per row, or one for all. texts: Token ids after the prompt, of any lengths >=
-        1. Step t is the query that would predict token t, so that as many
-            steps are recorded as there are tokens, and the last token is not read.
+    Args:
+        layouts: One per row, or one for all.
+        texts: Token ids after the prompt, of any lengths >= 1. Step t is the query that would
+            predict token t, so that as many steps are recorded as there are tokens, and the last
+            token is not read.
         augmentation: One, or one per row.
         prefixes: The rows' soft prefixes.
         trace: "pooled" or "full".

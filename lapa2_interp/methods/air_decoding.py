@@ -30,12 +30,14 @@ from lapa2_interp.tasks import Task
 class AirDecoding(Method):
     """Air-Decoding. The state holds R_j (log R_j in log space) per competing class, [sample].
 
-    Args: omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox
-        stand in the task files. posterior: "reconstructed" (released code and Air-Decoding's paper)
-        or "plain" (the LaPA2 paper's Eq. 5). numerics: "log" or "released". prefixes: "hard", or
-        soft ones: mle, contrastive, or a set's folder. The paper's tasks choose in their files:
-        hard for
-            sentiment, mle for topic and detox.
+    Args:
+        omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox
+            stand in the task files.
+        posterior: "reconstructed" (released code and Air-Decoding's paper) or "plain" (the LaPA2
+            paper's Eq. 5).
+        numerics: "log" or "released".
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
+            choose in their files: hard for sentiment, mle for topic and detox.
         pro_aug: Also strengthen the prompt on the base branch; the paper's default for sentiment
             and topic, off for detox.
     """

@@ -48,10 +48,10 @@ CHOICES = {"union": torch.ge, "intersection": torch.lt}
 class Arithmetic(Method):
     """Model Arithmetic.
 
-    Args: formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( )
-        numbers, union(a, b) and
-            intersection(a, b). "base" alone is the raw model (with --alpha 0: there is no prefix to
-            strengthen).
+    Args:
+        formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( )
+            numbers, union(a, b) and intersection(a, b). "base" alone is the raw model (with --alpha
+            0: there is no prefix to strengthen).
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """

@@ -87,10 +87,10 @@ class Prepared:
 class Start:
     """What is known about a batch of samples before its first step.
 
-    Attributes: prepared: What was prepared for the prompt of each sample. log_likelihood: log
-        P(prompt) under every branch, [sample]; None before the prompts are read, and for methods
-        that do
-            not ask for it (`reads_prompt`).
+    Attributes:
+        prepared: What was prepared for the prompt of each sample.
+        log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are
+            read, and for methods that do not ask for it (`reads_prompt`).
         n_prompt: Number of prompt tokens, [sample].
     """
 
@@ -158,8 +158,9 @@ def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = ""
     """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a
     soft set.
 
-    Args: prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of
-        one.
+    Args:
+        prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of
+            one.
     """
     text = task.prefix(attribute)
     return (
@@ -172,15 +173,18 @@ def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = ""
 class Method(ABC):
     """A decoding method.
 
-    Attributes: name: As on the command line. `paper_name`: as in the paper's tables. `equation`:
-        how it combines its branches. alpha: The paper's strength of LaPA2 for it (section 5.1).
+    Attributes:
+        name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it
+            combines its branches.
+        alpha: The paper's strength of LaPA2 for it (section 5.1).
         pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor
-        Reinforcement, Eq. 9). text_names: The texts it reads from a task file; None where it takes
-        any. when_empty: Why no token may have positive weight, and what to change. of_paper:
-        Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
+            Reinforcement, Eq. 9).
+        text_names: The texts it reads from a task file; None where it takes any.
+        when_empty: Why no token may have positive weight, and what to change.
+        of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
         reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
         recomputes: Whether the whole text is read again at every step, because `intervene` changes
-        what it was.
+            what it was.
     """
 
     name: ClassVar[str]

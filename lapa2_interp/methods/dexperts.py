@@ -34,10 +34,12 @@ from lapa2_interp.tasks import Task
 class Dexperts(Method):
     """DExperts.
 
-    Args: strength: The original's alpha: 2.0 against toxicity, 3.2 for sentiment (in the task
-        file). 0 is the raw model's nucleus. top_p: Probability the raw model's candidates hold, in
-        (0, 1]; 1 keeps every token. prefixes: "hard", or soft ones: mle, contrastive, or a set's
-        folder. pro_aug: Also strengthen the prompt on the base branch.
+    Args:
+        strength: The original's alpha: 2.0 against toxicity, 3.2 for sentiment (in the task file).
+            0 is the raw model's nucleus.
+        top_p: Probability the raw model's candidates hold, in (0, 1]; 1 keeps every token.
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
+        pro_aug: Also strengthen the prompt on the base branch.
     """
 
     name: ClassVar[str] = "dexperts"

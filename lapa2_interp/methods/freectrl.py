@@ -116,9 +116,9 @@ class FreeCtrl(Method):
 
     u, lam and neurons are its authors' values for GPT-2 medium.
 
-    Args: u: Threshold of the score above which control is off; in the task files the original's
-        1.15 for sentiment and 1.07 for
-            topic.
+    Args:
+        u: Threshold of the score above which control is off; in the task files the original's 1.15
+            for sentiment and 1.07 for topic.
         lam: Largest value of a neuron; in the task files .2 for sentiment and .3 for topic.
         neurons: Neurons per keyword, up to 100; 0 is the raw model under the sampler.
         gated_lam: The same in gated MLPs (Llama's kind, SmolLM2); 4 in the topic task.

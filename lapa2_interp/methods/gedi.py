@@ -58,13 +58,15 @@ class Scored:
 class Gedi(Method):
     """GeDi. Without `begin`, the state None says that nothing was read before.
 
-    Args: omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with
-        filter_p 0 and repetition 1). filter_p: Share of the weighted probability that may be
-        dropped, [0, 1]. target_p: A token that makes the target at least this likely is never
-        dropped, (0, 1]. repetition: Divides the shifted logit of what was generated before, > 0; 1
-        turns it off. logit_scale: Sharpness of the discriminator, > 0; the original learns it.
-        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. pro_aug: Also
-        strengthen the prompt on the base branch.
+    Args:
+        omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with
+            filter_p 0 and repetition 1).
+        filter_p: Share of the weighted probability that may be dropped, [0, 1].
+        target_p: A token that makes the target at least this likely is never dropped, (0, 1].
+        repetition: Divides the shifted logit of what was generated before, > 0; 1 turns it off.
+        logit_scale: Sharpness of the discriminator, > 0; the original learns it.
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
+        pro_aug: Also strengthen the prompt on the base branch.
     """
 
     name: ClassVar[str] = "gedi"

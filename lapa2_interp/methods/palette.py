@@ -40,10 +40,14 @@ class Palette(Method):
     """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their
     texts stand in the task file.
 
-    Args: s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both
-        terms. t: Weight of the complementary term. s_comp: s', > 0. auxiliaries: False keeps `main`
-        (and `anti`) alone: the one text of the paper's table instead of the code's three. numerics:
-        "float32" (or wider, as the log-probabilities come) or "released" (float16).
+    Args:
+        s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both
+            terms.
+        t: Weight of the complementary term.
+        s_comp: s', > 0.
+        auxiliaries: False keeps `main` (and `anti`) alone: the one text of the paper's table
+            instead of the code's three.
+        numerics: "float32" (or wider, as the log-probabilities come) or "released" (float16).
     """
 
     name: ClassVar[str] = "palette"

@@ -38,9 +38,10 @@ class NoControl(Method):
 class PrefixConditioning(Method):
     """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else.
 
-    Args: prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
-        choose in their files: hard for
-            sentiment, mle for topic and detox (the released code: mle for all).
+    Args:
+        prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
+            choose in their files: hard for sentiment, mle for topic and detox (the released code:
+            mle for all).
     """
 
     name: ClassVar[str] = "prefix"
@@ -65,8 +66,9 @@ class NegPrompt(Method):
     The released code skips the nontoxic attribute and so conditions on the toxic text (attribute
     "toxic" here); this uses the prefix of the attribute that is asked for.
 
-    Args: form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the
-        task file has it.
+    Args:
+        form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the
+            task file has it.
     """
 
     name: ClassVar[str] = "negprompt"

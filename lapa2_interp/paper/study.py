@@ -157,9 +157,9 @@ def verify(out: Path, study: Study, force: bool = False) -> str:
     The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
     without its trace), tables/*.csv, figures/*.png, report.html.
 
-    Raises: Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is
-        too short; TraceError for texts
-            too short to fit a slope.
+    Raises:
+        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too
+            short; TraceError for texts too short to fit a slope.
     """
     with new_folder(out, force, finished=_finished) as folder:
         found = run_study(study)

@@ -51,7 +51,8 @@ def item_table(
             numbers.
         tokenizer: Tokens that distinct-n counts; words by default.
 
-    Returns: Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference,
+    Returns:
+        Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference,
         difference_low, difference_high, p, detectable (against the baseline of the same method),
         best, profile, paper, state.
     """

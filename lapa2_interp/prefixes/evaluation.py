@@ -148,8 +148,9 @@ def evaluate_sets(
     """Score held-out texts behind every prefix of sets of one task and model, and write the numbers
     into their cards.
 
-    Args: limit: Texts per attribute, shared evenly among the corpora; of each the first piece of at
-        most `max_tokens`.
+    Args:
+        limit: Texts per attribute, shared evenly among the corpora; of each the first piece of at
+            most `max_tokens`.
 
     Returns:
         One row per set, label and prefix: set, label, prefix, nll, low, high, n.

@@ -56,10 +56,12 @@ def import_prefix(
 ) -> SoftPrefix:
     """A prefix from PEFT, Air-Decoding or this package, for a model.
 
-    Args: source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a
-        `.safetensors` of this package. model: The one it was trained for; its shape is checked.
-        task, attribute, set_name: What the card will say. number: Which prefix of an Air-Decoding
-        checkpoint; by default the attribute's, 0-7.
+    Args:
+        source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a
+            `.safetensors` of this package.
+        model: The one it was trained for; its shape is checked.
+        task, attribute, set_name: What the card will say.
+        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's, 0-7.
 
     Raises:
         PrefixError: Unknown layout, another shape, or a file that is not plain tensors.

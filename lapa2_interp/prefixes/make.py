@@ -106,10 +106,14 @@ def measure_sets(
     """Measure sets of soft prefixes on text they were not trained on, and write the numbers into
     their cards.
 
-    Args: folders: Sets of one task and model. data: Corpora, as `corpora.read_corpus` takes them;
-        of those on the hub the test split is read. task: By default the one the sets were trained
-        for. limit: Texts per attribute, shared evenly among the data. max_tokens: Tokens of each
-        text that are read, from its beginning. notify: Told what was read.
+    Args:
+        folders: Sets of one task and model.
+        data: Corpora, as `corpora.read_corpus` takes them; of those on the hub the test split is
+            read.
+        task: By default the one the sets were trained for.
+        limit: Texts per attribute, shared evenly among the data.
+        max_tokens: Tokens of each text that are read, from its beginning.
+        notify: Told what was read.
 
     Returns:
         As `evaluate_sets`.

@@ -110,8 +110,10 @@ def run_report(
 ) -> str:
     """The page of a run as one string. The same folders give the same bytes.
 
-    Args: run: Finished or not. tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv,
-        and of ITEM.png; what is missing is left out.
+    Args:
+        run: Finished or not.
+        tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv, and of ITEM.png; what
+            is missing is left out.
 
     Raises:
         RunError: A cell or a table is damaged.
@@ -469,7 +471,8 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
     Args:
         room: Bytes.
 
-    Returns: n_prompts; and {"unit", "top": {"p", "b"}, "groups": [...]}, a group {"setup", "task",
+    Returns:
+        n_prompts; and {"unit", "top": {"p", "b"}, "groups": [...]}, a group {"setup", "task",
         "attribute", "method", "size", "prompts", "arms": [{"arm", "cell", "branch", "prefix",
         "texts"}]} and its "texts", by prompt, {"t": text of every token, "p" and "b": attention on
         prefix and BOS in units at the step that predicted it, or null, "end": why it ended}, or

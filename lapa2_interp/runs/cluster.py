@@ -102,11 +102,14 @@ class RayWorker:
 class Cluster:
     """An engine on the machines of a Ray cluster, for one `with` block.
 
-    Args: workers: By default as many as there is room for, and more when machines join. device:
-        cpu, cuda, or auto: a model over all GPUs of its worker, which is the default where a worker
-        has several. threads: CPU threads of a worker. address: HOST:PORT of a cluster's head, or
-        auto: the cluster this machine belongs to. By default one is started here. gpus_per_worker:
-        GPUs of a worker where the cluster has any; a share of one below 1.
+    Args:
+        workers: By default as many as there is room for, and more when machines join.
+        device: cpu, cuda, or auto: a model over all GPUs of its worker, which is the default where
+            a worker has several.
+        threads: CPU threads of a worker.
+        address: HOST:PORT of a cluster's head, or auto: the cluster this machine belongs to. By
+            default one is started here.
+        gpus_per_worker: GPUs of a worker where the cluster has any; a share of one below 1.
 
     Raises:
         RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.

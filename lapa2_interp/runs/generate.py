@@ -56,8 +56,10 @@ def generate(
     Returns:
         A run of one cell: `samples()`, `trace()`, `manifest()`, `save(FOLDER)`.
 
-    Raises: Lapa2Error: As `Cell.of`, `load_model` and `plan`. EmptyDistributionError: Texts ended
-        because no token was left to draw; its attribute `run` holds them.
+    Raises:
+        Lapa2Error: As `Cell.of`, `load_model` and `plan`.
+        EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run`
+            holds them.
     """
     if cell is not None and settings:
         raise Lapa2Error(

@@ -137,12 +137,15 @@ def load_grid(
 
     To fill a run folder that may have cells of the grid already, use `sweep.load_grids`.
 
-    Args: changes: Values that replace a key in every block, such as {"samples": 1}. check: Raise
-        when something is missing; otherwise the grid's `needs` say what. auto: What dtype "auto"
-        means; by default what this machine computes faster (`machine.faster_dtype`).
+    Args:
+        changes: Values that replace a key in every block, such as {"samples": 1}.
+        check: Raise when something is missing; otherwise the grid's `needs` say what.
+        auto: What dtype "auto" means; by default what this machine computes faster
+            (`machine.faster_dtype`).
 
-    Raises: GridError: Unknown name or key, a malformed value, an impossible combination, or (with
-        `check`) something is missing.
+    Raises:
+        GridError: Unknown name or key, a malformed value, an impossible combination, or (with
+            `check`) something is missing.
     """
     if name in built_in():
         text = (GRIDS / f"{name}.toml").read_text("utf-8")

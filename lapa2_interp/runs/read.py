@@ -51,8 +51,11 @@ cell again."""
 class FinishedCell:
     """The result of a cell.
 
-    Attributes: manifest: What decided it. samples: One row per text. trace: The recorded attention,
-        row i of the samples being sample i; None where there is none.
+    Attributes:
+        manifest: What decided it.
+        samples: One row per text.
+        trace: The recorded attention, row i of the samples being sample i; None where there is
+            none.
     """
 
     manifest: Manifest
@@ -298,8 +301,9 @@ class Run:
         Args:
             key: By default that of the only cell.
 
-        Raises: RunError: It is not finished, or damaged; or no key is given and there are several
-            cells.
+        Raises:
+            RunError: It is not finished, or damaged; or no key is given and there are several
+                cells.
         """
         key = self._only(key)
         if key in self.held:

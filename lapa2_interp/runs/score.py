@@ -59,12 +59,14 @@ def score(
 ) -> Scored:
     """Score the texts of a run, or of a file.
 
-    Args: source: A run, or a .jsonl, .csv or .parquet file with a column of texts. scorers: Names
-        in `scoring.named.NAMES`, each plain or as NAME=MODEL. out: Also write scores.parquet,
-        table.csv and differences.csv into this new folder. labels: Names for a classifier's labels.
-        only: Only texts whose columns have these values. notify: Told what is scored, and what
-        scorers have to say. force, column, attribute, task, lengths, parts, judge_url,
-        judge_prices, cache, dtype, device,
+    Args:
+        source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
+        scorers: Names in `scoring.named.NAMES`, each plain or as NAME=MODEL.
+        out: Also write scores.parquet, table.csv and differences.csv into this new folder.
+        labels: Names for a classifier's labels.
+        only: Only texts whose columns have these values.
+        notify: Told what is scored, and what scorers have to say. force, column, attribute, task,
+        lengths, parts, judge_url, judge_prices, cache, dtype, device,
             trust_remote_code: As the options of `lapa2 score`.
 
     Raises:

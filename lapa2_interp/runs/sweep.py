@@ -111,14 +111,17 @@ def load_grids(
     A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made
     twice.
 
-    Args: folder: The run, or where it will be. names, changes: As `grids.load_grid`. dtype: What
-        dtype "auto" means; by default that of the grid's cells of a model in the run, else that of
-        the run's cells
-            of the model, else what this machine computes faster.
+    Args:
+        folder: The run, or where it will be.
+        names, changes: As `grids.load_grid`.
+        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run,
+            else that of the run's cells of the model, else what this machine computes faster.
         device: Where cells will be computed.
 
-    Raises: GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another
-        than the one asked for. RunError: The folder is not a run, or one of another version.
+    Raises:
+        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than
+            the one asked for.
+        RunError: The folder is not a run, or one of another version.
     """
     listed = _listed_dtypes(folder)
 

@@ -27,8 +27,9 @@ def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, M
         source: A run, or a .jsonl, .csv or .parquet file.
         column: Where a file has its texts.
 
-    Returns: Tables (missing columns filled with ""), each with the manifest of its texts, or None.
-        A run has one per model, task and length, with its cells' columns; a file has one.
+    Returns:
+        Tables (missing columns filled with ""), each with the manifest of its texts, or None. A run
+        has one per model, task and length, with its cells' columns; a file has one.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.

@@ -46,8 +46,10 @@ class Item:
 class Skipped:
     """Why a text has no number.
 
-    Attributes: reason: The same words for the same cause: tables count them. final: Asking again
-        cannot help (the text is too short); such answers are cached like numbers.
+    Attributes:
+        reason: The same words for the same cause: tables count them.
+        final: Asking again cannot help (the text is too short); such answers are cached like
+            numbers.
     """
 
     reason: str
@@ -79,10 +81,13 @@ Score = tuple[float, ...] | Skipped
 class Scorer(ABC):
     """A scorer of texts.
 
-    Attributes: name: accuracy, perplexity, toxicity, judge, ... version: What else decides its
-        numbers: model and weights, service, prompt. Numbers of two versions never share a table.
-        columns: Names of its numbers. needs: Fields of an item that enter the score besides the
-        text. batch_size: Items given at once.
+    Attributes:
+        name: accuracy, perplexity, toxicity, judge, ...
+        version: What else decides its numbers: model and weights, service, prompt. Numbers of two
+            versions never share a table.
+        columns: Names of its numbers.
+        needs: Fields of an item that enter the score besides the text.
+        batch_size: Items given at once.
     """
 
     name: str
@@ -95,8 +100,9 @@ class Scorer(ABC):
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One score per item, in order.
 
-        Raises: ScoringError: Nothing more can be scored now: no key, no server, a quota that is
-            used up.
+        Raises:
+            ScoringError: Nothing more can be scored now: no key, no server, a quota that is used
+                up.
         """
 
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
@@ -189,7 +195,8 @@ def _parts(values: Sequence, size: int) -> Iterator[Sequence]:
 def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None) -> pd.DataFrame:
     """Score items, each distinct one once.
 
-    Returns: One row per item, in order: the scorer's columns (NaN where skipped) and `skipped` (the
+    Returns:
+        One row per item, in order: the scorer's columns (NaN where skipped) and `skipped` (the
         reason, or "").
 
     Raises:

@@ -60,8 +60,9 @@ def distinct_table(
     A bootstrap would repeat texts and so lower the number; the interval is the jackknife's over
     prompts, on the logarithm.
 
-    Returns: Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the
-        tokenizer's name).
+    Returns:
+        Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the tokenizer's
+        name).
     """
     lists, name = token_lists(texts, tokenizer)
     codes, names = pd.factorize(np.asarray(prompts))

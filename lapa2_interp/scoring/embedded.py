@@ -104,8 +104,10 @@ def features(parts: Sequence[csr_matrix], rarity: Float[np.ndarray, " feature"])
 class Linear:
     """A linear classifier.
 
-    Attributes: weights, bias: float32 (on disk the weights are float16). One column per label, or
-        one for the first of two labels. rarity: Rarity of every feature among the training texts.
+    Attributes:
+        weights, bias: float32 (on disk the weights are float16). One column per label, or one for
+            the first of two labels.
+        rarity: Rarity of every feature among the training texts.
     """
 
     labels: tuple[str, ...]

@@ -105,21 +105,22 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     are those of the same prompt, attribute and sample, as far as every arm has them. Order and ids
     tell nothing about the arm.
 
-    Args: samples: One row per text, with columns prompt, attribute, text and, where systems are
-        compared, arm. `sample`
-            pairs the texts of a prompt across arms; without it they pair in their order. Other
-            columns go into the key.
+    Args:
+        samples: One row per text, with columns prompt, attribute, text and, where systems are
+            compared, arm. `sample` pairs the texts of a prompt across arms; without it they pair in
+            their order. Other columns go into the key.
         folder: Made when missing.
         n: Texts on the sheet, over all arms.
         seed: Seed of the draw, the order and the ids, not negative. The same samples and seed give
             the same files.
 
-    Returns: The key, in the sheet's order: id, arm, prompt, attribute, and every other column of
-        the samples.
+    Returns:
+        The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the
+        samples.
 
-    Raises: ScoringError: A column or value is missing, a text is there twice, there are too few
-        texts, or the folder holds
-            sheets of another draw.
+    Raises:
+        ScoringError: A column or value is missing, a text is there twice, there are too few texts,
+            or the folder holds sheets of another draw.
     """
     table = _checked(samples)
     rng = np.random.default_rng(seed)
@@ -277,16 +278,19 @@ def _form(sheet: pd.DataFrame, name: str) -> bytes:
 def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
     """Ratings of several annotators, joined with the key.
 
-    Args: key: The key.csv that `make_sheets` wrote. files: Filled sheets: what the form downloads,
-        or sheet.csv from a spreadsheet (comma, semicolon or tab), UTF-8.
+    Args:
+        key: The key.csv that `make_sheets` wrote.
+        files: Filled sheets: what the form downloads, or sheet.csv from a spreadsheet (comma,
+            semicolon or tab), UTF-8.
 
-    Returns: One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,
+    Returns:
+        One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,
         rating (1.0 to 5.0; NaN where the annotator did not answer, or where the text is not in
         their file).
 
-    Raises: ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not
-        1, 2, 3, 4 or 5; an
-            answered row names no annotator; an annotator answers a question twice.
+    Raises:
+        ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1,
+            2, 3, 4 or 5; an answered row names no annotator; an annotator answers a question twice.
     """
     texts = {row["id"]: row for _, row in _rows(key, ("id", "arm", "prompt", "attribute"))}
     answered: dict[
@@ -402,9 +406,10 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     Args:
         answers: From `read_answers`.
 
-    Returns: Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n
-        (ratings), texts, prompts, annotators (those behind the n ratings), unanswered (what is
-        missing to every text rated by every annotator).
+    Returns:
+        Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n (ratings),
+        texts, prompts, annotators (those behind the n ratings), unanswered (what is missing to
+        every text rated by every annotator).
     """
     rows = []
     for arm, of_arm in answers.groupby("arm"):
@@ -446,7 +451,8 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
     Args:
         answers: From `read_answers`.
 
-    Returns: Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts;
+    Returns:
+        Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts;
         resamples in which all ratings are equal have no alpha and are left out), exact (how often
         two ratings of one text are equal), n (ratings of texts that two or more rate), texts (such
         texts), annotators. NaN where nothing can be compared.

@@ -143,9 +143,10 @@ class Judge(Scorer):
     ("not reached" stands for the rest) and the next call raises. If there are no such answers, this
     call raises.
 
-    Args: model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same
-        weights. base_url: Address of the server, up to and including /v1; by default
-        OPENAI_BASE_URL, or
+    Args:
+        model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same
+            weights.
+        base_url: Address of the server, up to and including /v1; by default OPENAI_BASE_URL, or
             else OpenAI's.
         concurrency: Requests under way at once.
         attempts: Requests per answer while the server is overloaded, failing, or not there.

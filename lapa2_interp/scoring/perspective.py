@@ -69,11 +69,15 @@ class Perspective(Scorer):
     """Perspective's TOXICITY, a probability in [0, 1]. The first request opens a connection;
     `close` or `with` ends it.
 
-    Args: base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of
-        `version`. rate: Requests per second, at most; Google's quota is 1 where no other was
-        granted. attempts: Requests for one text before giving up. backoff: Seconds before the
-        second attempt, doubled for each further one; the wait is drawn from the upper half.
-        timeout: Seconds to wait for the service to connect or answer. clock: Seconds since 1970.
+    Args:
+        base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of
+            `version`.
+        rate: Requests per second, at most; Google's quota is 1 where no other was granted.
+        attempts: Requests for one text before giving up.
+        backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn
+            from the upper half.
+        timeout: Seconds to wait for the service to connect or answer.
+        clock: Seconds since 1970.
         sleep: Waits for seconds.
 
     Raises:
@@ -126,8 +130,9 @@ class Perspective(Scorer):
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One toxicity per item, in order; only the text is sent.
 
-        Raises: ScoringError: No key, a refused key or request, or no usable answer after the last
-            attempt.
+        Raises:
+            ScoringError: No key, a refused key or request, or no usable answer after the last
+                attempt.
         """
         return [self._score(item.text) for item in items]
 

@@ -77,10 +77,10 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     Args:
         scores: From `score_table`, for one or several scorers.
 
-    Returns: The cell's keys and metric, mean, low, high (inside RANGES; never a point at their
-        ends, see SURE), n, prompts, skipped (how many), why, scorer. Toxicity also has "toxicity
-        max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum
-        >= 0.5).
+    Returns:
+        The cell's keys and metric, mean, low, high (inside RANGES; never a point at their ends, see
+        SURE), n, prompts, skipped (how many), why, scorer. Toxicity also has "toxicity max" (mean
+        over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
     """
     rows = []
     for keys, part in _cells(scores):
@@ -136,9 +136,10 @@ def _within(metric: str, interval: Interval) -> tuple[float, float]:
 def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
     """Every other arm against the baseline, paired on the prompts (and attributes) both have.
 
-    Returns: The cell's keys and metric, difference, low, high, p (sign-flip permutation over
-        prompts), detectable (the smallest difference these texts could have shown), prompts,
-        scorer; empty where there is no such arm.
+    Returns:
+        The cell's keys and metric, difference, low, high, p (sign-flip permutation over prompts),
+        detectable (the smallest difference these texts could have shown), prompts, scorer; empty
+        where there is no such arm.
     """
     columns = ["metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer"]
     if baseline not in set(scores["arm"]):

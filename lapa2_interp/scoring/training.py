@@ -41,8 +41,9 @@ def read_graded(path: Path, test: bool) -> Graded:
     """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their
     Perspective toxicity.
 
-    Args: test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the
-        others.
+    Args:
+        test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the
+            others.
 
     Raises:
         DataError: Not readable, or of another form.
@@ -165,10 +166,14 @@ def make_scorer_files(
     """Read corpora by name, train an embedded classifier on them, and write it: `train_scorer`, as
     the command has it.
 
-    Args: labels: The task's attributes. data, test: Corpora, as `corpora.read_corpus` takes them;
-        =WEIGHT after one of `data` says how much its texts count. graded: Files of
-        RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as above. c: Inverse
-        strength of the L2 penalty, > 0. out: Folder of the weights and the card.
+    Args:
+        labels: The task's attributes.
+        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says
+            how much its texts count.
+        graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as
+            above.
+        c: Inverse strength of the L2 penalty, > 0.
+        out: Folder of the weights and the card.
 
     Raises:
         ScoringError: A value out of range.

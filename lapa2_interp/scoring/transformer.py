@@ -30,12 +30,15 @@ class Perplexity(Scorer):
     The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
     spaces) are skipped, as there.
 
-    Args: model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
-        LLaMA-2-13B for the large models. generator: The weights that wrote the texts, if known;
-        where they are these, the version says "self". min_words: Texts with fewer words are
-        skipped. max_tokens: A longer text is scored up to here; by default the model's context,
-        1,024 at most. doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS)
-        in the mean.
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
+            LLaMA-2-13B for the large models.
+        generator: The weights that wrote the texts, if known; where they are these, the version
+            says "self".
+        min_words: Texts with fewer words are skipped.
+        max_tokens: A longer text is scored up to here; by default the model's context, 1,024 at
+            most.
+        doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS) in the mean.
     """
 
     name = "perplexity"
@@ -99,9 +102,12 @@ class Perplexity(Scorer):
 class Classifier(Scorer):
     """Any sequence classifier of transformers; its numbers are the probabilities of its labels.
 
-    Args: model: A hub id or a folder. labels: Names of ours for its labels, such as {"LABEL_1":
-        "positive"}; its own by default, in lower case. column: Keep only this label's probability,
-        as `name` (a toxicity classifier's). name: accuracy or toxicity.
+    Args:
+        model: A hub id or a folder.
+        labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default,
+            in lower case.
+        column: Keep only this label's probability, as `name` (a toxicity classifier's).
+        name: accuracy or toxicity.
     """
 
     def __init__(

@@ -68,10 +68,11 @@ class Prompts(BaseModel):
 class Task(BaseModel):
     """A control task.
 
-    Attributes: name: The file's name without its ending. length_counts_prompt: True: `length`
-        counts prompt tokens too and the text begins with the prompt (the paper's
-            sentiment and topic). False: `length` new tokens, and the text is the continuation alone
-            (detox).
+    Attributes:
+        name: The file's name without its ending.
+        length_counts_prompt: True: `length` counts prompt tokens too and the text begins with the
+            prompt (the paper's sentiment and topic). False: `length` new tokens, and the text is
+            the continuation alone (detox).
         lengths: The lengths it is evaluated at.
         attributes: By name.
         prompts: The default prompts.
@@ -150,8 +151,9 @@ def read_task(name: str) -> Task:
 
     To use one, `methods.load_task`.
 
-    Raises: TaskError: Unknown name, unreadable file, or a malformed one; the message names the line
-        or field.
+    Raises:
+        TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or
+            field.
     """
     path = Path(name)
     if name in built_in():

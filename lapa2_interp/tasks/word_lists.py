@@ -157,8 +157,9 @@ def make_word_list(
     Returns:
         Words with their z, by label.
 
-    Raises: DataError: A corpus cannot be read, an attribute gets no word, or the file is there or
-        cannot be written.
+    Raises:
+        DataError: A corpus cannot be read, an attribute gets no word, or the file is there or
+            cannot be written.
     """
     if out.is_dir() or (out.exists() and not force):
         kind = "a folder" if out.is_dir() else "there already"

@@ -35,10 +35,11 @@ def local_ratio(
     """Local dependency: the share of the last k keys in the attention outside the prefix (paper,
     "Local Dependency").
 
-    Args: k: 2, 4, 6 or 8. without_bos: False: nearest_k / (1 - prefix), the paper's words. True:
-        nearest_k / (1 - prefix - bos), the attention
-            sink left out; the released code is close to this, because its slice from slot 0 counts
-            BOS as prefix.
+    Args:
+        k: 2, 4, 6 or 8.
+        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 -
+            prefix - bos), the attention sink left out; the released code is close to this, because
+            its slice from slot 0 counts BOS as prefix.
 
     Raises:
         TraceError: Another k.
@@ -90,9 +91,10 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
         branch: Which branch; by default the first with a prefix.
 
-    Returns: Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single
-        prompt), n, prompts. Steps that any sample of the arm lacks are left out, so that a curve
-        never changes its texts on the way.
+    Returns:
+        Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single prompt),
+        n, prompts. Steps that any sample of the arm lacks are left out, so that a curve never
+        changes its texts on the way.
     """
     at = _branch_number(trace, branch)
     rows = []
