@@ -284,9 +284,15 @@ class Cell(BaseModel):
 
     @property
     def variant(self) -> str:
-        """What differs from the task's usual parameters and wording, in words; usually empty."""
+        """What differs from the task's usual parameters and wording, in words; usually empty.
+
+        Of a method of one's own these are all its parameters: reading a run imports no module that
+        the run names.
+        """
         usual = load_task(self.task.name) if self.task.name in BUILT_IN_TASKS else self.task
-        default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
+        default: dict[str, Any] = {}
+        if ":" not in self.method:
+            default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
         changed = [
             f"{name}={value}"
             for name, value in self.parameters.items()

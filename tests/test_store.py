@@ -18,7 +18,15 @@ from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import new_folder
 from lapa2_interp.runs.manifest import OF_THE_DAY
-from lapa2_interp.runs.read import is_run, read_cell, write_cell, write_run
+from lapa2_interp.runs.read import (
+    FinishedCell,
+    Listing,
+    Run,
+    is_run,
+    read_cell,
+    write_cell,
+    write_run,
+)
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
 ASKED = (
@@ -96,7 +104,6 @@ def test_a_cell_by_itself_is_a_run(run, tmp_path):
 def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
     """The old kind had all arms and attributes in one table, one trace and one manifest."""
     from lapa2_interp.decoding.loop import join_traces
-    from lapa2_interp.runs.read import FinishedCell
 
     cells = [run.cell(key) for key in run.plan]
     table = pd.concat([each.samples for each in cells], ignore_index=True)
@@ -304,3 +311,25 @@ def test_patterns_are_in_a_key_only_when_set():
     ]
     assert '"length":"paper"' in cell.model_dump_json()
     assert "length_rule" not in cell.model_dump_json()
+
+
+def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatch):
+    """A run folder may come from anybody."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cell = next(iter(run.plan.values())).model_copy(update={"method": "evil:Method"})
+    cell = CELL.validate_python(cell.model_dump())
+    made = next(iter(run.held.values()))
+    manifest = made.manifest.model_copy(update={"method": "evil:Method", "cell": cell.key})
+    listing = Listing(grids={"own": (cell.key,)})
+    named = Run(
+        None,
+        listing,
+        {cell.key: cell},
+        {cell.key: FinishedCell(manifest, *list(vars(made).values())[1:])},
+    )
+    again = named.save(tmp_path / "run")
+    assert again.cells["method"].tolist() == ["evil:Method"]
+    assert again.samples()["variant"].unique().tolist() == ["prefixes=hard"]
+    with pytest.raises(SystemExit):
+        cell.decoder  # noqa: B018
