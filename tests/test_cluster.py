@@ -110,14 +110,16 @@ class LosesAMachine(Cluster):
         super().submit(job)
         if self.given == 6:
             busy = next(
-                seat for seat in self._seats if seat.job and isinstance(seat.job[0].cell, Held)
+                worker
+                for worker in self._workers
+                if worker.job and isinstance(worker.job[0].cell, Held)
             )
             node = next(node for node in self.machines.worker_nodes if node.node_id == busy.node)
             self.machines.remove_node(node, allow_graceful=False)
 
-    def _lost(self, seat, given, error):
+    def _lost(self, worker, given, error):
         self.lost.append(given)
-        return super()._lost(seat, given, error)
+        return super()._lost(worker, given, error)
 
 
 @pytest.mark.alone
