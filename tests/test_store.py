@@ -1,5 +1,6 @@
 """Runs in folders appear complete or not at all, and read back as they were."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from conftest import load, run_of
 from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
 from lapa2_interp.cell import CELL
 from lapa2_interp.cli import main
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import Lapa2Error, RunError, TraceError
 from lapa2_interp.files import new_folder
+from lapa2_interp.runs.attention import read_attention
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import OF_THE_DAY
 from lapa2_interp.runs.read import (
     FinishedCell,
@@ -27,6 +31,7 @@ from lapa2_interp.runs.read import (
     write_cell,
     write_run,
 )
+from lapa2_interp.runs.sweep import sweep
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
 ASKED = (
@@ -130,7 +135,7 @@ def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
     for key, own in zip(old.plan, run.plan, strict=True):
         assert old.cell(key).samples["text"].tolist() == run.cell(own).samples["text"].tolist()
         xr.testing.assert_allclose(old.trace(key)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]),
-                                   run.trace(own)["prefix"].drop_vars(["prompt_text", "attribute"]))  # fmt: skip
+                                   run.trace(own)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]))  # fmt: skip
         assert old.manifest(key).new_tokens == run.manifest(own).new_tokens
     assert len(old.samples()) == 16
 
@@ -297,6 +302,73 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     with pytest.raises(RunError, match="is finished; --force replaces it"):
         run.save(tmp_path / "run")
     assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]
+
+
+def test_generate_refuses_a_misspelt_setting():
+    with pytest.raises(Lapa2Error, match="unknown setting 'lenght'.*length"):
+        generate("tiny-gpt2", attribute="positive", lenght=3)
+
+
+def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
+    """One folder may hold both: their traces have the same coordinates."""
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
+    generate("tiny-gpt2", **asked).save(tmp_path / "run")
+    other = Cell.of("tiny-gpt2", alpha=1, **asked)
+    swept = sweep(tmp_path / "run", [Grid("more", "", (other,))], InProcess("cpu"))
+    assert swept.made == 1
+    found = read_attention(load_run(tmp_path / "run"))
+    assert found.trace["arm"].to_numpy().tolist() == found.samples["arm"].tolist()
+    assert len(set(found.samples["arm"])) == 2
+
+
+def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
+    """Nothing chosen, nothing finished, and damage are three things."""
+    with pytest.raises(TraceError, match="no cell with attribute=happy; .* positive, negative"):
+        read_attention(run, {"attribute": "happy"})
+    saved = run.save(tmp_path / "run")
+    key, *_, last = saved.plan
+    shutil.rmtree(saved.place(last))
+    asked = {"attribute": saved.plan[last].attribute, "arm": saved.plan[last].arm}
+    with pytest.raises(TraceError, match="with attribute=.* and arm=.* is fin"):
+        read_attention(load_run(tmp_path / "run"), asked)
+    (saved.place(key) / "trace.nc").write_bytes(b"cut")
+    with pytest.raises(RunError, match=f"{key} .* is damaged"):
+        read_attention(load_run(tmp_path / "run"))
+
+
+def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
+    saved = run.save(tmp_path / "run")
+    shutil.rmtree(saved.place(next(iter(saved.plan))))
+    copy = load_run(tmp_path / "run").save(tmp_path / "copy")
+    assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
+
+
+def test_a_copy_of_an_old_folder_is_a_run(old, tmp_path):
+    copy = load_run(old).save(tmp_path / "copy")
+    assert copy.cells["state"].tolist() == ["finished"]
+    assert copy.trace().equals(load_run(old).trace())
+
+
+def test_an_old_folder_of_an_unknown_method_is_named(old):
+    file = old / "manifest.json"
+    file.write_text(file.read_text("utf-8").replace('"prefix"', '"prefx"', 1), "utf-8")
+    with pytest.raises(RunError, match="manifest.json: unknown method 'prefx'"):
+        load_run(old)
+
+
+def test_an_old_folder_is_not_filled(old, run):
+    cells = tuple(run.plan.values())
+    with pytest.raises(RunError, match="as earlier versions wrote it, which is read and not"):
+        sweep(old, [Grid("more", "", cells)], InProcess("cpu"))
+
+
+@pytest.mark.parametrize("text", ["{", '{"kind": "sweep", "format": 2}'])
+def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, text):
+    run.save(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(text)
+    with pytest.raises(RunError, match="--force replaces it"):
+        run.save(tmp_path / "run")
+    assert len(run.save(tmp_path / "run", force=True).plan) == 4
 
 
 def test_patterns_are_in_a_key_only_when_set():

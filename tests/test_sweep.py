@@ -28,7 +28,7 @@ from conftest import MODEL_CLASSES, generate, load
 from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import whole_folder, write_text
-from lapa2_interp.runs import local as engines
+from lapa2_interp.runs import local
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened
@@ -460,14 +460,14 @@ def test_a_cell_that_two_grids_have_is_made_once(undisturbed, files):
 
 
 def deadly(folder, victim, always, job):
-    """`engines._do`, but a job (by key and group) kills its process, the first time or always."""
+    """`local._do`, but a job (by key and group) kills its process, the first time or always."""
     with (folder / f"{job.cell.key} {job.group}").open("a") as file:
         file.write(".")
     if (job.cell.key, job.group) == victim and (
         always or (folder / f"{job.cell.key} {job.group}").stat().st_size == 1
     ):
         os.kill(os.getpid(), signal.SIGKILL)
-    return engines._worker.do(job)
+    return local._worker.do(job)
 
 
 @pytest.mark.alone
@@ -479,7 +479,7 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
     victim = list(made)[1]
     assert victim[1] == 0
     (tmp_path / "log").mkdir()
-    monkeypatch.setattr(engines, "_do", functools.partial(deadly, tmp_path / "log", victim, always))
+    monkeypatch.setattr(local, "_do", functools.partial(deadly, tmp_path / "log", victim, always))
     told = []
     done = sweep(tmp_path / "run", grids_of(files), Processes(2, "cpu"), told.append)
     tries = {tuple(file.name.split()): file.stat().st_size for file in (tmp_path / "log").iterdir()}
@@ -519,7 +519,7 @@ def leave(_):
 def test_whatever_a_worker_raises_is_a_failure_of_its_job_alone(
     undisturbed, quick_processes, monkeypatch
 ):
-    monkeypatch.setattr(engines, "_do", leave)
+    monkeypatch.setattr(local, "_do", leave)
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     with Processes(1, "cpu") as engine:
         engine.submit(Job(cell))
@@ -891,7 +891,7 @@ def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(
     assert lapa2("runs", run, "--state", "damaged") == 0
     printed = capsys.readouterr().out
     assert "one: 2 damaged\ntwo: 1 finished, 2 damaged" in printed
-    assert "`lapa2 sweep` with the same grids makes damaged cells anew" in printed
+    assert "with the same grids, or `lapa2 generate` with --force, makes damaged cells anew" in printed
     done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
     assert (done.before, done.made) == (1, 3)
     assert_equal_runs(run, traced[0])

@@ -32,7 +32,7 @@ goes.
 Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts
 with `lapa2 generate`, and whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what
 they take).""",
-    help_format="plaintext",
+    help_format="markdown",
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )

@@ -31,7 +31,8 @@ class AugmentationOptions:
     """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its
     released code computes."""
     law: Literal["log", "linear", "sqrt", "constant"] = "log"
-    """The bias as a function of l: alpha*ln(l/n), alpha*l/n, alpha*sqrt(l/n), or alpha*ln(l0/n)."""
+    """The bias as a function of l: `alpha*ln(l/n)`, `alpha*l/n`, `alpha*sqrt(l/n)`, or
+    `alpha*ln(l0/n)`."""
     l0: float | None = None
     """Fixed length of the constant law (the paper uses 128)."""
     span: str | None = None

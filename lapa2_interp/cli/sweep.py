@@ -216,4 +216,7 @@ def runs(
             "\n--traceback shows where; `lapa2 sweep` with the same grids tries failed cells again"
         )
     if (table["state"] == "damaged").any():
-        print("\n`lapa2 sweep` with the same grids makes damaged cells anew")
+        print(
+            "\n`lapa2 sweep` with the same grids, or `lapa2 generate` with --force, makes damaged"
+            " cells anew"
+        )

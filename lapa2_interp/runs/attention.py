@@ -100,11 +100,23 @@ def read_attention(
         TraceError: No cell has a trace, or the cells are of several models, tasks or methods.
         RunError: No such column, or a cell is damaged.
     """
-    cells = run.cells
-    cells = cells[cells["key"].isin(run.select(**(only or {}))) & (cells["state"] == "finished")]
+    cells = run.cells[run.cells["key"].isin(run.select(**(only or {})))]
+    if not len(cells):
+        there = "; ".join(
+            f"{name}: {', '.join(map(str, dict.fromkeys(run.cells[name])))}" for name in only or {}
+        )
+        raise TraceError(f"{run.name} has no cell with {_shown(only)}; there are {there}")
     cells = cells[[run.plan[key].trace != "none" for key in cells["key"]]]
     if not len(cells):
         raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
+    for key in cells["key"][cells["state"] == "damaged"]:
+        run.cell(key)  # which refuses it
+    cells = cells[cells["state"] == "finished"]
+    if not len(cells):
+        raise TraceError(
+            f"no cell of {run.name}{f' with {_shown(only)}' if only else ''} is finished;"
+            " `lapa2 sweep` with their grid makes them"
+        )
     mixed = [name for name in ALIKE if cells[name].nunique() > 1]
     if mixed:
         there = "; ".join(
@@ -126,3 +138,7 @@ def read_attention(
         tables["heads"] = head_table(trace, samples, branch)
     arms = {run.plan[key].arm: run.plan[key].augmentation for key in cells["key"]}
     return Attention(trace, samples, branch_name(trace, branch), part, tables, arms, cells)
+
+
+def _shown(only: Mapping[str, Any] | None) -> str:
+    return " and ".join(f"{name}={value}" for name, value in (only or {}).items())

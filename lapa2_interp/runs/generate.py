@@ -9,15 +9,16 @@ run.save("results/lake")
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from time import perf_counter
 from typing import Any, cast
 
 import torch
 
 from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
+from lapa2_interp.decoding.loop import EmptyGenerationError, join_traces, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
-from lapa2_interp.errors import EmptyDistributionError, Lapa2Error
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, one_of
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import PrepareKit
@@ -28,6 +29,9 @@ from lapa2_interp.runs.manifest import Manifest, facts_of
 from lapa2_interp.runs.read import FinishedCell, Listing, Run
 from lapa2_interp.trace.recorder import trace_bytes
 
+SETTINGS = tuple(
+    name for name in signature(Cell.of).parameters if name not in ("model", "device", "needs")
+)
 GRID = "generate"
 """The name of the grid of a run that `generate` makes."""
 
@@ -65,6 +69,8 @@ def generate(
         raise Lapa2Error(
             f"give a cell, or settings, not both; found {', '.join(settings)} beside a cell"
         )
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        raise Lapa2Error(one_of("setting", unknown[0], SETTINGS))
     if cell is None:
         cell = Cell.of(model, device=device, **settings)
     if isinstance(model, str):
@@ -123,6 +129,7 @@ def make_cells(
             except EmptyGenerationError as error:
                 made = error.generation
                 problems.append(str(error))
+            samples = made.samples.assign(arm=todo.cell.arm)
             manifest = Manifest.of(
                 todo.cell,
                 facts_of(model, todo, threads),
@@ -130,7 +137,8 @@ def make_cells(
                 new_tokens=int(made.samples["n_tokens"].sum()),
                 problems=problems,
             )
-            held[key] = FinishedCell(manifest, made.samples.assign(arm=todo.cell.arm), made.trace)
+            trace = None if made.trace is None else join_traces([made.trace], samples)
+            held[key] = FinishedCell(manifest, samples, trace)
     return Run(
         None,
         Listing(grids={name: tuple(plans)}),

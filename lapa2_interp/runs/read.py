@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
 from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell
-from lapa2_interp.errors import RunError, first_problem, one_of
+from lapa2_interp.errors import Lapa2Error, RunError, first_problem, one_of
 from lapa2_interp.files import new_folder, whole_folder, write_text
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs.manifest import MANIFEST, OF_THE_DAY, Manifest, read_manifest
@@ -329,8 +329,9 @@ class Run:
         return list(table["key"][chosen])
 
     def save(self, folder: str | Path, force: bool = False) -> Run:
-        """Write a run that is in memory to a folder, which appears whole or not at all; the run as
-        read back.
+        """Write the run to a new folder, which appears whole or not at all; the run as read back.
+
+        Cells that are not finished are planned there too: a sweep of their grid goes on with them.
 
         Args:
             force: Replace a finished run that is there.
@@ -363,17 +364,13 @@ class Run:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write the finished cells of a run into a folder that is not yet in its place."""
-    finished = run.finished
-    for key, cell in finished.items():
+    """Write a run's plan and finished cells into a folder that is not yet in its place."""
+    for cell in run.plan.values():
         write_plan(folder, cell)
+    for key in run.finished:
         with whole_folder(folder / "cells" / key) as place:
             write_cell(place, run.cell(key))
-    grids = {
-        name: tuple(key for key in keys if key in finished)
-        for name, keys in run.listing.grids.items()
-    }
-    write_listing(folder, run.listing.model_copy(update={"grids": grids}))
+    write_listing(folder, run.listing)
 
 
 def write_plan(folder: Path, cell: Cell) -> None:
@@ -423,9 +420,16 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run that can be read."""
+    """Whether a folder is a run, also one of another format or with a damaged run.json."""
+    if (folder / LISTING).is_file():
+        if (folder / "plan").is_dir() and (folder / "cells").is_dir():
+            return True
+        with suppress(OSError, ValueError):
+            raw = json.loads((folder / LISTING).read_text("utf-8"))
+            return isinstance(raw, dict) and raw.get("kind") == "sweep"
+        return False
     try:
-        read_listing(folder) if (folder / LISTING).is_file() else read_manifest(folder)
+        read_manifest(folder)
     except RunError:
         return False
     return True
@@ -520,6 +524,10 @@ def _lone(folder: Path) -> Run:
     table = whole.samples.reset_index(drop=True)
     for (arm, attribute), rows in table.groupby(["arm", "attribute"], sort=False):
         cell = _cell_of(manifest, str(arm), str(attribute))
+        try:
+            cell.variant  # noqa: B018
+        except Lapa2Error as error:
+            raise RunError(f"{folder / MANIFEST}: {error}") from error
         key = manifest.cell or cell.key
         trace = None
         if whole.trace is not None:
@@ -528,6 +536,7 @@ def _lone(folder: Path) -> Run:
             )
         own = manifest.model_copy(
             update={
+                "cell": key,
                 "attributes": (attribute,),
                 "arms": {arm: cell.augmentation},
                 "branches": {attribute: manifest.branches[str(attribute)]},

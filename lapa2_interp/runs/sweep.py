@@ -42,6 +42,7 @@ from lapa2_interp.runs.read import (
     FinishedCell,
     Listing,
     Run,
+    is_run,
     is_whole,
     load_run,
     read_listing,
@@ -205,7 +206,12 @@ def sweep(
             and not (folder / "run.json").exists()
             and any(not _ours(each) for each in folder.iterdir())
         ):
-            raise RunError(f"{folder} exists and is not a run; choose another --out")
+            kind = (
+                "is a run of one cell as earlier versions wrote it, which is read and not filled"
+                if is_run(folder)
+                else "exists and is not a run"
+            )
+            raise RunError(f"{folder} {kind}; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         with _writing(folder):
