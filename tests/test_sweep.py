@@ -891,7 +891,9 @@ def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(
     assert lapa2("runs", run, "--state", "damaged") == 0
     printed = capsys.readouterr().out
     assert "one: 2 damaged\ntwo: 1 finished, 2 damaged" in printed
-    assert "with the same grids, or `lapa2 generate` with --force, makes damaged cells anew" in printed
+    assert (
+        "with the same grids, or `lapa2 generate` with --force, makes damaged cells anew" in printed
+    )
     done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
     assert (done.before, done.made) == (1, 3)
     assert_equal_runs(run, traced[0])
