@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp.layout import text_markers
+from lapa2_interp.packed import Packing, choose_packing, packed
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import GenerationConfig
 
 Model = Any
@@ -19,6 +22,16 @@ def is_bridge(model: Model) -> bool:
     """Whether a model is a TransformerBridge (which wraps a transformers model) or a
     HookedTransformer."""
     return hasattr(model, "original_model")
+
+
+def network_of(model: Model) -> nn.Module:
+    """The transformers model inside a TransformerBridge; any other model itself."""
+    return model.original_model if is_bridge(model) else model
+
+
+def packed_model(model: Model) -> AbstractContextManager[None]:
+    """`packed` for a model, as its card says."""
+    return packed(network_of(model), model_card(model).packing)
 
 
 class ModelCard(BaseModel):
@@ -45,6 +58,8 @@ class ModelCard(BaseModel):
     end_tokens: tuple[str, ...]
     """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
     generation config's."""
+    packing: Packing = "none"
+    """Linear layers that compute with packed weights (`packed`), which may decide last bits."""
 
 
 def model_card(model: Model) -> ModelCard:
@@ -60,6 +75,7 @@ def make_card(
     weights: str,
     architecture: str | None = None,
     generation: GenerationConfig | None = None,
+    packing: Packing | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -67,6 +83,7 @@ def make_card(
         name, weights: As the card has them.
         architecture: The transformers class; by default what the model's configuration says.
         generation: The model's generation configuration, whose end tokens count, too.
+        packing: By default as `choose_packing` has it.
     """
     markers = text_markers(model.tokenizer)
     listed = generation.eos_token_id if generation is not None else None
@@ -84,4 +101,5 @@ def make_card(
         n_ctx=model.cfg.n_ctx,
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(model.tokenizer.convert_ids_to_tokens(sorted(ends))),
+        packing=choose_packing(network_of(model)) if packing is None else packing,
     )

@@ -12,7 +12,7 @@ import lapa2_interp
 PACKAGE = Path(lapa2_interp.__file__).parent
 CORE = (
     "errors", "stats", "progress", "files", "machine", "plots", "page", "augmentation", "layout", "theory", "synthetic",
-    "loaded", "tasks", "methods", "soft_prefix", "attention", "models", "trace", "cell", "decoding", "prefixes", "scoring",
+    "packed", "loaded", "tasks", "methods", "soft_prefix", "attention", "models", "trace", "cell", "decoding", "prefixes", "scoring",
     "kit",
 )  # fmt: skip
 """Rooms in the order of docs/architecture.md; a room is a module or a folder of the package."""

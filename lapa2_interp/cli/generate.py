@@ -50,6 +50,7 @@ def generate(
     model_class: ModelClass = "TransformerBridge",
     max_rows: int | None = None,
     doubled_bos: bool = False,
+    pack: Literal["auto", "on", "off"] = "auto",
     trust_remote_code: bool = False,
     force: bool = False,
 ) -> None:
@@ -85,6 +86,8 @@ def generate(
         model_class: HookedTransformer needs transformer-lens 3.9.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
+            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
         trust_remote_code: Run code that comes with the model.
         force: Replace a finished run.
     """
@@ -137,7 +140,12 @@ def generate(
         tell_if_slow(cell.dtype, device)
         try:
             run = make(
-                model, cell, device=device, trust_remote_code=trust_remote_code, announce=announce
+                model,
+                cell,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                pack=pack,
+                announce=announce,
             )
         except UnfinishedTextsError as error:
             run, problem = error.run, error

@@ -108,6 +108,7 @@ def sweep(
     threads: int = 1,
     address: str | None = None,
     gpus_per_worker: float = 1.0,
+    pack: Literal["auto", "on", "off"] = "auto",
 ) -> None:
     """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
 
@@ -136,6 +137,8 @@ def sweep(
             default one on this machine.
         gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span
             several.
+        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
+            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
     """
     from lapa2_interp.runs.estimates import shown_time
     from lapa2_interp.runs.grid import parse_changes
@@ -152,6 +155,7 @@ def sweep(
         threads=threads,
         address=address,
         gpus_per_worker=gpus_per_worker,
+        pack=pack,
     )
     print(
         f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were"

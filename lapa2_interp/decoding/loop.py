@@ -33,7 +33,7 @@ from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import draw
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import EmptyDistributionError
-from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.loaded import Model, model_card, packed_model
 from lapa2_interp.methods import PrepareKit, Start
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace import TraceKind
@@ -137,25 +137,26 @@ def run_plan(
     bar = progress if own is None else own
     tables, traces, problems = [], [], []
     try:
-        for group in plan.groups if groups is None else groups:
-            batch = plan.batch(group)
-            ending = Ending.at(batch.steps)
-            size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, cell.trace)
-            recorder = None if kind == "none" else Recorder(*size, kind, cell.patterns)
-            # sample step
-            tokens = torch.stack(list(_decode(model, plan, batch, ending, recorder, bar)), dim=1)
-            tables.append(_table(model, plan, batch, tokens, ending))
-            problems += [
-                f"{plan.prompts[prompt]!r} sample {sample} at step {at}"
-                for (prompt, sample), at, how in zip(
-                    group, ending.n_tokens, ending.finish, strict=True
-                )
-                if how == "empty"
-            ]
-            if recorder is not None:
-                traces.append(
-                    recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
-                )
+        with packed_model(model):
+            for group in plan.groups if groups is None else groups:
+                batch = plan.batch(group)
+                ending = Ending.at(batch.steps)
+                size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, cell.trace)
+                recorder = None if kind == "none" else Recorder(*size, kind, cell.patterns)
+                drawn = _decode(model, plan, batch, ending, recorder, bar)
+                tokens = torch.stack(list(drawn), dim=1)  # sample step
+                tables.append(_table(model, plan, batch, tokens, ending))
+                problems += [
+                    f"{plan.prompts[prompt]!r} sample {sample} at step {at}"
+                    for (prompt, sample), at, how in zip(
+                        group, ending.n_tokens, ending.finish, strict=True
+                    )
+                    if how == "empty"
+                ]
+                if recorder is not None:
+                    traces.append(
+                        recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
+                    )
     finally:
         if own is not None:
             own.close()

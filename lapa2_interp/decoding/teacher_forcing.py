@@ -22,7 +22,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model
+from lapa2_interp.loaded import Model, packed_model
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -109,7 +109,8 @@ def teacher_forced(
             [rules[i] for i in group],
             [soft[i] for i in group],
         )
-        parts.append(_read(model, batch, trace, branch, chunk, progress))
+        with packed_model(model):
+            parts.append(_read(model, batch, trace, branch, chunk, progress))
     if len(parts) == 1:
         return parts[0]
     import xarray as xr

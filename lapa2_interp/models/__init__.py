@@ -24,7 +24,7 @@ from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import Model, make_card
+from lapa2_interp.loaded import Model, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
@@ -35,6 +35,7 @@ from lapa2_interp.models.smollm2 import (
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+from lapa2_interp.packed import choose_packing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,6 +50,8 @@ def load_model(
     device: str | None = None,
     model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
+    pack: str = "auto",
+    workers: int = 1,
 ) -> Model:
     """Load a model, ready for `augmented`.
 
@@ -64,6 +67,9 @@ def load_model(
         model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights
             unprocessed).
         trust_remote_code: Run code that comes with the model.
+        pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
+            takes as much memory again: auto where it fits, on, or off (`packed.choose_packing`).
+        workers: Processes on this machine that load the model, for pack "auto".
 
     Returns:
         A TransformerBridge or HookedTransformer in eval mode, logits equal to transformers'.
@@ -108,7 +114,10 @@ def load_model(
         True  # text given as a string starts as a layout does, on every architecture
     )
     assert_live(model, name)
-    model.lapa2_card = make_card(model, name, weights, architecture, network.generation_config)
+    packing = choose_packing(network_of(model), pack, workers)
+    model.lapa2_card = make_card(
+        model, name, weights, architecture, network.generation_config, packing
+    )
     return model
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from lapa2_interp.errors import PrefixError
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models import load_transformers, move
+from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.training import tokenise
 from lapa2_interp.progress import progress_bar
@@ -51,23 +52,24 @@ def score_texts(
         start += tokenizer(prefix, add_special_tokens=False).input_ids
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     totals = np.zeros(len(texts))
-    for i in range(0, len(order), BATCH):
-        part = order[i : i + BATCH]
-        rows = TextRows.of([texts[j] for j in part], start, network.device)
-        if both is None:
-            nll = text_nll(network, rows)
-        else:
-            spread = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
-            nll = text_nll(
-                network,
-                rows,
-                spread[0],
-                spread[1],
-                isinstance(prefix, SoftPrefix) and prefix.card.shifted,
-            )
-        totals[part] = nll.double().sum(1).cpu().numpy()
-        if bar is not None:
-            bar.update(len(part))
+    with packed(network):
+        for i in range(0, len(order), BATCH):
+            part = order[i : i + BATCH]
+            rows = TextRows.of([texts[j] for j in part], start, network.device)
+            if both is None:
+                nll = text_nll(network, rows)
+            else:
+                spread = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
+                nll = text_nll(
+                    network,
+                    rows,
+                    spread[0],
+                    spread[1],
+                    isinstance(prefix, SoftPrefix) and prefix.card.shifted,
+                )
+            totals[part] = nll.double().sum(1).cpu().numpy()
+            if bar is not None:
+                bar.update(len(part))
     return totals
 
 

@@ -59,8 +59,10 @@ class RemoteWorker(Worker):
         commit: Commit of the source, which is shipped without its repository.
     """
 
-    def __init__(self, device: str, threads: int, folder: str, commit: str | None) -> None:
-        super().__init__(device, threads)
+    def __init__(
+        self, device: str, threads: int, pack: str, folder: str, commit: str | None
+    ) -> None:
+        super().__init__(device, threads, pack, workers=max(1, cores() // threads))
         self.commit = commit
         with suppress(OSError):
             os.chdir(folder)
@@ -110,6 +112,7 @@ class Cluster:
         address: HOST:PORT of a cluster's head, or auto: the cluster this machine belongs to. By
             default one is started here.
         gpus_per_worker: GPUs of a worker where the cluster has any; a share of one below 1.
+        pack: As in `load_model`; machines are taken to be full of workers.
 
     Raises:
         RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.
@@ -122,6 +125,7 @@ class Cluster:
         threads: int = 1,
         address: str | None = None,
         gpus_per_worker: float = 1.0,
+        pack: str = "auto",
     ) -> None:
         if workers is not None and workers < 1:
             raise RunError(f"--workers must be at least 1, found {workers}")
@@ -138,6 +142,7 @@ class Cluster:
         self._ray = _join(address)
         self._home = self._ray.get_runtime_context().get_node_id()
         self._device, self._threads, self._each = device, threads, gpus_per_worker
+        self._pack: str = pack
         self._fixed = workers is not None
         self._workers: list[RayWorker] = []
         self._refs: dict[Any, RayWorker] = {}
@@ -192,7 +197,7 @@ class Cluster:
         else:
             device, needs = "cpu", {"num_cpus": self._threads}
         kind = self._ray.remote(RemoteWorker).options(**needs)
-        settings = device, self._threads, str(Path.cwd()), source_commit()
+        settings = device, self._threads, self._pack, str(Path.cwd()), source_commit()
         self._new = lambda: kind.remote(*settings)
         self._workers = [self._new_worker() for _ in range(self.slots)]
         return self

@@ -42,6 +42,7 @@ def generate(
     *,
     device: str | None = None,
     trust_remote_code: bool = False,
+    pack: str = "auto",
     announce: Callable[[Model, Sequence[Plan]], None] | None = None,
     **settings: Any,
 ) -> Run:
@@ -53,6 +54,7 @@ def generate(
         device: Where a model is loaded that is given by name: cpu, cuda, cuda:1; CUDA when there is
             one, by default.
         trust_remote_code: Run code that comes with a model given by name.
+        pack: As in `load_model`, of a model given by name.
         announce: Called with the model and the plan after all checks, before the first token.
         settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
             samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, dtype, model_class.
@@ -74,7 +76,7 @@ def generate(
     if cell is None:
         cell = Cell.of(model, device=device, **settings)
     if isinstance(model, str):
-        model = load_model(model, cell.dtype, device, cell.model_class, trust_remote_code)
+        model = load_model(model, cell.dtype, device, cell.model_class, trust_remote_code, pack)
     run = make_cells(model, [cell], announce=announce)
     if problems := run.manifest().problems:
         raise UnfinishedTextsError(problems[0], run)

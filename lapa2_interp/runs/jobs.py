@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lapa2_interp.cell import Cell
+from lapa2_interp.packed import Packing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,10 +26,15 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Job:
-    """A cell to open (group None), or one group of its rows to generate."""
+    """A cell to open (group None), or one group of its rows to generate.
+
+    Attributes:
+        packing: What the model packs, as it was when the cell was opened; None when it is.
+    """
 
     cell: Cell
     group: int | None = None
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def launch(
     threads: int = 1,
     address: str | None = None,
     gpus_per_worker: float = 1.0,
+    pack: str = "auto",
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
     """Make every cell of grids in a run folder, going on where an earlier call stopped.
@@ -46,7 +47,8 @@ def launch(
         out: The run folder.
         changes: Values that replace a key in every block, such as {"samples": 1}.
         engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
-        workers, device, dtype, threads, address, gpus_per_worker: As the options of `lapa2 sweep`.
+        workers, device, dtype, threads, address, gpus_per_worker, pack: As the options of `lapa2
+            sweep`.
         notify: Told what is to be made, and about cells that fail.
 
     Raises:
@@ -68,7 +70,7 @@ def launch(
         cell.dtype for grid in grids for cell in grid.cells if engine == "local"
     ):
         tell_if_slow(used, device)
-    runner = _engine(engine, workers, device, threads, address, gpus_per_worker)
+    runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
     there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
@@ -95,12 +97,13 @@ def _engine(
     threads: int,
     address: str | None,
     gpus_per_worker: float,
+    pack: str,
 ) -> Engine:
     if name == "ray":
-        return Cluster(workers, device, threads, address, gpus_per_worker)
+        return Cluster(workers, device, threads, address, gpus_per_worker, pack)
     if name != "local":
         raise RunError(f"unknown engine {name!r}; allowed: {', '.join(ENGINES)}")
-    return local_engine(workers, device, threads)
+    return local_engine(workers, device, threads, pack)
 
 
 @contextmanager

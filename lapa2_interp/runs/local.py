@@ -29,9 +29,13 @@ class InProcess:
     slots = 1
 
     def __init__(
-        self, device: str | None = None, threads: int = 1, worker: Worker | None = None
+        self,
+        device: str | None = None,
+        threads: int = 1,
+        worker: Worker | None = None,
+        pack: str = "auto",
     ) -> None:
-        self._settings, self._given = (device, threads), worker
+        self._settings, self._given = (device, threads, pack), worker
         self._worker: Worker | None = None
         self._jobs: list[Job] = []
 
@@ -60,7 +64,7 @@ class InProcess:
 _worker: Worker | None = None
 
 
-def _begin(device: str | None, threads: int) -> None:
+def _begin(device: str | None, threads: int, pack: str, workers: int) -> None:
     """Start a process of `Processes`: make its worker, and ignore Ctrl-C, which the coordinator
     answers."""
     import signal
@@ -70,7 +74,7 @@ def _begin(device: str | None, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
-    _worker = Worker(device, threads)
+    _worker = Worker(device, threads, pack, workers)
 
 
 def _end_with_coordinator() -> None:
@@ -95,9 +99,11 @@ class Processes:
     Each process is a separate pool, so that a killed one ends no job of another.
     """
 
-    def __init__(self, workers: int, device: str | None = None, threads: int = 1) -> None:
+    def __init__(
+        self, workers: int, device: str | None = None, threads: int = 1, pack: str = "auto"
+    ) -> None:
         self.slots = workers
-        self._device, self._threads = device, threads
+        self._device, self._threads, self._pack = device, threads, pack
         self._pools: list[Any] = []
         self._running: dict[Any, tuple[int, Job, int]] = {}
         self._latest: dict[int, str] = {}
@@ -117,7 +123,10 @@ class Processes:
             device = f"cuda:{number % torch.cuda.device_count()}"
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(
-            1, mp_context=context, initializer=_begin, initargs=(device, self._threads)
+            1,
+            mp_context=context,
+            initializer=_begin,
+            initargs=(device, self._threads, self._pack, self.slots),
         )
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -191,7 +200,9 @@ def _close(pool: Any, kill: bool) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-def local_engine(workers: int | None, device: str | None, threads: int) -> Engine:
+def local_engine(
+    workers: int | None, device: str | None, threads: int, pack: str = "auto"
+) -> Engine:
     """An engine on this machine.
 
     Args:
@@ -207,4 +218,6 @@ def local_engine(workers: int | None, device: str | None, threads: int) -> Engin
         workers = torch.cuda.device_count() if on_gpu else max(1, cores() // threads)
     if workers < 1:
         raise RunError(f"--workers must be at least 1, found {workers}")
-    return InProcess(device, threads) if workers == 1 else Processes(workers, device, threads)
+    if workers == 1:
+        return InProcess(device, threads, pack=pack)
+    return Processes(workers, device, threads, pack)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lapa2_interp.cell import CELL, Cell
 from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import GridError, RunError
+from lapa2_interp.errors import GridError, RunError, counted
 from lapa2_interp.files import ASIDE, remove_folder, tidy, whole_folder, write_text
 from lapa2_interp.machine import faster_dtype
 from lapa2_interp.progress import progress_bar
@@ -303,12 +303,13 @@ class _Sweep:
                 return []
             case Opened():
                 self._check_same_weights(job.cell, outcome)
-                there = self._parts(key, outcome)
+                there = self._parts(job.cell, outcome)
                 self.opened[key], self.left[key] = outcome, set(range(len(outcome.groups))) - there
                 for group in there:
                     bar.total -= self._share(key, group)
                 if self.left[key]:
-                    return [Job(job.cell, group) for group in sorted(self.left[key])]
+                    packing = outcome.facts["model"].packing
+                    return [Job(job.cell, group, packing) for group in sorted(self.left[key])]
                 self._finish(job.cell)
             case Part():
                 assert job.group is not None
@@ -329,15 +330,20 @@ class _Sweep:
         self.ahead[key] -= share
         return share
 
-    def _parts(self, key: str, opened: Opened) -> set[int]:
+    def _parts(self, cell: Cell, opened: Opened) -> set[int]:
         """Groups of a cell that are there from an earlier call, if they were made as they would be
         now."""
-        folder = self.run.home / "parts" / key
+        folder = self.run.home / "parts" / cell.key
         now = {"groups": opened.groups, "facts": opened.facts}
         note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
         if folder.is_dir():
             if (folder / OPENED).is_file() and (folder / OPENED).read_text("utf-8") == note:
                 return {int(each.name) for each in folder.glob("[0-9]*")}
+            if there := len(list(folder.glob("[0-9]*"))):
+                self.notify(
+                    f"{cell.where} ({cell.key}): {counted(there, 'finished group')} of rows made"
+                    f" anew; {_changes(folder / OPENED, note)}"
+                )
             remove_folder(folder)
         write_text(folder / OPENED, note)
         return set()
@@ -395,3 +401,28 @@ class _Sweep:
                 f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"
                 f" is now {now}; sweep into a new folder"
             )
+
+
+def _changes(file: Path, note: str) -> str:
+    """What differs between the note of an earlier call and that of this one."""
+    try:
+        before = _flat(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError):
+        return "nothing says any more how they were made"
+    now = _flat(json.loads(note))
+    return ", ".join(
+        f"{name.rpartition('.')[2]} was {before.get(name)} and is {now.get(name)}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    )
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries by their dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        inner: leaf
+        for key, each in value.items()
+        for inner, leaf in _flat(each, f"{name}.{key}".strip(".")).items()
+    }

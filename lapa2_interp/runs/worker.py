@@ -12,7 +12,7 @@ from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
-from lapa2_interp.loaded import Model
+from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import default_device
 from lapa2_interp.models import load_model
 from lapa2_interp.progress import no_progress
@@ -30,10 +30,20 @@ class Worker:
     Args:
         device: cpu, cuda, ...; CUDA when there is one, by default.
         threads: Threads of a worker on the CPU. Another number may change the last bits of a logit.
+        pack, workers: As in `load_model`.
     """
 
-    def __init__(self, device: str | None = None, threads: int = 1) -> None:
+    def __init__(
+        self,
+        device: str | None = None,
+        threads: int = 1,
+        pack: str = "auto",
+        workers: int = 1,
+    ) -> None:
         import torch
+
+        self.pack: str = pack
+        self.workers = workers
 
         self.device = device or default_device()
         if self.device == "cpu":
@@ -45,9 +55,7 @@ class Worker:
     def do(self, job: Job) -> Outcome:
         """Do a job and return its outcome; every error becomes one."""
         try:
-            return (
-                self._open(job.cell) if job.group is None else self._generate(job.cell, job.group)
-            )
+            return self._open(job.cell) if job.group is None else self._generate(job)
         except Exception as error:
             out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(
                 error, MemoryError
@@ -64,7 +72,14 @@ class Worker:
         if self._model is None or self._model[0] != wanted:
             self._model = None
             self._plans.clear()
-            loaded = load_model(cell.model, cell.dtype, self.device, cell.model_class)
+            loaded = load_model(
+                cell.model,
+                cell.dtype,
+                self.device,
+                cell.model_class,
+                pack=self.pack,
+                workers=self.workers,
+            )
             self._model = (wanted, loaded, ModelKit(loaded))
         return self._model[1:]
 
@@ -85,11 +100,14 @@ class Worker:
         facts = facts_of(self.model(cell), todo, self.threads if self.device == "cpu" else None)
         return Opened(tuple(map(len, todo.groups)), facts, perf_counter() - began)
 
-    def _generate(self, cell: Cell, group: int) -> Part:
-        model, todo = self.model(cell), self.plan(cell)
+    def _generate(self, job: Job) -> Part:
+        assert job.group is not None
+        model, todo = self.model(job.cell), self.plan(job.cell)
+        if job.packing is not None:
+            model.lapa2_card = model_card(model).model_copy(update={"packing": job.packing})
         began, problems = perf_counter(), []
         try:
-            made = run_plan(model, todo, [todo.groups[group]], progress=no_progress())
+            made = run_plan(model, todo, [todo.groups[job.group]], progress=no_progress())
         except EmptyGenerationError as error:
             made = error.generation
             problems.append(str(error))

@@ -13,6 +13,7 @@ from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models import check_weights, load_transformers, move
 from lapa2_interp.models.smollm2 import quiet_transformers
+from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
@@ -85,7 +86,8 @@ class Perplexity(Scorer):
         if scored:
             texts = [[bos, *ids[i]] if self.doubled_bos else ids[i] for i in scored]
             rows = TextRows.of(texts, (bos,), self.network.device)
-            nll = text_nll(self.network, rows).double().sum(1) / rows.targets.sum(1)
+            with packed(self.network):
+                nll = text_nll(self.network, rows).double().sum(1) / rows.targets.sum(1)
             values = dict(zip(scored, nll.exp().tolist(), strict=True))
         for i, item in enumerate(items):
             if not item.text.strip():
@@ -149,7 +151,8 @@ class Classifier(Scorer):
             padding=True,
             return_tensors="pt",
         ).to(self.network.device)
-        logits = self.network(**batch).logits.double()
+        with packed(self.network):
+            logits = self.network(**batch).logits.double()
         probabilities = logits.sigmoid() if self.several else logits.softmax(1)
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
