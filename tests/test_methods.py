@@ -13,6 +13,7 @@ from lapa2_interp.decoding.loop import EmptyGenerationError
 from lapa2_interp.decoding.sampling import draw
 from lapa2_interp.errors import MethodError, TaskError
 from lapa2_interp.methods import assign
+from lapa2_interp.methods.base import FLOOR
 
 RNG = np.random.default_rng(7)
 STEPS = 3
@@ -120,6 +121,44 @@ def test_air_decoding_by_hand():
     # R = 1/2: cond = 1 / (1 + 1/4) and .5 / (.5 + .5), squared: .64 and .25
     assert normalised(method.combine(log_probs, state))[0] == pytest.approx(
         [0.64 / 0.89, 0.25 / 0.89]
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_air_decoding_of_two_classes_is_the_general_form(steps):
+    """Against the sum over classes in float64, with certain, impossible and far apart tokens."""
+    rng = torch.Generator().manual_seed(steps)
+    log_probs = {
+        name: torch.randn(4, 500, generator=rng).mul(12).log_softmax(1)
+        for name in ("base", "target", "other")
+    }
+    for name, row in (("target", 0), ("other", 1), ("target", 2), ("other", 2)):
+        log_probs[name][row, 7], log_probs[name][row, 9] = 0.0, -torch.inf
+    method = methods.get("air-decoding", omega=140)
+    state = None
+    for step in range(steps):
+        state = method.advance(state, log_probs, torch.full((4,), 20 + step))
+    wide = {name: each.double() for name, each in log_probs.items()}
+    a, b = (
+        wide[name].clamp(FLOOR, -torch.finfo(torch.float32).tiny) for name in ("target", "other")
+    )
+    ratio = 0.0 if state is None else state["other"].double()[:, None]
+    log_n = {"target": -(-a).log(), "other": -(-b).log()}
+    log_cond = log_n["target"] - torch.logaddexp(log_n["target"], log_n["other"] + ratio)
+    exact = wide["base"] + 140 * log_cond
+    for part in (slice(0, 4), slice(3, 4)):  # with extremes, and the closed form alone
+        found = method.combine(
+            {name: each[part] for name, each in log_probs.items()},
+            state and {name: each[part] for name, each in state.items()},
+        )
+        torch.testing.assert_close(found.double(), exact[part], rtol=4e-6, atol=2e-4)
+    twin = log_probs | {"third": log_probs["other"]}  # the general form, with R_j halved
+    halved = {
+        c: (0.0 if state is None else state["other"]) - math.log(2) for c in ("other", "third")
+    }
+    halved = {c: torch.as_tensor(each).expand(4) for c, each in halved.items()}
+    torch.testing.assert_close(
+        method.combine(twin, halved), method.combine(log_probs, state), rtol=2e-5, atol=2e-3
     )
 
 

@@ -9,15 +9,19 @@ from conftest import cell_of, load
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp import Augmentation, Layout, load_model, load_task
+import lapa2_interp
+from lapa2_interp import Augmentation, Layout, load_model, load_run, load_task
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.cli import main
 from lapa2_interp.decoding.loop import generate
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import ModelError
 from lapa2_interp.layout import left_pad
 from lapa2_interp.loaded import model_card, network_of
-from lapa2_interp.packed import can_pack, choose_packing, output_layer, packed
+from lapa2_interp.packed import _kept, can_pack, choose_packing, output_layer, packed
+from lapa2_interp.runs.jobs import Job
+from lapa2_interp.runs.worker import Worker
 
 DTYPES = [
     dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(torch.ones(16, 16, dtype=dtype))
@@ -293,3 +297,31 @@ def test_without_the_operations_nothing_is_packed(monkeypatch):
     assert choose_packing(net_of(layer)) == "none"
     with torch.no_grad(), packed(net_of(layer), "all"):
         assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
+
+
+def test_a_worker_computes_as_the_cell_was_opened():
+    """The machine that opens a cell says what is packed; the manifest keeps it."""
+    cell = cell_of(
+        load("tiny-llama"), "prefix", load_task("sentiment"), "positive", ["The lake"],
+        Augmentation(alpha=0.5), length=20, samples=2,
+    )  # fmt: skip
+    without, usual = Worker(pack="off"), Worker()
+    opened = without.do(Job(cell))
+    assert opened.facts["model"].packing == "none"
+    assert usual.do(Job(cell)).facts["model"].packing == "all"
+    made = without.do(Job(cell, 0, "none"))
+    network = network_of(usual.model(cell))
+    assert usual.do(Job(cell, 0, "none")).trace.equals(made.trace)
+    assert not any(layer in _kept for layer in network.modules())
+    assert not usual.do(Job(cell, 0, "all")).trace.equals(made.trace), "the last bits differ"
+    assert any(layer in _kept for layer in network.modules())
+
+
+def test_options_and_manifests(tmp_path):
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
+    for pack, packing in (("auto", "all"), ("on", "all"), ("off", "none")):
+        run = lapa2_interp.generate("tiny-gpt2", pack=pack, **asked)
+        assert run.manifest().model.packing == packing
+    line = "generate --model tiny-gpt2 --attribute positive --prompt Lakes --length 14 --pack off"
+    assert main([*line.split(), "--out", str(tmp_path / "run")]) == 0
+    assert load_run(tmp_path / "run").manifest().model.packing == "none"

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lapa2_interp.decoding.sampling import draw, keep_top_k, uniforms
-from lapa2_interp.errors import EmptyDistributionError
+from lapa2_interp.decoding.sampling import NOTHING, draw, keep_top_k, uniforms
 
 
 def test_draw_inverts_the_cumulative_distribution_in_id_order():
@@ -64,11 +63,11 @@ def test_certain_token_and_excluded_tokens():
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan, torch.inf])
-def test_empty_distribution_names_the_sample(value):
+def test_nothing_is_drawn_from_an_empty_distribution(value):
     log_weights = torch.zeros(3, 4)
     log_weights[1] = value
-    with pytest.raises(EmptyDistributionError, match="no token of sample 1"):
-        draw(log_weights, torch.rand(3, dtype=torch.float64), top_k=2)
+    uniform = torch.tensor([0.1, 0.1, 0.9], dtype=torch.float64)
+    assert draw(log_weights, uniform, top_k=2).tolist() == [0, NOTHING, 1]
 
 
 def test_streams_are_keyed_by_seed_prompt_and_sample():

@@ -851,15 +851,28 @@ def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_
     opened = made[key, None]
     assert opened.groups == (4, 2)
     assert (tmp_path / "run" / "parts" / key / "0").is_dir()
-    for other in (
-        Opened((3, 2, 1), opened.facts, 0.0),
-        Opened(opened.groups, opened.facts | {"threads": 7}, 0.0),
-        Opened(opened.groups, opened.facts | {"versions": {"torch": "1.0"}}, 0.0),
+    card = opened.facts["model"]
+    unpacked = card.model_copy(update={"packing": "none"})
+    for other, told in (
+        (Opened((3, 2, 1), opened.facts, 0.0), "groups was [4, 2] and is [3, 2, 1]"),
+        (Opened(opened.groups, opened.facts | {"threads": 7}, 0.0), "threads was 1 and is 7"),
+        (
+            Opened(opened.groups, opened.facts | {"model": unpacked}, 0.0),
+            f"packing was {card.packing} and is none",
+        ),
+        (
+            Opened(opened.groups, opened.facts | {"versions": {"torch": "1.0"}}, 0.0),
+            "and is 1.0",
+        ),
     ):
         place = shutil.copytree(tmp_path / "run", tmp_path / "other", dirs_exist_ok=True)
         engine = Replaying(made | {(key, None): other, (key, 2): made[key, 1]})
-        sweep(place, grids_of(files), engine, pytest.fail)
+        notes = []
+        sweep(place, grids_of(files), engine, notes.append)
         assert (key, 0) in engine.done
+        assert len(notes) == 1
+        assert f"({key}): 1 finished group of rows made anew" in notes[0]
+        assert told in notes[0]
         shutil.rmtree(place)
     engine = Replaying(made)
     sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)

@@ -30,7 +30,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import with_neurons_set
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.plan import Batch, Plan, plan
-from lapa2_interp.decoding.sampling import draw
+from lapa2_interp.decoding.sampling import NOTHING, draw
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import EmptyDistributionError
 from lapa2_interp.loaded import Model, model_card, packed_model
@@ -215,15 +215,10 @@ def _decode(
             log_weights = method.combine(log_probs, state)  # sample vocab
             if plan.cell.eos == "block":
                 log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
-            empty = ~log_weights.max(dim=1).values.isfinite()  # sample
-            ending.stop(empty, step, "empty")
-            # An ended sample's row runs on with the others; what it draws is not read.
-            # sample
-            tokens = draw(
-                log_weights.masked_fill(empty[:, None], 0.0),
-                uniform[:, step],
-                top_k=plan.cell.top_k,
-            )
+            tokens = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
+            ending.stop(tokens == NOTHING, step, "empty")
+            # An ended sample's row runs on with the others; what it reads does not matter.
+            tokens = tokens.clamp(min=0)
             state = method.advance(state, log_probs, tokens)
             yield tokens.cpu()
             bar.update(ending.running(step))

@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.errors import EmptyDistributionError
+NOTHING = -1
+"""What is drawn where no token has positive weight."""
 
 
 def uniforms(seed: int, prompt: str, sample: int, steps: int) -> Float[np.ndarray, " step"]:
@@ -60,28 +61,22 @@ def draw(
     """One token per sample: keep the top k, normalise, invert the cumulative distribution at the
     uniform number.
 
+    A sample whose weights are all zero, or not numbers, gets `NOTHING`.
+
     Args:
         log_weights: Controlled log-weights; need not be normalised. -inf excludes a token.
         uniform: One number in [0, 1) per sample.
         top_k: Tokens kept, >= 1.
-
-    Raises:
-        EmptyDistributionError: A sample has no token of positive weight, or its weights are not
-            numbers.
     """
     kept = keep_top_k(log_weights, top_k)
     chosen = log_weights.gather(1, kept).double()  # sample vocab -> sample kept
     best = chosen.max(dim=1, keepdim=True).values  # sample 1
-    bad = ~torch.isfinite(best[:, 0])
-    if bad.any():
-        row = int(bad.nonzero()[0, 0])
-        raise EmptyDistributionError(
-            f"no token of sample {row} has positive, finite weight; weaken the method's parameters"
-        )
     cumulative = (chosen - best).exp().cumsum(dim=1)  # sample kept
     # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the
     # total. sample 1
     place = torch.searchsorted(
         cumulative, uniform[:, None].double() * cumulative[:, -1:], right=True
     )
-    return kept.gather(1, place.clamp(max=kept.shape[1] - 1))[:, 0]  # sample 1 -> sample
+    # sample 1 -> sample
+    tokens = kept.gather(1, place.clamp(max=kept.shape[1] - 1))[:, 0]
+    return tokens.where(best[:, 0].isfinite(), NOTHING)

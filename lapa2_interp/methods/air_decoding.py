@@ -7,7 +7,8 @@ Per class c and token x, from the class's prefixed model:
     R_j        <- R_j n_j(x_t) / n_a(x_t)                after sampling x_t; 1 before the first step
     w(x)        = P_base(x) cond_a(x)^omega
 
-omega = 140 takes weights far below what float32 holds, so this is computed on logarithms.
+omega = 140 takes weights far below what float32 holds, so this is computed on logarithms. Of two
+classes a and b, ln cond_a = -ln(1 + R_b n_b / n_a), and n_b / n_a = ln P_a / ln P_b.
 `numerics="released"` multiplies in float32 as the released code does: weights below about 7e-46
 vanish, and a token the target class is certain of gets weight 0.
 """  # noqa: E501
@@ -62,6 +63,10 @@ class AirDecoding(Method):
         log_probs = checked(log_probs, "base", "target", others=1)
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
+        if len(log_probs) == 3 and self.posterior == "reconstructed":
+            log_cond = self._log_cond_of_two(log_probs, state)
+            if log_cond.min().isfinite():
+                return log_cond.mul_(self.omega).add_(log_probs["base"])
         log_n = self._log_n(log_probs)
         with_ratio = [
             each if state is None or c == "target" else each + state[c][:, None]
@@ -73,8 +78,10 @@ class AirDecoding(Method):
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         log_probs = checked(log_probs, "base", "target", others=1)
         released = self.numerics == "released"
-        n = self._n_released(log_probs) if released else self._log_n(log_probs)
-        sampled = {c: each.gather(1, tokens[:, None])[:, 0] for c, each in n.items()}
+        # by branch: sample 1
+        of_tokens = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
+        n = self._n_released(of_tokens) if released else self._log_n(of_tokens)
+        sampled = {c: each[:, 0] for c, each in n.items()}
         target = sampled.pop("target")
         if released:
             return {
@@ -85,14 +92,19 @@ class AirDecoding(Method):
             c: (0.0 if state is None else state[c]) + each - target for c, each in sampled.items()
         }
 
+    def _log_cond_of_two(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        """ln cond of the target against one other class; -inf where n_b / n_a exceeds the
+        precision's range."""
+        (other,) = log_probs.keys() - {"base", "target"}
+        a, b = (_uncertain(log_probs[c]) for c in ("target", other))
+        ratio = a.div_(b)  # n_b / n_a
+        if state is not None:
+            ratio *= state[other].exp()[:, None]
+        return ratio.log1p_().neg_()
+
     def _log_n(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
-        """ln n_c by class; a certain token's ln P is kept just below 0, an impossible one's above
-        -inf."""
-        classes = {
-            c: each.clamp(FLOOR, -torch.finfo(each.dtype).tiny)
-            for c, each in log_probs.items()
-            if c != "base"
-        }
+        """ln n_c by class."""
+        classes = {c: _uncertain(each) for c, each in log_probs.items() if c != "base"}
         return {
             c: -(-each).log() if self.posterior == "reconstructed" else each
             for c, each in classes.items()
@@ -114,3 +126,8 @@ class AirDecoding(Method):
         )
         cond = (n["target"] / total).nan_to_num(nan=0.0)
         return (log_probs["base"].float().exp() * cond**self.omega).log()
+
+
+def _uncertain(log_probs: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+    """ln P with a certain token's just below 0 and an impossible one's above -inf."""
+    return log_probs.clamp(FLOOR, -torch.finfo(log_probs.dtype).tiny)
