@@ -64,7 +64,7 @@ class Cell(BaseModel):
     dtype: Dtype
     """Precision of weights and computation."""
     model_class: str
-    """The TransformerLens class."""
+    """TransformerBridge, HookedTransformer or TransformersModel."""
     method: str
     """The decoding method, as `methods.find` takes it."""
     parameters: dict[str, float | bool | str]
@@ -138,7 +138,7 @@ class Cell(BaseModel):
                 of a cell.
             dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
             device: Where the texts will be made, which decides what dtype "auto" is.
-            model_class: TransformerBridge or HookedTransformer.
+            model_class: TransformerBridge, HookedTransformer or TransformersModel.
             needs: If a list is given, missing files are noted in it instead of refused.
 
         Raises:

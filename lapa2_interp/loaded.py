@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -11,21 +13,79 @@ from lapa2_interp.layout import text_markers
 from lapa2_interp.packed import Packing, choose_packing, packed
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import GenerationConfig
 
 Model = Any
-"""A TransformerLens model: TransformerBridge, or HookedTransformer under transformer-lens 3.9."""
+"""A TransformerLens model (TransformerBridge, or HookedTransformer under transformer-lens 3.9), or a
+`TransformersModel`."""
+
+
+class TransformersModel:
+    """A plain transformers model behind the few names by which texts are generated and read.
+
+    It has no hooks: `augmented` reaches its attention through transformers' own interface. So it
+    also serves architectures that TransformerLens lacks, or whose hooks are dead.
+
+    Args:
+        network: A causal language model.
+        tokenizer, name: The model's.
+    """
+
+    hook_dict: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
+        config, self.original_model, self.tokenizer = network.config, network, tokenizer
+        n_heads = config.num_attention_heads
+        self.cfg = SimpleNamespace(
+            n_layers=config.num_hidden_layers,
+            n_heads=n_heads,
+            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
+            d_vocab=config.vocab_size,
+            n_ctx=config.max_position_embeddings,
+            dtype=network.dtype,
+            device=network.device,
+            model_name=name,
+            original_architecture=type(network).__name__,
+        )
+
+    def __call__(self, ids: Tensor, **settings: Any) -> Tensor:
+        """Logits of ids; `settings` as the network takes them."""
+        return self.original_model(ids.to(self.cfg.device), **settings).logits
+
+    def eval(self) -> TransformersModel:
+        self.original_model.eval()
+        return self
+
+    @property
+    def W_E(self) -> Tensor:  # noqa: N802
+        """Embeddings [vocab, d_model]."""
+        return self.original_model.get_input_embeddings().weight
+
+
+def plain_network(model: Model) -> Any | None:
+    """The network of a model without TransformerLens' hooks: a `TransformersModel`, or a bare
+    transformers model; None for the others."""
+    if isinstance(model, TransformersModel):
+        return model.original_model
+    return model if hasattr(type(model), "set_attn_implementation") else None
+
+
+def size_of(model: Model) -> tuple[int, int]:
+    """Layers, and heads of a layer; also of a bare transformers model."""
+    if hasattr(model, "cfg"):
+        return model.cfg.n_layers, model.cfg.n_heads
+    return model.config.num_hidden_layers, model.config.num_attention_heads
 
 
 def is_bridge(model: Model) -> bool:
-    """Whether a model is a TransformerBridge (which wraps a transformers model) or a
+    """Whether a model wraps a transformers model (TransformerBridge, `TransformersModel`), or is a
     HookedTransformer."""
     return hasattr(model, "original_model")
 
 
 def network_of(model: Model) -> nn.Module:
-    """The transformers model inside a TransformerBridge; any other model itself."""
+    """The transformers model inside a model that wraps one; any other model itself."""
     return model.original_model if is_bridge(model) else model
 
 
@@ -46,7 +106,7 @@ class ModelCard(BaseModel):
     architecture: str
     """The transformers class."""
     model_class: str
-    """The TransformerLens class."""
+    """TransformerBridge, HookedTransformer or TransformersModel."""
     dtype: str
     device: str
     n_layers: int

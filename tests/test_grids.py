@@ -644,6 +644,7 @@ def tokens_read(cell):
     """Rows times columns of everything the model embeds while a cell is generated."""
     import torch
 
+    from lapa2_interp.runs.jobs import Job, Part
     from lapa2_interp.runs.worker import Worker
 
     worker, read = Worker("cpu"), []
@@ -656,7 +657,7 @@ def tokens_read(cell):
         lambda _module, given, _found: read.append(given[0].numel())
     )
     for group in range(len(todo.groups)):
-        worker._generate(cell, group)
+        assert isinstance(worker.do(Job(cell, group)), Part)
     hook.remove()
     return sum(read)
 

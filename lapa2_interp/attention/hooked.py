@@ -1,4 +1,5 @@
-"""The augmentation through TransformerLens hook points, on any forward pass.
+"""The augmentation on any forward pass: through TransformerLens hook points, or in a plain
+transformers model through its attention interface.
 
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
@@ -11,7 +12,8 @@
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
    models their dtype back.
 
-When the block ends, also through an exception, every hook is removed.
+A plain transformers model has the same two places (`interface`). When the block ends, also
+through an exception, everything is as before.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge
+from lapa2_interp.loaded import Model, is_bridge, network_of, plain_network, size_of
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
@@ -55,7 +58,7 @@ class _Bias:
             (augmentation if augmentation is not None and augmentation.alpha > 0 else None, each)
             for augmentation, each in zip(augmentations, layouts, strict=True)
         ]
-        n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+        n_layers, n_heads = size_of(model)
         width = max(len(each) for each in layouts)
         keys = np.zeros((len(layouts), width))  # row key
         heads = np.zeros((n_layers, len(layouts), n_heads))  # layer row head
@@ -73,6 +76,7 @@ class _Bias:
         self.heads = torch.from_numpy(heads)
         self.every_head = bool((heads[self.layers] == 1).all())
         self.of_queries: tuple[range, Tensor | None] = (range(0), None)
+        self.may_repeat = plain_network(model) is model
 
     def _compute(self, queries: range, device: torch.device) -> Float[Tensor, "row query"] | None:
         """b of every row and query; None where all are 0."""
@@ -103,7 +107,8 @@ class _Bias:
         pass.
         """
         n_rows, _, n_queries, n_keys = scores.shape
-        if n_rows != len(self.rows) and len(self.rows) > 1:
+        copies, left = divmod(n_rows, len(self.rows))
+        if n_rows != len(self.rows) and len(self.rows) > 1 and (left or not self.may_repeat):
             raise LayoutError(
                 f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give"
                 " one each"
@@ -119,13 +124,19 @@ class _Bias:
         of_queries = self.of_queries[1]  # row query
         if of_queries is None:
             return scores
+        heads, keys = self.heads[layer], self.keys
+        if copies > 1 and len(self.rows) > 1:
+            # Several sequences or beams of a prompt lie behind each other in `generate`.
+            of_queries, keys, heads = (
+                each.repeat_interleave(copies, dim=0) for each in (of_queries, keys, heads)
+            )
         # row 1 query key
         bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(
-            self.keys, "row key -> row 1 1 key"
+            keys, "row key -> row 1 1 key"
         )
         if not self.every_head:
             # row head query key
-            bias = bias * rearrange(self.heads[layer], "row head -> row head 1 1")
+            bias = bias * rearrange(heads, "row head -> row head 1 1")
         wide = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(wide, copy=True)
         scores[..., : self.last_key] += bias.to(
@@ -141,15 +152,20 @@ def augmented(
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
 ) -> Iterator[None]:
-    """Apply an augmentation to every forward pass of a TransformerLens model inside the block.
+    """Apply an augmentation to every forward pass of a model inside the block.
 
     Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and works
     beside hooks that are already there. The forward pass must read the layout's keys:
     `layout.tensor`, or left-padded rows of several layouts
-    (`left_pad`) with their attention mask.
+    (`left_pad`) with their attention mask. A plain transformers model may also `generate`, by
+    sampling or with beams:
+
+        with augmented(hf_model, Augmentation(alpha=0.5), layout):
+            mask = torch.ones_like(layout.tensor)
+            hf_model.generate(layout.tensor, attention_mask=mask, max_new_tokens=100)
 
     Args:
-        model: A TransformerBridge or HookedTransformer.
+        model: A TransformerBridge, a HookedTransformer, or a transformers model.
         augmentation: One for all rows, or one per row; None leaves a row alone.
         layout: One for all rows, or one per row.
         observer: Sees the attention pattern of every layer and pass.
@@ -180,7 +196,7 @@ def augmented(
     bias = _Bias(model, rules, layouts)
     held = 0
 
-    def before_forward(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(kwargs: dict[str, Any]) -> int:
         nonlocal held
         cache = kwargs.get("past_key_values")
         held = (
@@ -188,18 +204,30 @@ def augmented(
         )  # some caches count in a tensor they later change
         if held <= max(each.soft for each in layouts):
             _check_padding(layouts, kwargs.get("attention_mask"))
+        return held
+
+    def edit(layer: int, scores: Tensor, first: int) -> Tensor:
+        _check_keys(scores, first)
+        return bias.add(layer, scores, first) if layer in bias.layers else scores
+
+    def look(layer: int, pattern: Tensor, first: int) -> None:
+        if observer is not None:
+            observer.observe(layer, pattern, first)
+
+    if (plain := plain_network(model)) is not None:
+        with visited(plain, Visitor(edit, look), begin):
+            yield
+        return
+
+    def before_forward(_network: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        begin(kwargs)
 
     def first_query(attention: Tensor) -> int:
         # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots
         # than live keys.
         n_queries, n_keys = attention.shape[2:]
         first = held if is_bridge(model) else n_keys - n_queries
-        if n_keys < first + n_queries:
-            raise LayoutError(
-                f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
-                " window drops old ones), so slots cannot be told; use a cache that keeps all"
-                " keys, such as transformers' DynamicCache()"
-            )
+        _check_keys(attention, first)
         return first
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
@@ -214,11 +242,22 @@ def augmented(
     hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
     with ExitStack() as undo:
-        network = model.original_model if is_bridge(model) else model
+        network = network_of(model)
         handle = network.register_forward_pre_hook(before_forward, with_kwargs=True)
         undo.callback(handle.remove)
         undo.enter_context(model.hooks(fwd_hooks=hooks))
         yield
+
+
+def _check_keys(attention: Float[Tensor, "row head query key"], first: int) -> None:
+    """Refuse a cache that has dropped keys."""
+    n_queries, n_keys = attention.shape[2:]
+    if n_keys < first + n_queries:
+        raise LayoutError(
+            f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
+            " window drops old ones), so slots cannot be told; use a cache that keeps all keys,"
+            " such as transformers' DynamicCache()"
+        )
 
 
 def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:

@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapa2_interp.attention.hooked import PATTERN, SCORES
+from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.errors import DeadHookError
-from lapa2_interp.loaded import Model
+from lapa2_interp.loaded import Model, plain_network
 
 EDIT = 3.0
+SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
+"""How far logits may lie apart that are computed in another order; those of another attention
+function lie further apart."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,30 @@ def probe(model: Model) -> Liveness:
     def read(tensor: Tensor, hook: Any) -> None:
         patterns[_layer(hook.name)] = tensor[..., -1, :].float()
 
-    plain = model(ids).float()
     layers = range(n_layers)
+    plain = model(ids).float()
+    if (network := plain_network(model)) is not None:
+
+        def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:
+            return edit(tensor, SimpleNamespace(name=SCORES.format(layer)))
+
+        def read_layer(layer: int, tensor: Tensor, first: int) -> None:
+            read(tensor, SimpleNamespace(name=PATTERN.format(layer)))
+
+        try:
+            with visited(network, Visitor(edit_layer, read_layer), lambda kwargs: 0):
+                edited = model(ids).float()
+            with visited(network, Visitor(lambda _, scores, __: scores, _nothing), lambda _: 0):
+                again = model(ids).float()
+        except DeadHookError as error:
+            return Liveness(0.0, str(error))
+        if not torch.allclose(again, plain, atol=SAME[model.cfg.dtype], rtol=0):
+            return Liveness(
+                0.0,
+                "its attention is not that of transformers' eager function: logits differ by"
+                f" {(again - plain).abs().max():.1g} without any edit",
+            )
+        return _judge(plain, edited, scores, patterns, n_layers)
     hooks = [(SCORES.format(layer), edit) for layer in layers] + [
         (PATTERN.format(layer), read) for layer in layers
     ]
@@ -72,7 +99,22 @@ def probe(model: Model) -> Liveness:
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
-    shift = (edited - plain).abs().max().item()
+    return _judge(plain, edited, scores, patterns, n_layers)
+
+
+def _nothing(*_: Any) -> None:
+    """Reads nothing."""
+
+
+def _judge(
+    plain: Tensor,
+    edited: Tensor,
+    scores: dict[int, Tensor],
+    patterns: dict[int, Tensor],
+    n_layers: int,
+) -> Liveness:
+    """What the two passes show; scores and patterns are those of the edited one, by layer."""
+    layers, shift = range(n_layers), (edited - plain).abs().max().item()
 
     def follows(layer: int) -> bool:
         if layer not in scores or layer not in patterns:

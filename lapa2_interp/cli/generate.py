@@ -83,7 +83,8 @@ def generate(
         dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
             machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: HookedTransformer needs transformer-lens 3.9.
+        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
+            hooks, through transformers' attention interface.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
         pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:

@@ -139,7 +139,8 @@ def probe(
         model: A name of `lapa2 models`, a hub id or a folder.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: HookedTransformer needs transformer-lens 3.9.
+        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
+            hooks, through transformers' attention interface.
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.machine import tell_if_slow

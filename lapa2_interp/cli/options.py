@@ -13,7 +13,7 @@ from lapa2_interp.errors import AugmentationError, Lapa2Error, MethodError, Scor
 if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
 
-ModelClass = Literal["TransformerBridge", "HookedTransformer"]
+ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)
 AsJson = Annotated[bool, Parameter(name="--json")]

@@ -24,7 +24,7 @@ from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import Model, make_card, network_of
+from lapa2_interp.loaded import Model, TransformersModel, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
@@ -64,15 +64,16 @@ def load_model(
         device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the
             layers of a model that is larger than one GPU over all there are (transformers'
             device_map).
-        model_class: "TransformerBridge", or "HookedTransformer" (transformer-lens 3.9 only; weights
-            unprocessed).
+        model_class: "TransformerBridge"; "HookedTransformer" (transformer-lens 3.9 only; weights
+            unprocessed); or "TransformersModel": no hooks, faster on small batches, and also for
+            architectures that TransformerLens lacks or whose hooks are dead.
         trust_remote_code: Run code that comes with the model.
         pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
             takes as much memory again: auto where it fits, on, or off (`packed.choose_packing`).
         workers: Processes on this machine that load the model, for pack "auto".
 
     Returns:
-        A TransformerBridge or HookedTransformer in eval mode, logits equal to transformers'.
+        A model of that class in eval mode, logits equal to transformers'.
 
     Raises:
         ModelError: Not found, not loadable, or the class is not in the installed transformer-lens.
@@ -80,7 +81,11 @@ def load_model(
     """
     import torch
 
-    wrap = {"TransformerBridge": _bridge, "HookedTransformer": _hooked_transformer}
+    wrap = {
+        "TransformerBridge": _bridge,
+        "HookedTransformer": _hooked_transformer,
+        "TransformersModel": _transformers_model,
+    }
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
     spread = device == "auto"
@@ -333,6 +338,12 @@ def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) ->
         dtype=dtype,
         device=device,
     )
+
+
+def _transformers_model(
+    network: Any, tokenizer: Any, name: str, dtype: Any, device: str
+) -> TransformersModel:
+    return TransformersModel(network, tokenizer, name)
 
 
 def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:

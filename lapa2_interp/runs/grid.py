@@ -67,7 +67,7 @@ class Block(BaseModel):
     dtype: DtypeOrAuto = "float32"
     """auto: that of the run's cells of this grid and model, or what the sweeping machine computes
         faster; never in a cell."""
-    model_class: Literal["TransformerBridge", "HookedTransformer"] = "TransformerBridge"
+    model_class: Literal["TransformerBridge", "HookedTransformer", "TransformersModel"] = "TransformerBridge"
     method: str | dict[str, Any]
     """A name, or { name = ..., PARAMETER = VALUE }."""
     task: str

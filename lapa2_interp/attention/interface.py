@@ -1,0 +1,136 @@
+"""Attention scores and patterns of a plain transformers model, through its attention interface.
+
+transformers lets a model compute attention by any registered function. Ours is that of its "eager"
+models, with two places in the middle where a visitor may edit the scores and read the pattern: what
+TransformerLens calls hook_attn_scores and hook_pattern. The visitors of a pass travel with it as an
+argument, so that nothing is shared between models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from lapa2_interp.errors import DeadHookError
+
+NAME = "lapa2"
+
+
+@dataclass
+class Visitor:
+    """What is done to the attention of every layer of a pass.
+
+    Attributes:
+        edit: Takes layer, scores [row head query key] (masked, before softmax) and the slot of the
+            first query; returns the scores.
+        read: Takes layer, pattern [row head query key] and the slot of the first query.
+        first: The slot of the pass's first query.
+    """
+
+    edit: Callable[[int, Tensor, int], Tensor]
+    read: Callable[[int, Tensor, int], None]
+    first: int = 0
+
+
+@contextmanager
+def visited(
+    network: Any, visitor: Visitor, begin: Callable[[dict[str, Any]], int]
+) -> Iterator[None]:
+    """Let a visitor see every pass of a transformers model inside the block.
+
+    Blocks may be nested: each visitor sees what the ones before it have left.
+
+    Args:
+        begin: Called with the arguments of a pass before it; returns the slot of its first query.
+
+    Raises:
+        DeadHookError: The architecture does not use the attention interface.
+    """
+    if not network._can_set_attn_implementation():
+        raise DeadHookError(
+            f"{type(network).__name__} computes its attention without transformers' attention"
+            " interface, so it cannot be augmented there; load it as TransformerBridge"
+        )
+
+    def before(_network: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        visitor.first = begin(kwargs)
+        return args, kwargs | {NAME: (*kwargs.get(NAME, ()), visitor)}
+
+    usual = network.config._attn_implementation
+    handle = network.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        network.set_attn_implementation(NAME)
+        yield
+    finally:
+        handle.remove()
+        network.set_attn_implementation(usual)
+
+
+def attend(
+    module: Any,
+    query: Float[Tensor, "row head query d_head"],
+    key: Float[Tensor, "row kv_head key d_head"],
+    value: Float[Tensor, "row kv_head key d_head"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    lapa2: tuple[Visitor, ...] = (),
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention with visitors between scores and softmax.
+
+    Returns:
+        The heads' outputs [row query head d_head], and the pattern.
+
+    Raises:
+        DeadHookError: The model asks for what this function does not compute.
+    """
+    unknown = [
+        name for name in ("s_aux", "position_bias", "sinks") if others.get(name) is not None
+    ]
+    if unknown or (dropout and module.training):
+        raise DeadHookError(
+            f"{type(module).__name__} asks for {unknown[0] if unknown else 'dropout'} in its"
+            " attention, which cannot be augmented through transformers' interface; load the model"
+            " as TransformerBridge, in eval mode"
+        )
+    repeats = query.shape[1] // key.shape[1]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    # row head query key
+    scores = torch.matmul(query, _repeated(key, repeats).transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : scores.shape[3]]
+    for visitor in lapa2:
+        scores = visitor.edit(module.layer_idx, scores, visitor.first)
+    pattern = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
+    for visitor in lapa2:
+        visitor.read(module.layer_idx, pattern, visitor.first)
+    pattern = pattern.to(query.dtype)
+    # row head query d_head -> row query head d_head
+    out = torch.matmul(pattern, _repeated(value, repeats)).transpose(1, 2).contiguous()
+    return out, pattern
+
+
+def _repeated(heads: Tensor, repeats: int) -> Tensor:
+    """Shared heads once per query head: row kv_head key d_head -> row head key d_head."""
+    if repeats == 1:
+        return heads
+    rows, n_shared, n_keys, d_head = heads.shape
+    # One operation after the other, as `CachedHeads` knows them.
+    spread = heads[:, :, None, :, :].expand(rows, n_shared, repeats, n_keys, d_head)
+    return spread.reshape(rows, n_shared * repeats, n_keys, d_head)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, eager_mask)
