@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import GenerationConfig
 
+ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 Model = Any
-"""A TransformerLens model (TransformerBridge, or HookedTransformer under transformer-lens 3.9), or a
-`TransformersModel`."""
+"""A TransformerLens model (TransformerBridge, or HookedTransformer under transformer-lens 3.9), or
+a `TransformersModel`."""
 
 
 class TransformersModel:
@@ -40,6 +41,7 @@ class TransformersModel:
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
             n_heads=n_heads,
+            n_key_value_heads=getattr(config, "num_key_value_heads", None) or n_heads,
             d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
             d_vocab=config.vocab_size,
             n_ctx=config.max_position_embeddings,
@@ -58,7 +60,7 @@ class TransformersModel:
         return self
 
     @property
-    def W_E(self) -> Tensor:  # noqa: N802
+    def W_E(self) -> Tensor:
         """Embeddings [vocab, d_model]."""
         return self.original_model.get_input_embeddings().weight
 

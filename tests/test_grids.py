@@ -409,7 +409,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('prompts = 2', 'prompts = "nowhere.txt"'), "prompts: takes .* one on each line, .*; there is no file 'nowhere.txt'"),
         (('prompts = 2', 'prompts = { file = "p.txt" }'), "prompts: takes task.*; found {'file': 'p.txt'}"),
         (('length = 24', ''), "length: field required"),
-        (('length = 24', 'length = 24\nmodel_class = "HookdTransformer"'), "model_class: .*'HookedTransformer', found 'Hookd"),
+        (('length = 24', 'length = 24\nmodel_class = "HookdTransformer"'), "model_class: .*'HookedTransformer' .*, found 'Hookd"),
         (('length = 24', 'length = 24\ndtype = "float23"'), "dtype: .*'float32', .*, found 'float23'"),
         (('length = 24', 'length = 24\neos = "go"'), "eos: .*'keep', 'stop' or 'block', found 'go'"),
         (('length = 24', 'length = 24\naugmentation = "papr"'), "unknown augmentation 'papr'; .*did you mean 'paper'"),

@@ -94,9 +94,7 @@ def attend(
     Raises:
         DeadHookError: The model asks for what this function does not compute.
     """
-    unknown = [
-        name for name in ("s_aux", "position_bias", "sinks") if others.get(name) is not None
-    ]
+    unknown = [name for name in ("s_aux", "position_bias", "sinks") if others.get(name) is not None]
     if unknown or (dropout and module.training):
         raise DeadHookError(
             f"{type(module).__name__} asks for {unknown[0] if unknown else 'dropout'} in its"

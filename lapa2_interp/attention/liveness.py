@@ -161,6 +161,6 @@ def assert_live(model: Model, name: str) -> Liveness:
         raise DeadHookError(
             f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture"
             " whose hook_attn_scores is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma"
-            " 2, Phi, Bloom)"
+            " 2, Phi, Bloom), or another --model-class (TransformersModel works without hooks)"
         )
     return found

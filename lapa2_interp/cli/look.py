@@ -162,6 +162,14 @@ def probe(
         f" {shift:.3g}"
     )
     print(
+        "interface        "
+        + (
+            "plain transformers is live, too (--model-class TransformersModel)"
+            if found.plain.alive
+            else f"{found.plain.problem}"
+        )
+    )
+    print(
         f"to transformers  largest logit difference {found.logit_difference:.2e} over"
         f" {found.tokens} tokens"
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lapa2_interp.attention.liveness import Liveness, assert_live
-from lapa2_interp.loaded import ModelCard, model_card
+from lapa2_interp.attention.liveness import Liveness, assert_live, probe
+from lapa2_interp.loaded import ModelCard, TransformersModel, model_card
 from lapa2_interp.models import load_model, load_transformers
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
@@ -21,11 +21,13 @@ class Probe:
     Attributes:
         card: What was loaded.
         liveness: How far an edit of the scores moves the logits.
+        plain: The same of the plain transformers model, through its attention interface.
         logit_difference: Largest difference from the logits of transformers, over `tokens` tokens.
     """
 
     card: ModelCard
     liveness: Liveness
+    plain: Liveness
     logit_difference: float
     tokens: int
 
@@ -53,4 +55,5 @@ def probe_model(
         ours = loaded(ids.to(card.device)).float().cpu()
         theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()
     difference = float((ours - theirs).abs().max())
-    return Probe(card, assert_live(loaded, name), difference, ids.shape[1])
+    bare = probe(TransformersModel(plain, tokenizer, name))
+    return Probe(card, assert_live(loaded, name), bare, difference, ids.shape[1])

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, first_problem, one_of
+from lapa2_interp.loaded import ModelClass
 from lapa2_interp.machine import AUTO, DtypeOrAuto, faster_dtype
 from lapa2_interp.methods import Method, for_task, load_task
 from lapa2_interp.tasks import Attribute, Prompts, Task, read_prompts
@@ -67,7 +68,7 @@ class Block(BaseModel):
     dtype: DtypeOrAuto = "float32"
     """auto: that of the run's cells of this grid and model, or what the sweeping machine computes
         faster; never in a cell."""
-    model_class: Literal["TransformerBridge", "HookedTransformer", "TransformersModel"] = "TransformerBridge"
+    model_class: ModelClass = "TransformerBridge"
     method: str | dict[str, Any]
     """A name, or { name = ..., PARAMETER = VALUE }."""
     task: str
