@@ -13,6 +13,8 @@ unchanged by any operation on it. Every block asks, by sums over all its bits, w
 was written to in a way that PyTorch does not count (`weight.data`, NumPy). Where a weight has
 changed, it is packed again.
 
+GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
+
 The rows of a packed product do not depend on each other: a row has the same bits alone and in any
 batch. A product of one row would take another kernel, and one of two or three takes longer than one
 of four, so these are computed as four rows.
@@ -32,7 +34,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import Linear
-from torch.nn.functional import pad
+from torch.nn.functional import gelu, pad
+from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp.errors import ModelError, one_of
@@ -113,9 +116,15 @@ def packed(network: Module, packing: Packing | None = None) -> Iterator[None]:
         kept = _kept.get(layer)
         if kept is not None and not kept.has_bits_of(layer.weight):
             del _kept[layer]
+    if packing == "all":
+        layers += [
+            each
+            for each in network.modules()
+            if type(each) is NewGELUActivation and "forward" not in vars(each)
+        ]
     try:
         for layer in layers:
-            layer.forward = _forward(layer)
+            layer.forward = _gelu if type(layer) is NewGELUActivation else _forward(layer)
         yield
     finally:
         for layer in layers:
@@ -221,6 +230,13 @@ def _forward(layer: Module) -> Callable[[Tensor], Tensor]:
         return _product(few, kept.packed, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
 
     return forward
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """GPT-2's GELU; in half precision as transformers has it, which rounds after each operation."""
+    if x.dtype != torch.float32 or torch.is_grad_enabled():
+        return NewGELUActivation.forward(None, x)
+    return gelu(x, approximate="tanh")
 
 
 def memory() -> int:

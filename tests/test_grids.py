@@ -748,7 +748,7 @@ def test_a_step_costs_its_rows_and_their_keys():
 
 def test_estimates_add_up(grid, own_cache):
     remember(
-        "cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24)
+        "cpu", "tiny-gpt2 float32 packed steps", (0.06, 0.24, 0.72, 0.24)
     )  # a hundredth of a second a row
     cells = grid(TINY + "seed = [1, 2]").cells
     one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
@@ -793,18 +793,20 @@ def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys
     assert capsys.readouterr().err == "timing tiny-llama in float32, once on this kind of machine\n"
     assert first.rows == ROWS
     assert all(0 < step < 5 for step in first.seconds)
-    assert len(measured("cpu", "tiny-llama float32 steps")) == 4
+    assert len(measured("cpu", "tiny-llama float32 packed steps")) == 4
     monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
     assert pace("tiny-llama", "float32", "cpu") == first
     assert capsys.readouterr().err == ""
-    (own_cache / "machine.json").write_text('{"a kind": {"tiny-llama float32 steps": [0.0]}')
+    (own_cache / "machine.json").write_text('{"a kind": {"tiny-llama float32 packed steps": [0.0]}')
     with pytest.raises(pytest.fail.Exception, match="it was timed before"):
         pace("tiny-llama", "float32", "cpu")
 
 
 def test_more_keys_cost_more(own_cache):
     remember(
-        "cpu", "tiny-gpt2 float32 steps", (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5)
+        "cpu",
+        "tiny-gpt2 float32 packed steps",
+        (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5),
     )
     assert pace("tiny-gpt2", "float32", "cpu").key == pytest.approx(1e-5, rel=1e-3)
 
@@ -835,7 +837,9 @@ def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatc
 
 def test_classes_and_threads_have_paces_of_their_own(own_cache):
     for name, step in (("", 0.1), (" HookedTransformer", 0.2), (" 4 threads", 0.3)):
-        remember("cpu", f"tiny-gpt2 float32 steps{name}", (step, 2 * step, 3 * step, 2 * step))
+        remember(
+            "cpu", f"tiny-gpt2 float32 packed steps{name}", (step, 2 * step, 3 * step, 2 * step)
+        )
     assert pace("tiny-gpt2", "float32", "cpu").seconds[0] == 0.1
     assert pace("tiny-gpt2", "float32", "cpu", "HookedTransformer").seconds[0] == 0.2
     assert pace("tiny-gpt2", "float32", "cpu", threads=4).seconds[0] == 0.3
@@ -843,7 +847,7 @@ def test_classes_and_threads_have_paces_of_their_own(own_cache):
 
 def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     remember(
-        "cpu", "smollm2-135m float32 steps", (0.1, 0.2, 0.68, 0.2)
+        "cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2)
     )  # a hundredth of a second a token
     cores = len(os.sched_getaffinity(0))
     small = grid(TINY.replace("24", "40"))
@@ -865,8 +869,8 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
-    remember("cpu", "tiny-gpt2 float32 steps", (1.0, 1.0, 1.0, 1.0))
-    assert measured("cpu", "tiny-gpt2 float32 steps") is None
+    remember("cpu", "tiny-gpt2 float32 packed steps", (1.0, 1.0, 1.0, 1.0))
+    assert measured("cpu", "tiny-gpt2 float32 packed steps") is None
 
 
 def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):

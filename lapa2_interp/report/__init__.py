@@ -75,6 +75,9 @@ PROMPTS = 8
 UNIT = 1e-4
 """Attention masses are rounded to multiples of this."""
 
+PACKED = {"all": "every linear layer", "lm_head": "the output layer"}
+"""What `ModelCard.packing` means, in words."""
+
 
 def write_report(run: Run, tables: Path | None = None, out: Path | None = None) -> Path:
     """Write a run's page; the file.
@@ -199,6 +202,7 @@ def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "Weights": (f"{card.name}: {card.weights}" for card in cards),
         "Device": (card.device for card in cards),
         "CPU threads": (str(each.threads) for each in manifests if each.threads is not None),
+        "Packed weights": (PACKED[card.packing] for card in cards if card.packing != "none"),
         "Package": (f"lapa2_interp {each.lapa2_interp}" for each in manifests),
         "Commit": (each.commit or "outside a git checkout" for each in manifests),
         "Libraries": (

@@ -249,7 +249,7 @@ def pace(
         [
             model,
             dtype,
-            "steps",
+            "packed steps",
             *[model_class] * (model_class != BRIDGE),
             *[f"{threads} threads"] * (threads > 1),
         ]
