@@ -47,11 +47,12 @@ from typing import get_args
 
 import numpy as np
 import pandas as pd
+import torch
 
 from lapa2_interp import Augmentation, Cell, load_run, load_task
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import RunError
-from lapa2_interp.machine import Dtype, cores, tell_if_slow
+from lapa2_interp.machine import Dtype, tell_if_slow
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.runs.grid import Grid
@@ -148,7 +149,7 @@ cells = {
     for arm, augmentation in ARMS.items()
 }
 grids = [Grid(arm, "", tuple(own)) for arm, own in cells.items()]
-done = sweep(folder, grids, InProcess(threads=cores()))
+done = sweep(folder, grids, InProcess(threads=torch.get_num_threads()))
 if done.failed:
     raise RunError(f"{len(done.failed)} cells failed; `lapa2 runs {folder} --traceback` says why")
 run = load_run(folder)
