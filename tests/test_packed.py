@@ -315,6 +315,8 @@ def test_a_worker_computes_as_the_cell_was_opened():
     assert not any(layer in _kept for layer in network.modules())
     assert not usual.do(Job(cell, 0, "all")).trace.equals(made.trace), "the last bits differ"
     assert any(layer in _kept for layer in network.modules())
+    usual.do(Job(cell, 0, "none"))
+    assert usual.do(Job(cell)).facts["model"].packing == "all", "what this machine decides"
 
 
 def test_options_and_manifests(tmp_path):

@@ -215,15 +215,16 @@ def _decode(
             log_weights = method.combine(log_probs, state)  # sample vocab
             if plan.cell.eos == "block":
                 log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
-            tokens = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
-            ending.stop(tokens == NOTHING, step, "empty")
+            drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
-            tokens = tokens.clamp(min=0)
+            tokens = drawn.clamp(min=0)
             state = method.advance(state, log_probs, tokens)
-            yield tokens.cpu()
+            here = drawn.cpu()  # the step's one wait for the device
+            ending.stop(here == NOTHING, step, "empty")
+            yield here.clamp(min=0)
             bar.update(ending.running(step))
             if plan.cell.eos == "stop":
-                ending.stop(torch.isin(tokens.cpu(), ends), step + 1, "end")
+                ending.stop(torch.isin(here, ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
             with with_neurons_set(model, method.intervene(state), len(branches)):

@@ -15,6 +15,7 @@ from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import default_device
 from lapa2_interp.models import load_model
+from lapa2_interp.packed import Packing
 from lapa2_interp.progress import no_progress
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
@@ -81,6 +82,7 @@ class Worker:
                 workers=self.workers,
             )
             self._model = (wanted, loaded, ModelKit(loaded))
+            self._packing = model_card(loaded).packing
         return self._model[1:]
 
     def plan(self, cell: Cell) -> Plan:
@@ -96,15 +98,21 @@ class Worker:
     def _open(self, cell: Cell) -> Opened:
         began = perf_counter()
         todo = self.plan(cell)
+        self._pack(self._packing)
         check_files(cell, todo)
         facts = facts_of(self.model(cell), todo, self.threads if self.device == "cpu" else None)
         return Opened(tuple(map(len, todo.groups)), facts, perf_counter() - began)
 
+    def _pack(self, packing: Packing) -> None:
+        """Compute with this packing from now on."""
+        assert self._model is not None
+        model = self._model[1]
+        model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
+
     def _generate(self, job: Job) -> Part:
         assert job.group is not None
         model, todo = self.model(job.cell), self.plan(job.cell)
-        if job.packing is not None:
-            model.lapa2_card = model_card(model).model_copy(update={"packing": job.packing})
+        self._pack(job.packing or self._packing)
         began, problems = perf_counter(), []
         try:
             made = run_plan(model, todo, [todo.groups[job.group]], progress=no_progress())
