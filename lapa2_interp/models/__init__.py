@@ -346,6 +346,28 @@ def _transformers_model(
     return TransformersModel(network, tokenizer, name)
 
 
+def bridge_of(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str
+) -> Model:
+    """A TransformerBridge, with its card, around a transformers model that is there already.
+
+    The network then belongs to the bridge.
+
+    Args:
+        network: With eager attention.
+        name, weights: As the card has them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _bridge(network, tokenizer, name, network.dtype, str(network.device))
+    model.eval()
+    model.cfg.default_prepend_bos = True
+    model.lapa2_card = make_card(
+        model, name, weights, type(network).__name__, network.generation_config
+    )
+    return model
+
+
 def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
     try:
         from transformer_lens import HookedTransformer, HookedTransformerConfig

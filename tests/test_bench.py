@@ -1,0 +1,174 @@
+"""`lapa2 bench` in its short form. Of speeds, only orderings that hold on any machine are asserted."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lapa2_interp.attention.hooked import _Bias
+from lapa2_interp.cli import main
+from lapa2_interp.decoding import loop
+from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.methods.air_decoding import AirDecoding
+from lapa2_interp.runs.speed import COLUMNS, PARTS, bench
+from lapa2_interp.trace.recorder import Recorder
+
+ALL = [
+    "transformers-eager",
+    "transformers-sdpa",
+    "transformer-lens",
+    "unpacked",
+    "packed",
+    "roofline",
+]
+SHORT = {
+    "shapes": ["tiny-gpt2"],
+    "contexts": [10],
+    "length": 6,
+    "dtypes": ["float32"],
+    "device": "cpu",
+    "repeats": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return bench(**SHORT, samples=[1, 3], breakdown=True)
+
+
+def test_every_contender_has_a_row_in_every_setting(found):
+    table = found.table
+    assert table["contender"].tolist() == ALL * 2
+    assert set(COLUMNS) <= set(table.columns)
+    assert table["samples"].tolist() == [1] * 6 + [3] * 6
+    assert (table["rows"] == 3 * table["samples"]).all(), "Air-Decoding has three branches"
+
+
+def test_the_numbers_of_a_row_agree(found):
+    table = found.table
+    assert (table["steps"] == 5).all()
+    tokens = table["samples"] * table["steps"]
+    assert np.allclose(table["tokens_per_s"] * table["steps"] * table["step_seconds"], tokens)
+    assert np.allclose(table["row_tokens_per_s"] * table["step_seconds"], table["rows"])
+    timed = table[table["contender"] != "roofline"]
+    assert np.allclose(
+        timed["seconds"] - timed["prompt_seconds"], timed["steps"] * timed["step_seconds"]
+    )
+    assert (timed["prompt_seconds"] > 0).all()
+
+
+def test_ratios_are_those_of_the_steps(found):
+    for _, part in found.table.groupby("samples"):
+        step = part.set_index("contender")["step_seconds"]
+        for column, peer in (
+            ("ratio", ALL[0]),
+            ("to_float32", ALL[0]),
+            ("to_sdpa", ALL[1]),
+            ("of_roofline", ALL[5]),
+        ):
+            assert np.allclose(part[column], step[peer] / step.to_numpy())
+
+
+def test_products_alone_are_faster_than_any_whole_step(found):
+    for _, part in found.table.groupby("samples"):
+        step = part.set_index("contender")["step_seconds"]
+        assert (step["roofline"] < step.drop("roofline")).all()
+    notes = found.table.set_index("contender")["note"]
+    assert all("257x32: " in note and note.count(":") == 5 for note in notes["roofline"])
+    assert (notes.drop("roofline") == "").all()
+
+
+def test_more_samples_make_more_tokens_in_a_second(found):
+    packed = found.table[found.table["contender"] == "packed"].set_index("samples")["tokens_per_s"]
+    assert packed[3] > packed[1]
+
+
+def test_a_full_trace_does_not_multiply_a_step():
+    speeds = {
+        trace: bench(**SHORT, samples=[3], only=["unpacked"], trace=trace).table["tokens_per_s"][0]
+        for trace in ("none", "full")
+    }
+    assert speeds["full"] > 0.2 * speeds["none"]
+
+
+def test_the_parts_of_a_step_are_its_whole(found):
+    parts = found.parts
+    assert parts["part"].tolist() == list(PARTS) * 2
+    assert np.allclose(parts.groupby("samples")["share"].sum(), 1)
+    assert (parts["share"] > 0).all()
+    assert _Bias.add.__name__ == "add"
+    assert (Recorder.observe.__name__, AirDecoding.combine.__name__) == ("observe", "combine")
+    assert loop.draw.__name__ == "draw"
+
+
+def test_a_method_of_one_branch_is_compared_with_generate():
+    table = bench(**SHORT, samples=[2], method="prefix", only=["packed", "transformers-sdpa"]).table
+    assert table["contender"].tolist() == ["transformers-sdpa", "packed"]
+    assert table["rows"].tolist() == [2, 2]
+    assert table["ratio"].isna().all(), "transformers-eager did not run"
+    assert table["to_sdpa"][0] == 1
+
+
+def test_the_command_writes_a_table_a_page_and_a_figure(tmp_path, capsys):
+    words = "bench --shape tiny-gpt2 --samples 2 --context 8 --length 4 --dtype float32 bfloat16 --repeats 1"
+    words += " --device cpu --method preadd --threads 1 --breakdown --out"
+    threads = torch.get_num_threads()
+    assert main([*words.split(), str(tmp_path / "new" / "bench")]) == 0
+    assert torch.get_num_threads() == threads
+    out = tmp_path / "new" / "bench"
+    assert {file.name for file in out.iterdir()} == {
+        "bench.csv",
+        "bench.md",
+        "bench.png",
+        "parts.csv",
+    }
+    table = pd.read_csv(out / "bench.csv")
+    assert len(table) == 12
+    assert (table["rows"] == 4).all()
+    half = table[table["dtype"] == "bfloat16"].set_index("contender")
+    whole = table[table["dtype"] == "float32"].set_index("contender")
+    assert half["to_float32"]["packed"] == pytest.approx(
+        whole["step_seconds"]["transformers-eager"] / half["step_seconds"]["packed"]
+    )
+    printed = capsys.readouterr().out
+    first = printed.splitlines()[0]
+    assert "; 1 thread; torch " in first
+    assert "transformer-lens " in first
+    assert (table["machine"] == first).all()
+    assert "| x eager |" in (page := (out / "bench.md").read_text("utf-8"))
+    assert page.startswith(first)
+    assert page in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"shapes": ["gpt2-smal"]}, ["unknown shape 'gpt2-smal'", "gpt2-medium", "did you mean 'gpt2-small'"]),
+        ({"shapes": ["llama-7b"]}, ["llama-7b", "CUDA", "'cpu'", "smollm2-135m"]),
+        ({"only": ["packd"]}, ["unknown contender 'packd'", "roofline", "did you mean 'packed'"]),
+        ({"method": "gedi"}, ["unknown method 'gedi'", "air-decoding"]),
+        ({"trace": "some"}, ["unknown trace 'some'", "pooled"]),
+        ({"dtypes": ["float31"]}, ["unknown dtype 'float31'", "bfloat16"]),
+        ({"samples": [0]}, ["samples 0", "1 or more"]),
+        ({"length": 1}, ["length 1", "2 or more"]),
+        ({"threads": 0}, ["threads 0", "1 or more"]),
+        ({"contexts": [300]}, ["exceed the context of 256 of tiny-gpt2"]),
+        ({"device": "cuda:77"}, ["cannot use device 'cuda:77'", "allowed: cpu"]),
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_refusals_name_what_is_allowed(given, words):
+    with pytest.raises(Lapa2Error) as error:
+        bench(**SHORT | given)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_there_is_refused_before_anything_is_timed(tmp_path, capsys):
+    (tmp_path / "mine").write_text("")
+    assert main(["bench", "--shape", "tiny-gpt2", "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "choose another --out" in printed.err
