@@ -6,13 +6,29 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lapa2_interp.attention.hooked import _Bias
+from lapa2_interp.cell import Cell
 from lapa2_interp.cli import main
 from lapa2_interp.decoding import loop
 from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.loaded import network_of
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods.air_decoding import AirDecoding
-from lapa2_interp.runs.speed import COLUMNS, PARTS, bench
+from lapa2_interp.models import load_tokenizer
+from lapa2_interp.runs.speed import (
+    COLUMNS,
+    CONFIGS,
+    MORE,
+    PARTS,
+    TEXT,
+    Setting,
+    _load,
+    _plan,
+    _prompts,
+    bench,
+)
 from lapa2_interp.trace.recorder import Recorder
 
 ALL = [
@@ -31,6 +47,50 @@ SHORT = {
     "device": "cpu",
     "repeats": 2,
 }
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("gpt2-small", 124_439_808), ("gpt2-medium", 354_823_168), ("llama-7b", 6_738_415_616)],
+)
+def test_shapes_have_the_size_of_their_models(shape, size):
+    config, fields = CONFIGS[shape]
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(config(**fields)).num_parameters() == size
+
+
+@pytest.mark.parametrize("method", ["prefix", "air-decoding", "preadd"])
+def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(method):
+    subject = _load("tiny-gpt2", "float32", "cpu")
+    setting = Setting("tiny-gpt2", "float32", method, samples=2, context=9, length=4, trace="none")
+    todo = _plan(subject.model, setting)
+    assert todo.steps == (4,)
+    assert {layout.l_pro for (layout,) in todo.layouts} == {9}
+    assert len(todo.groups) == 1
+    for ids in _prompts(todo, torch.device("cpu")):
+        assert torch.allclose(subject.plain(ids).logits, subject.model(ids), atol=1e-4)
+    assert (
+        subject.plain.get_input_embeddings().weight
+        is network_of(subject.model).get_input_embeddings().weight
+    )
+
+
+@pytest.mark.parametrize("method", ["prefix", "air-decoding", "preadd"])
+def test_ids_of_another_tokenizer_fit_every_vocabulary(method):
+    """Shapes with random weights are given SmolLM2's tokenizer; Llama has 32,000 words."""
+    tokenizer, task = load_tokenizer("smollm2-135m"), load_task("sentiment")
+    cell = Cell.of(
+        "smollm2-135m",
+        method=method,
+        task=task,
+        attribute=next(iter(task.attributes)),
+        prompts=[TEXT],
+        dtype="float32",
+    )
+    fronts = [each.prefix for each in cell.branches if each.prefix]
+    assert fronts
+    assert max(tokenizer(" ".join([TEXT, MORE, *fronts])).input_ids) < 32_000
+    assert len(tokenizer(TEXT + MORE * 9).input_ids) == len(TEXT.split()) + 9 * len(MORE.split())
 
 
 @pytest.fixture(scope="module")

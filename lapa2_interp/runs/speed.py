@@ -87,6 +87,8 @@ CONFIGS: Mapping[str, tuple[type, dict[str, Any]]] = {
 SAMPLES = {True: (3, 24), False: (1, 4, 20)}
 """Default numbers of samples of a method of one branch, and of several."""
 ALPHA = 0.5
+TEXT, MORE = "The lake was calm and the sky was clear", " and the lake was calm"
+"""What a prompt begins with, and what is repeated behind it."""
 WARM = 3
 """Tokens of the text that is not timed."""
 PARTS = ("products", "attention", "bias", "trace", "combine", "draw", "rest")
@@ -570,6 +572,7 @@ def bench(
                     timed += _compare(subject, setting, todo, names, repeats)
                     if breakdown:
                         parts += _part_rows(setting, _parts(subject, todo))
+                del subject  # before the next is loaded
     return Bench(machine, _with_ratios(pd.DataFrame(timed)), pd.DataFrame(parts) if parts else None)
 
 
@@ -641,8 +644,8 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
 
 def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:
     """All rows of a setting in one batch, behind one prompt."""
-    task = load_task("detox" if setting.method == "preadd" else "sentiment")
-    text = "The lake was calm and the sky was clear" + " and the lake was calm" * setting.context
+    task = load_task("sentiment")
+    text = TEXT + MORE * setting.context
     ids = model.tokenizer(text, add_special_tokens=False).input_ids[: setting.context]
     cell = Cell.of(
         model,
