@@ -37,6 +37,7 @@ ALL = [
     "transformer-lens",
     "unpacked",
     "packed",
+    "packed-transformers",
     "roofline",
 ]
 SHORT = {
@@ -102,7 +103,7 @@ def test_every_contender_has_a_row_in_every_setting(found):
     table = found.table
     assert table["contender"].tolist() == ALL * 2
     assert set(COLUMNS) <= set(table.columns)
-    assert table["samples"].tolist() == [1] * 6 + [3] * 6
+    assert table["samples"].tolist() == [1] * 7 + [3] * 7
     assert (table["rows"] == 3 * table["samples"]).all(), "Air-Decoding has three branches"
 
 
@@ -126,7 +127,7 @@ def test_ratios_are_those_of_the_steps(found):
             ("ratio", ALL[0]),
             ("to_float32", ALL[0]),
             ("to_sdpa", ALL[1]),
-            ("of_roofline", ALL[5]),
+            ("of_roofline", ALL[-1]),
         ):
             assert np.allclose(part[column], step[peer] / step.to_numpy())
 
@@ -185,7 +186,7 @@ def test_the_command_writes_a_table_a_page_and_a_figure(tmp_path, capsys):
         "parts.csv",
     }
     table = pd.read_csv(out / "bench.csv")
-    assert len(table) == 12
+    assert len(table) == 14
     assert (table["rows"] == 4).all()
     half = table[table["dtype"] == "bfloat16"].set_index("contender")
     whole = table[table["dtype"] == "float32"].set_index("contender")

@@ -25,6 +25,7 @@ def bench(
                 "transformer-lens",
                 "unpacked",
                 "packed",
+                "packed-transformers",
                 "roofline",
             ],
             ...,
@@ -58,7 +59,8 @@ def bench(
         shape: Models: smollm2-135m with its own weights, the others with random ones. llama-7b
             needs a GPU.
         method: By default air-decoding (three branches), and prefix (one) for smollm2-135m.
-        only: Some of the contenders. unpacked and packed are this package; roofline is the time of
+        only: Some of the contenders. unpacked and packed are this package, packed-transformers
+            this package without TransformerLens; roofline is the time of
             the matrix products alone, each by the fastest of F.linear, oneDNN and packed weights.
         samples: Texts made together, all of one prompt; by default 1, 4 and 20, with prefix 3
             and 24.

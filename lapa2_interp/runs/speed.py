@@ -13,6 +13,7 @@ Contenders decode the same number of texts, of the same lengths, with the same w
   the same way, branch after branch, with given tokens.
 - unpacked, packed: this package, branches in one batch, with bias, trace, combining and drawing;
   without and with packed weights (`lapa2_interp.packed`).
+- packed-transformers: the same as packed on a `TransformersModel`, without TransformerLens.
 - roofline: the matrix products of one step alone, for all rows at once, on the weights themselves.
   Of F.linear, oneDNN and packed products, each shape takes the fastest.
 
@@ -61,7 +62,7 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.decoding import loop
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import ModelError, RunError, one_of
-from lapa2_interp.loaded import Model, model_card, network_of
+from lapa2_interp.loaded import Model, TransformersModel, make_card, model_card, network_of
 from lapa2_interp.machine import default_device, faster_dtype, kind_of, n_threads, resolve_dtype
 from lapa2_interp.methods import Method, load_task
 from lapa2_interp.models import bridge_of, load_tokenizer, load_transformers, move
@@ -73,7 +74,13 @@ from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
 
 Contender = Literal[
-    "transformers-eager", "transformers-sdpa", "transformer-lens", "unpacked", "packed", "roofline"
+    "transformers-eager",
+    "transformers-sdpa",
+    "transformer-lens",
+    "unpacked",
+    "packed",
+    "packed-transformers",
+    "roofline",
 ]
 Shape = Literal["gpt2-small", "gpt2-medium", "smollm2-135m", "llama-7b", "tiny-gpt2"]
 MethodName = Literal["prefix", "air-decoding", "preadd"]
@@ -193,10 +200,12 @@ class Subject:
     Attributes:
         model: The bridge.
         plain: transformers alone.
+        direct: The `TransformersModel`.
     """
 
     model: Model
     plain: Any
+    direct: Model
 
     @property
     def device(self) -> torch.device:
@@ -313,8 +322,7 @@ def _transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
         _one_after_another(read, _prompts(todo, subject.device), todo.steps[0], clock)
 
 
-def _ours(subject: Subject, todo: Plan, packing: str, clock: Clock) -> None:
-    model = subject.model
+def _ours(model: Model, todo: Plan, packing: str, clock: Clock) -> None:
     model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
     loop.run_plan(model, todo, progress=clock)
 
@@ -449,7 +457,7 @@ def _parts(subject: Subject, todo: Plan) -> dict[str, float]:
     clock = _StartingClock(subject.device)
     ledger = clock.ledger = Ledger(clock)
     with _watched(subject.model, todo.method, ledger):
-        _ours(subject, todo, "all", clock)
+        _ours(subject.model, todo, "all", clock)
     ledger.book()
     steps = todo.steps[0] - 1
     return {part: ledger.spent[part] / steps for part in PARTS}
@@ -639,7 +647,9 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
         network, tokenizer, weights = load_transformers(shape, dtype)
         move(network, device)
     plain = _twin(network)  # before the bridge takes the network apart
-    return Subject(bridge_of(network, tokenizer, name, weights), plain)
+    direct: Model = TransformersModel(_twin(network), tokenizer, name)
+    direct.lapa2_card = make_card(direct, name, weights)
+    return Subject(bridge_of(network, tokenizer, name, weights), plain, direct)
 
 
 def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:
@@ -670,8 +680,9 @@ def _compare(
         EAGER: lambda it, clock: _transformers(subject, it, "eager", clock),
         SDPA: lambda it, clock: _transformers(subject, it, "sdpa", clock),
         "transformer-lens": lambda it, clock: _transformer_lens(subject, it, clock),
-        "unpacked": lambda it, clock: _ours(subject, it, "none", clock),
-        "packed": lambda it, clock: _ours(subject, it, "all", clock),
+        "unpacked": lambda it, clock: _ours(subject.model, it, "none", clock),
+        "packed": lambda it, clock: _ours(subject.model, it, "all", clock),
+        "packed-transformers": lambda it, clock: _ours(subject.direct, it, "all", clock),
     }
     steps, device = setting.length - 1, subject.device
     products = Products(subject.plain, setting.rows) if ROOFLINE in names else None
