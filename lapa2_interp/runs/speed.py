@@ -61,7 +61,7 @@ from lapa2_interp.attention import hooked
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding import loop
 from lapa2_interp.decoding.plan import Plan, plan
-from lapa2_interp.errors import ModelError, RunError, one_of
+from lapa2_interp.errors import ModelError, RunError, counted, one_of
 from lapa2_interp.loaded import Model, TransformersModel, make_card, model_card, network_of
 from lapa2_interp.machine import default_device, faster_dtype, kind_of, n_threads, resolve_dtype
 from lapa2_interp.methods import Method, load_task
@@ -797,7 +797,7 @@ def draw_bench(table: pd.DataFrame) -> Drawing:
         places = [at + (i - (len(names) - 1) / 2) * thick for at in range(len(groups))]
         axes.barh(places, bars, thick, color=COLOURS[i], label=name)
     axes.set_yticks(
-        range(len(groups)), [f"{s} {d}\n{n} samples, {c} tokens" for (s, d, n, c), _ in groups]
+        range(len(groups)), [f"{s} {d}\n{counted(n, 'text')} behind {c} tokens" for (s, d, n, c), _ in groups]
     )
     axes.invert_yaxis()
     plain_axes(axes, label, "")
