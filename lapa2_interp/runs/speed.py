@@ -797,7 +797,11 @@ def draw_bench(table: pd.DataFrame) -> Drawing:
         places = [at + (i - (len(names) - 1) / 2) * thick for at in range(len(groups))]
         axes.barh(places, bars, thick, color=COLOURS[i], label=name)
     axes.set_yticks(
-        range(len(groups)), [f"{s} {d}\n{counted(n, 'text')} behind {c} tokens" for (s, d, n, c), _ in groups]
+        range(len(groups)),
+        [
+            f"{shape} {dtype}\n{counted(int(n), 'text')} behind {context} tokens"
+            for (shape, dtype, n, context), _ in groups
+        ],
     )
     axes.invert_yaxis()
     plain_axes(axes, label, "")
