@@ -799,8 +799,9 @@ def draw_bench(table: pd.DataFrame) -> Drawing:
     axes.set_yticks(
         range(len(groups)),
         [
-            f"{shape} {dtype}\n{counted(int(n), 'text')} behind {context} tokens"
-            for (shape, dtype, n, context), _ in groups
+            f"{each['shape']} {each['dtype']}\n{counted(each['samples'], 'text')} behind"
+            f" {each['context']} tokens"
+            for each in (part.iloc[0] for _, part in groups)
         ],
     )
     axes.invert_yaxis()
