@@ -799,7 +799,7 @@ def draw_bench(table: pd.DataFrame) -> Drawing:
     axes.set_yticks(
         range(len(groups)),
         [
-            f"{each['shape']} {each['dtype']}\n{counted(each['samples'], 'text')} behind"
+            f"{each['shape']} {each['dtype']}\n{counted(int(each['samples']), 'text')} behind"
             f" {each['context']} tokens"
             for each in (part.iloc[0] for _, part in groups)
         ],
