@@ -178,7 +178,7 @@ class Cell(BaseModel):
             facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
         chosen_task.prefix(attribute)
         branches = method.branches(chosen_task, attribute)
-        assign(method, branches, augmentation if augmentation.alpha > 0 else None)
+        assign(method, branches, augmentation if augmentation.acts else None)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         if "" in texts:
@@ -200,7 +200,7 @@ class Cell(BaseModel):
                 ),
             ),
             attribute=attribute,
-            augmentation=augmentation if augmentation.alpha > 0 else None,
+            augmentation=augmentation if augmentation.acts else None,
             length=length,
             samples=samples,
             seed=seed,

@@ -18,15 +18,16 @@ Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
-from lapa2_interp.errors import LayoutError
+from lapa2_interp.errors import LayoutError, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 CHAT_MARKERS = ("<|im_start|>",)
 """Configured "bos" tokens that open a chat turn; plain text does not start with them."""
 PLAIN_START = "<|endoftext|>"
+BLOCKED = "blocked"
 NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
 """Tokenizer classes that do not prepend BOS by themselves."""
 
@@ -233,8 +235,11 @@ class Layout:
         """The key slots a span rule covers, in this row's slots.
 
         Raises:
-            LayoutError: An explicit or released span ends after the prompt.
+            LayoutError: An explicit or released span ends after the prompt, or positions lie
+                outside the prefix.
         """
+        if not isinstance(rule, str) and rule[0] == "prefix":
+            return self._positions(rule[1])
         match rule:
             case "prefix":
                 return (self.controlled,)
@@ -261,6 +266,27 @@ class Layout:
             if max(start, low) < min(stop, high)
         )
 
+    def _positions(self, positions: tuple[int, ...]) -> tuple[Span, ...]:
+        """Spans of tokens of the prefix, neighbours joined."""
+        if max(positions) >= self.l_pre:
+            raise LayoutError(
+                f"position {max(positions)} lies outside the prefix, which has"
+                f" {counted(self.l_pre, 'token')} here"
+                + (
+                    f"; give positions up to {self.l_pre - 1}"
+                    if self.l_pre
+                    else "; a branch without a prefix has no positions, so give another span"
+                )
+            )
+        found: list[Span] = []
+        for position in sorted(positions):
+            slot = self.prefix.start + position
+            if found and found[-1].stop == slot:
+                found[-1] = Span(found[-1].start, slot + 1)
+            else:
+                found.append(Span(slot, slot + 1))
+        return tuple(found)
+
     def n(self, rule: SpanRule) -> int:
         """The n of b(l): the controlled length, the tokenizer's count under "released", the span's
         size if explicit."""
@@ -276,18 +302,42 @@ class Layout:
         """l at the queries in these slots; <= 0 on padding (and on BOS under "paper")."""
         return queries + 1 - self.pad - (self.n_bos if rule == "paper" else 0)
 
+    def acts(
+        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]
+    ) -> Bool[np.ndarray, " query"]:
+        """At which queries an augmentation acts: those of its phase and steps, and under profile
+        "released" only where l > n."""
+        last_prompt = self.prompt.stop - 1
+        spans = self.spans(augmentation.span)
+        inside = all(
+            self.prefix.start <= span.start and span.stop <= self.prefix.stop for span in spans
+        )
+        first = {
+            "decode": last_prompt + 1,
+            "last_query": last_prompt,
+            "query": last_prompt,
+            "all_queries": self.prefix.stop if inside else max(span.stop for span in spans),
+        }[augmentation.phase]
+        start, stop = augmentation.steps or (-len(self), math.inf)
+        step = queries - last_prompt
+        acts = (queries >= first) & (step >= start) & (step < stop)
+        if augmentation.profile == "released":
+            lengths = self.lengths(queries, augmentation.length_rule)
+            acts &= lengths > self.n(augmentation.span)
+        return acts
+
     def bias(
         self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]
     ) -> Float[np.ndarray, " query"]:
         """The bias each query adds to every key of the span; 0 for queries outside the
-        augmentation's phase."""
-        first = {
-            "decode": self.prompt.stop,
-            "last_query": self.prompt.stop - 1,
-            "all_queries": max(span.stop for span in self.spans(augmentation.span)),
-        }[augmentation.phase]
+        augmentation's phase and steps.
+
+        Raises:
+            AugmentationError: The bias depends on the scores.
+        """
         l = np.maximum(self.lengths(queries, augmentation.length_rule), 1)
-        return np.where(queries >= first, augmentation.bias(l, self.n(augmentation.span)), 0.0)
+        b = augmentation.bias(l, self.n(augmentation.span))
+        return np.where(self.acts(augmentation, queries), b, 0.0)
 
     def padded(self, width: int) -> Layout:
         """The same branch, left-padded to `width` slots."""
@@ -301,12 +351,16 @@ def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     return [each.padded(width) for each in layouts]
 
 
+def _shown(b: float) -> float | str | None:
+    return None if math.isnan(b) else BLOCKED if b == -math.inf else float(b)
+
+
 def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> dict[str, Any]:
     """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l
     and bias of every step.
 
     Step 0 is the last prompt query. Under phase all_queries the augmented prompt queries before it
-    count down from -1.
+    count down from -1. A bias that depends on the scores is None, one of -infinity `BLOCKED`.
     """
     spans = {
         "bos": (layout.bos,),
@@ -322,7 +376,12 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
     early = augmentation is not None and augmentation.phase == "all_queries"
     queries = np.arange(min(last, max(inside["boosted"]) + 1) if early else last, last + steps)
     lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper")
-    bias = layout.bias(augmentation, queries) if augmentation else np.zeros(len(queries))
+    if augmentation is None:
+        bias = np.zeros(len(queries))
+    elif augmentation.reads_scores:
+        bias = np.where(layout.acts(augmentation, queries), np.nan, 0.0)
+    else:
+        bias = layout.bias(augmentation, queries)
     keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(
         zip(layout.ids, layout.tokens, strict=True)
     )
@@ -345,7 +404,7 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
         ],
         "augmentation": augmentation and augmentation.model_dump(mode="json"),
         "steps": [
-            {"step": int(query) - last, "l": int(l), "bias": float(b)}
+            {"step": int(query) - last, "l": int(l), "bias": _shown(b)}
             for query, l, b in zip(queries, lengths, bias, strict=True)
         ],
     }

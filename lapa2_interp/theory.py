@@ -56,7 +56,10 @@ def uniform_share(
     2; sqrt and linear drive 1 - A' to 0 as r * exp(-alpha * sqrt(r)) and r * exp(-alpha * r), for
     every alpha > 0.
     """
-    return shifted_share(prefix_share(l, l_pre), augmentation.bias(np.asarray(l), l_pre))
+    share = prefix_share(l, l_pre)
+    with np.errstate(divide="ignore"):
+        b = augmentation.shift(log_odds(share), np.asarray(l), l_pre)
+    return shifted_share(share, b)
 
 
 def regime(alpha: float) -> tuple[Regime, float]:

@@ -120,7 +120,7 @@ def test_layers_and_heads_intersect():
         ({"alpha": 1, "span": ((0, 3), (1, 4))}, "overlap at slot 1"),
         (
             {"alpha": 1, "span": (1, 4)},
-            r"span: takes 'prefix', .*slots \(\(start, stop\), ...\); found \(1, 4\)",
+            r"span: takes 'prefix', .*slots \(\(start, stop\), ...\), or .*; found \(1, 4\)",
         ),
         (
             {"alpha": 1, "heads": "foo"},

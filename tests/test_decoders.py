@@ -444,7 +444,7 @@ def test_the_prompts_log_likelihood(tiny, model_class):
             shorter = layout_of(each, first)
             logits = [state.prompt_pass([shorter], [soft])[:, -1]]
             state.expand(torch.tensor([0]), capacity=len(each))
-            logits += [state.read(torch.tensor([[token]])) for token in each.ids[first:-1]]
+            logits += [state.read(torch.tensor([[token]]))[:, -1] for token in each.ids[first:-1]]
             expected = sum(
                 float(z.log_softmax(1)[0, token])
                 for z, token in zip(logits, each.ids[first:], strict=True)

@@ -58,7 +58,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, pro
             logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(4), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
-            logits += [state.read(torch.full((4, 1), token)) for token in GENERATED]
+            logits += [state.read(torch.full((4, 1), token))[:, -1] for token in GENERATED]
     found = torch.stack(logits, dim=1)
     for row, each in enumerate(rows):
         expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
@@ -77,7 +77,7 @@ def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
     with torch.no_grad(), augmented(model, augmentation, rows):
         logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(2), capacity=len(rows[0]) + len(GENERATED))
-        logits += [state.read(torch.full((2, 1), token)) for token in GENERATED]
+        logits += [state.read(torch.full((2, 1), token))[:, -1] for token in GENERATED]
     for row, each in enumerate(rows):
         expected, _ = oracle_logits(model, each, GENERATED, augmentation)
         assert (torch.stack(logits, dim=1)[row] - expected).abs().max() < 1e-7

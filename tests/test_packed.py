@@ -98,7 +98,7 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
                 found = [state.prompt_pass([layout])[[0] * n]]
                 state.expand(torch.zeros(n, dtype=torch.long), len(layout) + 3)
             with augmented(model, Augmentation(alpha=0.5), [layout] * n):
-                found += [state.read(tokens[rows, t : t + 1])[:, None] for t in range(3)]
+                found += [state.read(tokens[rows, t : t + 1]) for t in range(3)]
         return torch.cat(found, dim=1)
 
     together = logits(list(range(24)))
@@ -134,7 +134,7 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
             state.prompt_pass([layout])
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 24)
             steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
-            logits[each] = torch.stack([state.read(step) for step in steps], dim=1)
+            logits[each] = torch.cat([state.read(step) for step in steps], dim=1)
     torch.testing.assert_close(logits["all"], logits["none"], atol=LOGITS[name], rtol=0)
     read = [
         teacher_forced(with_packing(model, each, monkeypatch), layout, texts) for each in CHOICES

@@ -71,7 +71,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
             logits = [state.prompt_pass(rows, prefixes)[:, -1]]
         state.expand(torch.arange(5), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
-            logits += [state.read(torch.full((5, 1), token)) for token in GENERATED]
+            logits += [state.read(torch.full((5, 1), token))[:, -1] for token in GENERATED]
     found = torch.stack(logits, dim=1)
     for row, (each, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         expected, _ = oracle_logits(model, each, GENERATED, augmentations[row], prefix=prefix)

@@ -47,16 +47,24 @@ class Rows(Protocol):
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
 
-    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
-        """Append tokens to each row; the logits after the last."""
+    def read(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        """Append tokens to each row; the logits after the last `keep` of them."""
 
 
-def open_rows(model: Model, recompute: bool = False) -> Rows:
-    """Fresh decode state for a model of either class; `recompute` reads the whole text at every
-    step."""
+def open_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
+    """Fresh decode state for a model of either class.
+
+    Args:
+        recompute: Read the whole text at every step.
+        direct: For augmentations of phase "query": read one token at a time, each a second time
+            once it no longer is the last, so that only clean keys and values are kept.
+    """
     if recompute:
         return RecomputedRows(model)
-    return BridgeRows(model) if is_bridge(model) else HookedRows(model)
+    rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
+    return DirectRows(rows) if direct else rows
 
 
 def prompt_log_likelihood(
@@ -269,11 +277,19 @@ class BridgeRows:
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
 
-    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+    def read(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
         count = torch.arange(tokens.shape[1], device=tokens.device)
-        logits = self._forward(tokens, self.positions + count)[:, -1]
+        logits = self._forward(tokens, self.positions + count, keep)
         self.positions = self.positions + tokens.shape[1]
         return logits
+
+    def crop(self, n: int) -> None:
+        """Forget the last `n` tokens of each row."""
+        for layer in self.cache.layers:
+            layer.used -= n
+        self.positions = self.positions - n
 
 
 class HookedRows:
@@ -320,10 +336,18 @@ class HookedRows:
             entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
 
-    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+    def read(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
         return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[
-            :, -1
+            :, -keep:
         ]
+
+    def crop(self, n: int) -> None:
+        """Forget the last `n` tokens of each row."""
+        for entry in self.cache.entries:
+            entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
+        self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
 
 
 class RecomputedRows:
@@ -352,9 +376,47 @@ class RecomputedRows:
             [self.prefixes[row] for row in rows],
         )
 
-    def read(self, tokens: Int[Tensor, "row query"]) -> Float[Tensor, "row vocab"]:
+    def read(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
         self.layouts = [
             replace(each, ids=each.ids + tuple(more))
             for each, more in zip(self.layouts, tokens.tolist(), strict=True)
         ]
-        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes)[:, -1]
+        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+
+
+class DirectRows:
+    """Rows whose last token is always read anew, before the next one.
+
+    The query that predicts a token is then the last of its pass, where phase "query" acts, and what
+    is kept of a token comes from a pass in which it was not the last.
+    """
+
+    def __init__(self, rows: BridgeRows | HookedRows) -> None:
+        self.rows = rows
+
+    def prompt_pass(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
+    ) -> Float[Tensor, "row query vocab"]:
+        logits = self.rows.prompt_pass(layouts, prefixes, keep)
+        self.rows.crop(1)
+        self.last = torch.tensor([[each.ids[-1]] for each in layouts], device=logits.device)
+        return logits
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        self.rows.expand(index, capacity)
+        self.last = self.last[index.to(self.last.device)]
+
+    def read(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        found = []
+        for token in tokens.split(1, dim=1):
+            found.append(self.rows.read(torch.cat([self.last, token], dim=1)))
+            self.rows.crop(1)
+            self.last = token
+        return torch.cat(found[-keep:], dim=1)

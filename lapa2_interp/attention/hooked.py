@@ -18,25 +18,34 @@ through an exception, everything is as before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import LayoutError
+from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, is_bridge, network_of, plain_network, size_of
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
+
+Rules = Augmentation | Sequence[Augmentation | None] | None
+"""What acts on one row."""
+
+
+def several(rules: Rules) -> tuple[Augmentation, ...]:
+    """The augmentations of a row that add something."""
+    given = rules if isinstance(rules, Sequence) else (rules,)
+    return tuple(rule for rule in given if rule is not None and rule.acts)
 
 
 @runtime_checkable
@@ -47,108 +56,18 @@ class Observer(Protocol):
         """Called once per layer and forward pass; `first` is the slot of the first query."""
 
 
-class _Bias:
-    """The bias of a batch of rows: static key masks and, per forward pass, one number per row and
-    query."""
+@runtime_checkable
+class CapObserver(Protocol):
+    """An observer that is also told where a bias that depends on the scores was cut at +-CAP."""
 
-    def __init__(
-        self, model: Model, augmentations: Sequence[Augmentation | None], layouts: Sequence[Layout]
-    ) -> None:
-        self.rows = [
-            (augmentation if augmentation is not None and augmentation.alpha > 0 else None, each)
-            for augmentation, each in zip(augmentations, layouts, strict=True)
-        ]
-        n_layers, n_heads = size_of(model)
-        width = max(len(each) for each in layouts)
-        keys = np.zeros((len(layouts), width))  # row key
-        heads = np.zeros((n_layers, len(layouts), n_heads))  # layer row head
-        chosen = {
-            a: a.selects(n_layers, n_heads) for a in {a for a, _ in self.rows} if a is not None
-        }
-        for row, (augmentation, each) in enumerate(self.rows):
-            if augmentation is not None:
-                for span in each.spans(augmentation.span):
-                    keys[row, span.start : span.stop] = 1
-                heads[:, row] = chosen[augmentation]  # layer head
-        self.layers = [layer for layer in range(n_layers) if heads[layer].any()]
-        self.last_key = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
-        self.keys = torch.from_numpy(keys[:, : self.last_key])
-        self.heads = torch.from_numpy(heads)
-        self.every_head = bool((heads[self.layers] == 1).all())
-        self.of_queries: tuple[range, Tensor | None] = (range(0), None)
-        self.may_repeat = plain_network(model) is model
-
-    def _compute(self, queries: range, device: torch.device) -> Float[Tensor, "row query"] | None:
-        """b of every row and query; None where all are 0."""
-        slots, nothing = np.array(queries), np.zeros(len(queries))
-        # Samples of one prompt share its layout.
-        distinct = {
-            (id(augmentation), id(each)): (augmentation, each) for augmentation, each in self.rows
-        }
-        of = {
-            key: nothing if a is None else each.bias(a, slots)
-            for key, (a, each) in distinct.items()
-        }
-        # row query
-        table = np.stack([of[id(augmentation), id(each)] for augmentation, each in self.rows])
-        if not table.any():
-            return None
-        self.keys, self.heads = self.keys.to(device), self.heads.to(device)
-        return torch.from_numpy(table).to(device)
-
-    def add(
-        self, layer: int, scores: Float[Tensor, "row head query key"], first: int
-    ) -> Float[Tensor, "row head query key"]:
-        """The scores with the bias on the span's keys, as a new tensor.
-
-        Where these queries get no bias, the given tensor is returned.
-
-        `first` is the slot of the first query. The numbers per row and query are computed once per
-        pass.
-        """
-        n_rows, _, n_queries, n_keys = scores.shape
-        copies, left = divmod(n_rows, len(self.rows))
-        if n_rows != len(self.rows) and len(self.rows) > 1 and (left or not self.may_repeat):
-            raise LayoutError(
-                f"the forward pass has {n_rows} rows, but {len(self.rows)} layouts were given; give"
-                " one each"
-            )
-        if n_keys < self.last_key:
-            raise LayoutError(
-                f"the span ends at slot {self.last_key} but the forward pass has {n_keys} keys; "
-                "feed the layout's own ids (layout.tensor)"
-            )
-        queries = range(first, first + n_queries)
-        if self.of_queries[0] != queries:
-            self.of_queries = queries, self._compute(queries, scores.device)
-        of_queries = self.of_queries[1]  # row query
-        if of_queries is None:
-            return scores
-        heads, keys = self.heads[layer], self.keys
-        if copies > 1 and len(self.rows) > 1:
-            # Several sequences or beams of a prompt lie behind each other in `generate`.
-            of_queries, keys, heads = (
-                each.repeat_interleave(copies, dim=0) for each in (of_queries, keys, heads)
-            )
-        # row 1 query key
-        bias = rearrange(of_queries, "row query -> row 1 query 1") * rearrange(
-            keys, "row key -> row 1 1 key"
-        )
-        if not self.every_head:
-            # row head query key
-            bias = bias * rearrange(heads, "row head -> row head 1 1")
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        scores = scores.to(wide, copy=True)
-        scores[..., : self.last_key] += bias.to(
-            scores.device, wide
-        )  # a model may span several GPUs
-        return scores
+    def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
+        """Called before `observe` of the same layer and pass."""
 
 
 @contextmanager
 def augmented(
     model: Model,
-    augmentation: Augmentation | Sequence[Augmentation | None] | None,
+    augmentation: Augmentation | Sequence[Rules] | None,
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
 ) -> Iterator[None]:
@@ -164,23 +83,29 @@ def augmented(
             mask = torch.ones_like(layout.tensor)
             hf_model.generate(layout.tensor, attention_mask=mask, max_new_tokens=100)
 
+    Hooks on scores that are entered before the block act before the augmentation, and those entered
+    inside it after. So a law that reads the scores belongs into the innermost block.
+
     Args:
         model: A TransformerBridge, a HookedTransformer, or a transformers model.
-        augmentation: One for all rows, or one per row; None leaves a row alone.
+        augmentation: One for all rows, or one per row; None leaves a row alone. A row may also have
+            several, as a tuple: `[(one, other), None]`.
         layout: One for all rows, or one per row.
         observer: Sees the attention pattern of every layer and pass.
 
     Raises:
         AugmentationError: Layers or heads the model does not have.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
-            rows of the forward pass differ; or a cache has dropped keys.
+            rows of the forward pass differ; a cache has dropped keys; or, under phase "query", a
+            cache holds keys that were computed under the augmentation.
     """
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    rules = (
+    given = (
         list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(layouts)
     )
+    flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
-        *((rule, Augmentation) for rule in rules if rule is not None),
+        *((rule, Augmentation) for rule in flat if rule is not None),
         *((l, Layout) for l in layouts),
     ):
         if not isinstance(each, kind):
@@ -188,13 +113,20 @@ def augmented(
                 f"augmented(model, augmentation, layout) was given {each!r} for its"
                 f" {kind.__name__.lower()}"
             )
-    if not layouts or len(rules) != len(layouts):
+    if not layouts or len(given) != len(layouts):
         raise LayoutError(
-            f"{len(rules)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
+            f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
             " augmentation or as many"
         )
-    bias = _Bias(model, rules, layouts)
-    held = 0
+    bias = Bias(
+        [several(row) for row in given],
+        layouts,
+        size_of(model),
+        may_repeat=plain_network(model) is model,
+        capped=observer.capped if isinstance(observer, CapObserver) else None,
+    )
+    held, changed = 0, math.inf  # keys in the cache, and the first one of a query that is not clean
+    unchecked = set(bias.reading_layers)
 
     def begin(kwargs: dict[str, Any]) -> int:
         nonlocal held
@@ -202,15 +134,26 @@ def augmented(
         held = (
             0 if cache is None else int(cache.get_seq_length())
         )  # some caches count in a tensor they later change
+        if held > changed:
+            raise LayoutError(
+                "under phase 'query' a cache must not keep keys of the query that predicts; use"
+                " open_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
+            )
         if held <= max(each.soft for each in layouts):
             _check_padding(layouts, kwargs.get("attention_mask"))
         return held
 
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
+        nonlocal changed
         _check_keys(scores, first)
+        if bias.only_last_query:
+            changed = first + scores.shape[2] - 1
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def look(layer: int, pattern: Tensor, first: int) -> None:
+        if layer in unchecked:
+            unchecked.remove(layer)
+            _check_no_sink(pattern)
         if observer is not None:
             observer.observe(layer, pattern, first)
 
@@ -231,11 +174,10 @@ def augmented(
         return first
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return bias.add(layer, scores, first_query(scores))
+        return edit(layer, scores, first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        if observer is not None:
-            observer.observe(layer, pattern, first_query(pattern))
+        look(layer, pattern, first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
     read = range(model.cfg.n_layers) if observer is not None else bias.layers
@@ -257,6 +199,15 @@ def _check_keys(attention: Float[Tensor, "row head query key"], first: int) -> N
             f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
             " window drops old ones), so slots cannot be told; use a cache that keeps all keys,"
             " such as transformers' DynamicCache()"
+        )
+
+
+def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
+    """Refuse a pattern that gives a share to a learned sink, which the scores do not show."""
+    if (pattern[:, :, -1].sum(2) - 1).abs().max() > 0.02:
+        raise DeadHookError(
+            "this model's attention has a learned sink beside its keys, so a law that reads the"
+            " scores cannot reach its share; use law log, scale or cut"
         )
 
 

@@ -84,7 +84,7 @@ def layout(
         trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
-    from lapa2_interp.layout import Layout, explain
+    from lapa2_interp.layout import BLOCKED, Layout, explain
     from lapa2_interp.models import load_tokenizer
 
     if not 1 <= steps <= MOST_STEPS:
@@ -116,12 +116,12 @@ def layout(
     if facts["augmentation"] is None:
         print("alpha 0: nothing is added")
         return
-    print(f"augmentation {json.dumps(facts['augmentation'])}\n\nstep    l   bias   weight x")
+    print(f"augmentation {json.dumps(facts['augmentation'])}\n\nstep    l      bias  weight x")
     for step in facts["steps"]:
-        print(
-            f"{step['step']:>4} {step['l']:>4}  {step['bias']:>6.4f} "
-            f" {math.exp(step['bias']):>8.3f}"
-        )
+        b = step["bias"]
+        weight = "" if b is None else f"{0.0 if b == BLOCKED else math.exp(b):.3f}"
+        shown = "by score" if b is None else b if b == BLOCKED else f"{b:.4f}"
+        print(f"{step['step']:>4} {step['l']:>4}  {shown:>8} {weight:>9}")
 
 
 def probe(

@@ -26,23 +26,34 @@ class AugmentationOptions:
 
     alpha: float | None = None
     """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method
-    (`layout`: 0.5)."""
+    (`layout`: 0.5). Of laws cut, target and ratio at most 1; of law scale the bias itself, of any
+    sign."""
     profile: Literal["paper", "released"] = "paper"
     """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its
     released code computes."""
-    law: Literal["log", "linear", "sqrt", "constant"] = "log"
-    """The bias as a function of l: `alpha*ln(l/n)`, `alpha*l/n`, `alpha*sqrt(l/n)`, or
-    `alpha*ln(l0/n)`."""
+    law: Literal[
+        "log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"
+    ] = "log"
+    """The bias as a function of l: `alpha*ln(l/n)`, `alpha*l/n`, `alpha*sqrt(l/n)`,
+    `alpha*ln(l0/n)`. scale: alpha. cut: `ln(1-alpha)`, so that 1 blocks the span. Or of the
+    attention A on the span: target sets it to tau, ratio adds `ln(tau/A)` where A is below tau,
+    power takes it to the power `1/(1+alpha)`."""
     l0: float | None = None
     """Fixed length of the constant law (the paper uses 128)."""
+    tau: float | None = None
+    """The attention on the span that the laws target and ratio aim at, such as 0.3."""
+    floor: bool = False
+    """Law target only raises the attention on the span."""
     span: str | None = None
-    """Boosted keys: prefix, prefix+bos, bos, released, or slots such as 1:4 or 0:2,5:6 (0 is BOS).
-    """
+    """Boosted keys: prefix, prefix+bos, bos, released, slots such as 1:4 or 0:2,5:6 (0 is BOS), or
+    tokens of the prefix such as prefix:1 or prefix:0,2 (0 is its first)."""
     length_rule: Literal["paper", "kv"] | None = None
     """What l counts: keys without BOS (paper), or all keys (kv)."""
-    phase: Literal["decode", "last_query", "all_queries"] | None = None
-    """Augmented queries: generated tokens; those and the last prompt token; or every query after
-    the span."""
+    phase: Literal["decode", "last_query", "all_queries", "query"] | None = None
+    """Augmented queries: generated tokens; those and the last prompt token; every query after the
+    span; or only the query that predicts, so that what later tokens read stays as it was."""
+    only_steps: str | None = None
+    """Only the generated tokens from one to before another, such as 0:16 (0 is the first)."""
     layers: str = "all"
     """all, bottom, top, even, odd, or numbers such as 0,1,5."""
     heads: str = "all"
@@ -54,9 +65,10 @@ class AugmentationOptions:
 
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
+        fields |= {"tau": self.tau, "floor": self.floor, "steps": _steps(self.only_steps)}
         fields |= {"layers": layer_numbers(self.layers), "heads": pairs("heads", self.heads, ".")}
         given = {
-            "span": None if self.span is None else pairs("span", self.span, ":"),
+            "span": None if self.span is None else _span(self.span),
             "length_rule": self.length_rule,
             "phase": self.phase,
         }
@@ -65,7 +77,30 @@ class AugmentationOptions:
             **fields,
             **{name: value for name, value in given.items() if value is not None},
         )
-        return found if found.alpha > 0 else None
+        return found if found.acts else None
+
+
+def _span(text: str) -> Any:
+    """A span rule: a word, slots, or positions within the prefix."""
+    word, mark, rest = text.partition(":")
+    if word != "prefix" or not mark:
+        return pairs("span", text, ":")
+    try:
+        return ("prefix", tuple(int(part) for part in rest.split(",")))
+    except ValueError:
+        raise AugmentationError(
+            f"--span {text!r}: give tokens of the prefix as prefix:0,2"
+        ) from None
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, _, stop = text.partition(":")
+    try:
+        return int(first), int(stop)
+    except ValueError:
+        raise AugmentationError(f"--only-steps {text!r} is not first:stop, such as 0:16") from None
 
 
 def pairs(option: str, text: str, mark: str) -> Any:

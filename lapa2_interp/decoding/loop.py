@@ -188,7 +188,8 @@ def _decode(
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
-    rows = open_rows(model, recompute=method.recomputes)
+    direct = any(rule is not None and rule.phase == "query" for rule in plan.augmentations)
+    rows = open_rows(model, recompute=method.recomputes, direct=direct)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
     state: Any = method.begin(Start(batch.prepared, None, n_prompt))
@@ -229,7 +230,7 @@ def _decode(
                 return
             with with_neurons_set(model, method.intervene(state), len(branches)):
                 # sample -> row 1 -> row vocab
-                logits = rows.read(tokens.repeat(len(branches))[:, None])
+                logits = rows.read(tokens.repeat(len(branches))[:, None])[:, -1]
 
 
 def _start(

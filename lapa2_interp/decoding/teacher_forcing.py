@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.hooked import Rules, augmented, several
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
@@ -42,7 +42,7 @@ def teacher_forced(
     model: Model,
     layouts: Layout | Sequence[Layout],
     texts: Sequence[Sequence[int]] | Int[Tensor, "row token"],
-    augmentation: Augmentation | Sequence[Augmentation | None] | None = None,
+    augmentation: Augmentation | Sequence[Rules] | None = None,
     *,
     prefixes: Sequence[SoftPrefix | None] | None = None,
     trace: TraceKind = "full",
@@ -57,7 +57,7 @@ def teacher_forced(
         texts: Token ids after the prompt, of any lengths >= 1. Step t is the query that would
             predict token t, so that as many steps are recorded as there are tokens, and the last
             token is not read.
-        augmentation: One, or one per row.
+        augmentation: One, or one per row, or a tuple of several per row.
         prefixes: The rows' soft prefixes.
         trace: "pooled" or "full".
         branch: Name of the trace's only branch; its samples are the rows.
@@ -151,7 +151,7 @@ class _Batch(NamedTuple):
 
     layouts: list[Layout]
     rows: list[list[int]]
-    rules: list[Augmentation | None]
+    rules: list[Rules]
     prefixes: list[SoftPrefix | None]
 
 
@@ -171,7 +171,8 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)
     recorder.begin(padded)
-    state = open_rows(model)
+    direct = any(rule.phase == "query" for row in batch.rules for rule in several(row))
+    state = open_rows(model, direct=direct)
     with augmented(model, batch.rules, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)
         state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)

@@ -26,6 +26,7 @@ from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import Model, TransformersModel, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
+from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
     SMOLLM2_SHA256,
@@ -56,8 +57,8 @@ def load_model(
     """Load a model, ready for `augmented`.
 
     Args:
-        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", a Hugging Face hub id, or a
-            local folder.
+        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
+            a Hugging Face hub id, or a local folder.
         dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
             computes faster in it than in float32, else float32 (`machine.faster_dtype`). Texts
             differ between dtypes.
@@ -171,6 +172,9 @@ def load_transformers(
 
     dtype = resolve_dtype(dtype)
     tokenizer = load_tokenizer(name, trust_remote_code)
+    if is_planted(name):
+        network = planted_network(name).to(getattr(torch, dtype))
+        return network.eval(), tokenizer, f"planted, seed {planted(name).seed}"
     if name in TINY:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -203,6 +207,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """
     from transformers import AutoTokenizer
 
+    if is_planted(name):
+        return planted_tokenizer(name)
     if name in TINY:
         return tiny_tokenizer(name)
     source = str(source_of(name))

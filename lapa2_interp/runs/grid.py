@@ -299,7 +299,7 @@ def _augmentation(asked: str | dict[str, Any], method: Method) -> Augmentation |
         asked = {"profile": asked}
     fields = {"alpha": method.alpha} | asked
     found = Augmentation(**{name: _tuples(value) for name, value in fields.items()})
-    return found if found.alpha > 0 else None
+    return found if found.acts else None
 
 
 def _tuples(value: Any) -> Any:

@@ -453,7 +453,7 @@ class _StartingClock(Clock):
 
 def _parts(subject: Subject, todo: Plan) -> dict[str, float]:
     """Seconds of one step of `packed`, by part: clocks stand around linear layers, attention
-    modules, `_Bias.add`, `Recorder.observe`, the method and `draw`."""
+    modules, `Bias.add`, `Recorder.observe`, the method and `draw`."""
     clock = _StartingClock(subject.device)
     ledger = clock.ledger = Ledger(clock)
     with _watched(subject.model, todo.method, ledger):
@@ -470,7 +470,7 @@ def _watched(model: Model, method: Method, ledger: Ledger) -> Iterator[None]:
         *((block.attn, "attention") for block in model.blocks),
     ]
     functions: tuple[tuple[Any, str, str], ...] = (
-        (hooked._Bias, "add", "bias"),
+        (Bias, "add", "bias"),
         (Recorder, "observe", "trace"),
         (type(method), "combine", "combine"),
         (type(method), "advance", "combine"),

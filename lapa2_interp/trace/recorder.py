@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.errors import TraceError
@@ -55,6 +55,9 @@ class Recorder:
         self.steps: list[Tensor] = []
         self.tokens: list[Tensor] = []
         self.rows: list[Tensor] = []
+        self.caps: list[Tensor] = []
+        self.caps_of_pass: Tensor | None = None
+        self.may_cap = False
 
     def begin(
         self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None
@@ -119,7 +122,18 @@ class Recorder:
         if layer == self.n_layers - 1:
             self._close_pass()
 
+    def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
+        """Count the biases of a layer that were cut at +-CAP."""
+        count = caps.sum(1, dtype=torch.float32).cpu()  # row query
+        self.may_cap = True
+        self.caps_of_pass = count if self.caps_of_pass is None else self.caps_of_pass + count
+
     def _close_pass(self) -> None:
+        n_rows, n_queries = len(self.layouts), len(self.slots)
+        if self.caps_of_pass is None:
+            self.caps_of_pass = torch.zeros(n_rows, n_queries)
+        self.caps += self._of_samples(self.caps_of_pass[:, -n_queries:])
+        self.caps_of_pass = None
         sums = torch.stack(self.layers, dim=1)  # row layer head query sum
         mean = sums.mean((1, 2))  # row query sum
         # row query layer head sum, or row query sum
@@ -187,6 +201,9 @@ class Recorder:
             (*axes, "prefix_token"),
             np.where(outside[:, :, None], np.float32(np.nan), tokens),
         )
+        if self.may_cap:
+            about = {"long_name": "biases cut at their largest size, over layers and heads"}
+            data["caps"] = (axes, unstack(self.caps), about)
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
         live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
