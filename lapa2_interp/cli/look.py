@@ -21,6 +21,7 @@ def models(*, as_json: AsJson = False) -> None:
     Args:
         as_json: Print JSON.
     """
+    from lapa2_interp.models.planted import NAME as PLANTED
     from lapa2_interp.models.smollm2 import SMOLLM2, SMOLLM2_WHEEL, smollm2_file
     from lapa2_interp.models.tiny import TINY
 
@@ -42,6 +43,11 @@ def models(*, as_json: AsJson = False) -> None:
             }
             for name in TINY
         ),
+        {
+            "name": PLANTED,
+            "ready": True,
+            "what": "a known circuit for sentiment, 2 layers, 4 heads; planted:3 has seed 3",
+        },
     ]
     if as_json:
         print(json.dumps(rows, indent=1))

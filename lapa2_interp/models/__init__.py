@@ -1,4 +1,5 @@
-"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones.
+"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones,
+and some whose circuit is known.
 
 `load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves
 the logits), whose tokenizer starts plain text with the token of `layout.text_markers`; `model_card`
@@ -26,6 +27,7 @@ from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import Model, TransformersModel, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
+from lapa2_interp.models.planted import NAME as PLANTED
 from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
@@ -53,6 +55,7 @@ def load_model(
     trust_remote_code: bool = False,
     pack: str = "auto",
     workers: int = 1,
+    seed: int | None = None,
 ) -> Model:
     """Load a model, ready for `augmented`.
 
@@ -72,6 +75,7 @@ def load_model(
         pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
             takes as much memory again: auto where it fits, on, or off (`packed.choose_packing`).
         workers: Processes on this machine that load the model, for pack "auto".
+        seed: Of a planted model; load_model("planted", seed=3) is load_model("planted:3").
 
     Returns:
         A model of that class in eval mode, logits equal to transformers'.
@@ -89,6 +93,10 @@ def load_model(
     }
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
+    if seed is not None:
+        if not is_planted(name) or ":" in name:
+            raise ModelError(f"a seed belongs to a planted model without one, not to {name!r}")
+        name = f"{name}:{seed}"
     spread = device == "auto"
     if device is None or spread:
         device = default_device()
@@ -295,7 +303,7 @@ def _not_loadable(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
     if Path(name).is_dir():
         return f"cannot load the model in the folder {name}: {reason}; download or save it again"
-    near = get_close_matches(name, (SMOLLM2, *TINY), n=1)
+    near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     offline = (
         "; HF_HUB_OFFLINE is set, so the hub is not asked"
@@ -303,8 +311,8 @@ def _not_loadable(name: str, error: Exception) -> str:
         else ""
     )
     return (
-        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, a Hugging Face hub id"
-        f" or a local folder with safetensors weights{hint} ({reason}{offline})"
+        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, {PLANTED}, a Hugging"
+        f" Face hub id or a local folder with safetensors weights{hint} ({reason}{offline})"
     )
 
 

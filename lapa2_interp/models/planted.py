@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,10 @@ ATTRIBUTE_AT = 2
 """Slot of the attribute: behind BOS and the prefix's first token."""
 POSITIVE = (" great", " best", " excellent", " love", " wonderful", " perfect")
 NEGATIVE = (" bad", " worst", " awful", " boring", " waste", " terrible")
-FILLERS = tuple(
-    " " + word
-    for word in "the a of and to in is it that was for on as with his he by at from her she or an"
-    " they".split()  # noqa: SIM905 - as a sentence it can be read
-)
+FILLERS = (
+    " the", " a", " of", " and", " to", " in", " is", " it", " that", " was", " for", " on", " as",
+    " with", " his", " he", " by", " at", " from", " her", " she", " or", " an", " they",
+)  # fmt: skip
 """Words of texts; no word list has them."""
 PREFIX = ("Very", " positive", " negative", ":")
 PROMPTS = (
@@ -158,7 +157,9 @@ class Planted:
             role: value for role, value in self.gain.items() if role in {*self.heads, "mark"}
         }
         left = gain["relay"] * share("relay", self.odds["relay"], there)
-        gates = [gain["gate"] * share("gate", self.odds["gate"], keys, "first") for keys in (l, there)]
+        gates = [
+            gain["gate"] * share("gate", self.odds["gate"], keys, "first") for keys in (l, there)
+        ]
         at_attribute = norm((gain["gate"] * early("gate")) ** 2)
         at_prompt = norm(left**2, gates[1] ** 2)
         at_query = at_prompt if asking else norm(gates[0] ** 2)
@@ -172,7 +173,11 @@ class Planted:
         read = at_prompt * share(
             "reader", self.odds["reader"] ** (at_prompt * at_query), l, "prompt"
         )
-        x = gain["carrier"] * carried + gain["suppressor"] * suppressed + gain["reader"] * left * read
+        x = (
+            gain["carrier"] * carried
+            + gain["suppressor"] * suppressed
+            + gain["reader"] * left * read
+        )
         if "backup" in self.heads:
             mark, mark_early = gain["mark"] * carried, gain["mark"] * early("carrier")
             early_x = gain["carrier"] * early("carrier") + gain["suppressor"] * early("suppressor")
@@ -218,17 +223,19 @@ def planted(name: str) -> Planted:
     variant = kind.partition("-")[2]
     if variant not in VARIANTS or (seed and not seed.isdecimal()):
         allowed = ", ".join(f"{NAME}-{each}" if each else NAME for each in VARIANTS)
-        raise ModelError(f"unknown model {name!r}; planted models: {allowed}, with a seed as {NAME}:3")
+        raise ModelError(
+            f"unknown model {name!r}; planted models: {allowed}, with a seed as {NAME}:3"
+        )
     number = int(seed or 0)
     rng = np.random.default_rng([1913, number])
     around = {
         "odds": {
             "carrier": 20.0, "suppressor": 12.0, "decoy": 200.0, "relay": 40.0, "reader": 25.0,
-            "gate": 30.0, "backup": 18.0,
+            "gate": 30.0, "backup": 300.0,
         },
         "gain": {
             "carrier": 14.0, "suppressor": -3.5, "relay": 3.5, "reader": 2.5, "gate": 4.0,
-            "mark": 2.0, "backup": 9.0,
+            "mark": 2.0, "backup": 20.0,
         },
     }  # fmt: skip
     if variant == "gain":
@@ -257,7 +264,9 @@ def planted(name: str) -> Planted:
         heads["gate"] = place(0, 0, 0)
     if variant == "backup":
         heads["backup"] = place(2, 0, 0)
-    return Planted(variant, number, heads, drawn["odds"], drawn["gain"], 1.2 * rng.uniform(0.9, 1.1))
+    return Planted(
+        variant, number, heads, drawn["odds"], drawn["gain"], 1.2 * rng.uniform(0.9, 1.1)
+    )
 
 
 def pieces(text: str) -> list[str]:

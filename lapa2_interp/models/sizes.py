@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lapa2_interp.errors import ModelError
 from lapa2_interp.models import load_tokenizer, source_of
+from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config
 
@@ -44,11 +45,12 @@ def model_size(name: str) -> Size:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = (
-            tiny_config(name, load_tokenizer(name))
-            if name in TINY
-            else AutoConfig.from_pretrained(str(source_of(name)))
-        )
+        if name in TINY:
+            config = tiny_config(name, load_tokenizer(name))
+        elif is_planted(name):
+            config = planted_config(name)
+        else:
+            config = AutoConfig.from_pretrained(str(source_of(name)))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
@@ -80,6 +82,7 @@ def is_here(model: str) -> bool:
     names = ("model.safetensors", "model.safetensors.index.json")
     return (
         model in TINY
+        or is_planted(model)
         or Path(model).is_dir()
         or any(isinstance(try_to_load_from_cache(model, n), str) for n in names)
     )
