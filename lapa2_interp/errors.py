@@ -67,6 +67,11 @@ class ScoringError(Lapa2Error):
     not there."""
 
 
+class CircuitError(Lapa2Error):
+    """A question about a circuit cannot be answered: branches that do not fit, too few texts, heads
+    the model does not have."""
+
+
 class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 

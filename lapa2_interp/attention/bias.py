@@ -137,7 +137,12 @@ class Bias:
         self.layers = sorted({layer for term in terms for layer in term.layers})
         self.reading_layers = {layer for term in self.reading for layer in term.layers}
         self.last_key = max((term.stop for term in terms), default=0)
-        self.only_last_query = any(rule.phase == "query" for row in rules for rule in row)
+        self.of_last_query = [
+            (rule, each)
+            for row, each in zip(rules, layouts, strict=True)
+            for rule in row
+            if rule.phase == "query"
+        ]
         self.of_pass: tuple[range, int] = (range(0), 0)
         self.terms: list[_TermOfPass] = []
         self.several = [len(row) > 1 for row in reading]
@@ -189,6 +194,10 @@ class Bias:
                         f"row {row}: the query in slot {query} sees no key that is not blocked;"
                         " leave one, such as its own or BOS"
                     )
+
+    def acts_on_last(self, slot: int) -> bool:
+        """Whether a rule of phase "query" acts on a query in this slot, the last of its pass."""
+        return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.of_last_query)
 
     def _begin_pass(self, queries: range, copies: int, scores: Tensor) -> None:
         """The numbers of a pass. Terms that add nothing in it are left out."""

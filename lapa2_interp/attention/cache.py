@@ -261,15 +261,27 @@ class BridgeRows:
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         ids, self.mask = padded_ids(layouts, self.model.cfg.device)
+        self._open(layouts, prefixes)
+        positions = _positions(layouts, prefixes, ids)
+        self.positions = positions[:, -1:] + 1
+        return self._forward(ids, positions, keep)
+
+    def behind(self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]) -> None:
+        """Read nothing but soft prefixes of one length, so that `read` begins with BOS."""
+        device = self.model.cfg.device
+        self.mask = torch.ones(len(layouts), layouts[0].soft, dtype=torch.long, device=device)
+        self.positions = torch.tensor(first_positions(layouts, prefixes), device=device)[:, None]
+        self._open(layouts, prefixes)
+
+    def _open(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+    ) -> None:
         layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
         soft = soft_slots(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):
                 layer.update(keys, values)
         self.cache = Cache(layers=layers)
-        positions = _positions(layouts, prefixes, ids)
-        self.positions = positions[:, -1:] + 1
-        return self._forward(ids, positions, keep)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         self.cache = Cache(layers=[layer.expand(index, capacity) for layer in self.cache.layers])

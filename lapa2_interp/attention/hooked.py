@@ -129,7 +129,7 @@ def augmented(
     unchecked = set(bias.reading_layers)
 
     def begin(kwargs: dict[str, Any]) -> int:
-        nonlocal held
+        nonlocal held, changed
         cache = kwargs.get("past_key_values")
         held = (
             0 if cache is None else int(cache.get_seq_length())
@@ -139,6 +139,7 @@ def augmented(
                 "under phase 'query' a cache must not keep keys of the query that predicts; use"
                 " open_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
             )
+        changed = math.inf
         if held <= max(each.soft for each in layouts):
             _check_padding(layouts, kwargs.get("attention_mask"))
         return held
@@ -146,8 +147,9 @@ def augmented(
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal changed
         _check_keys(scores, first)
-        if bias.only_last_query:
-            changed = first + scores.shape[2] - 1
+        last = first + scores.shape[2] - 1
+        if bias.acts_on_last(last):
+            changed = last
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def look(layer: int, pattern: Tensor, first: int) -> None:

@@ -32,11 +32,14 @@ class Visitor:
         edit: Takes layer, scores [row head query key] (masked, before softmax) and the slot of the
             first query; returns the scores.
         read: Takes layer, pattern [row head query key] and the slot of the first query.
+        out: Takes layer, the heads' outputs [row query head d_head] and the slot of the first
+            query; returns the outputs.
         first: The slot of the pass's first query.
     """
 
-    edit: Callable[[int, Tensor, int], Tensor]
-    read: Callable[[int, Tensor, int], None]
+    edit: Callable[[int, Tensor, int], Tensor] | None = None
+    read: Callable[[int, Tensor, int], None] | None = None
+    out: Callable[[int, Tensor, int], Tensor] | None = None
     first: int = 0
 
 
@@ -110,13 +113,18 @@ def attend(
     if attention_mask is not None:
         scores = scores + attention_mask[..., : scores.shape[3]]
     for visitor in lapa2:
-        scores = visitor.edit(module.layer_idx, scores, visitor.first)
+        if visitor.edit is not None:
+            scores = visitor.edit(module.layer_idx, scores, visitor.first)
     pattern = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
     for visitor in lapa2:
-        visitor.read(module.layer_idx, pattern, visitor.first)
+        if visitor.read is not None:
+            visitor.read(module.layer_idx, pattern, visitor.first)
     pattern = pattern.to(query.dtype)
     # row head query d_head -> row query head d_head
     out = torch.matmul(pattern, _repeated(value, repeats)).transpose(1, 2).contiguous()
+    for visitor in lapa2:
+        if visitor.out is not None:
+            out = visitor.out(module.layer_idx, out, visitor.first)
     return out, pattern
 
 

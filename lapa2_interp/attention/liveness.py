@@ -77,7 +77,7 @@ def probe(model: Model) -> Liveness:
         try:
             with visited(network, Visitor(edit_layer, read_layer), lambda kwargs: 0):
                 edited = model(ids).float()
-            with visited(network, Visitor(lambda _, scores, __: scores, _nothing), lambda _: 0):
+            with visited(network, Visitor(), lambda _: 0):
                 again = model(ids).float()
         except DeadHookError as error:
             return Liveness(0.0, str(error))
@@ -100,10 +100,6 @@ def probe(model: Model) -> Liveness:
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
     return _judge(plain, edited, scores, patterns, n_layers)
-
-
-def _nothing(*_: Any) -> None:
-    """Reads nothing."""
 
 
 def _judge(

@@ -58,6 +58,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp import __version__
 from lapa2_interp.attention import hooked
+from lapa2_interp.attention.bias import Bias
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding import loop
 from lapa2_interp.decoding.plan import Plan, plan

@@ -1,0 +1,316 @@
+"""What is changed in a reading: which heads do not see the prefix as it is, and what they see
+instead.
+
+What a query after the prefix knows of it comes through the keys and values in the prefix's slots.
+So a head is kept from it in four ways:
+
+- `cut`: the keys are blocked, and the head's attention goes to the others in proportion;
+- `zero`: the values are 0: the head attends as before and reads nothing;
+- `resample`: keys and values are those of the opposite prefix;
+- `mean`: they are the mean over the attributes' prefixes.
+
+`cut` is an augmentation. The other three are read in two copies of a row, behind the prefix's own
+keys and values and behind the others. In every layer, the output of the heads that are changed is
+taken from the second copy, for both. So the copies carry the same residual stream and differ only
+in what is changed, whatever the architecture does between keys and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lapa2_interp.attention.cache import BridgeRows
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.interface import Visitor, visited
+from lapa2_interp.augmentation import Augmentation, Phase
+from lapa2_interp.circuits.cases import Case
+from lapa2_interp.errors import CircuitError, one_of
+from lapa2_interp.layout import Layout
+from lapa2_interp.loaded import Model, is_bridge, plain_network
+
+How = Literal["cut", "zero", "resample", "mean"]
+Branches = Literal["target", "others"]
+Heads = tuple[tuple[int, int], ...]
+MIX = "blocks.{}.attn.hook_z"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Heads that do not see the prefix as it is.
+
+    Attributes:
+        heads: (layer, head) pairs.
+        how: What they see instead; "null" changes nothing but the last bit of every output.
+        phase: The queries that are changed: "all_queries" all after the prefix (so also what prompt
+            tokens copy), "last_query" the last of the prompt and the text's, "query" the one that
+            predicts alone.
+        positions: Positions within the prefix, 0 its first token; None for all of it.
+        branches: Which branches are changed, the target's or the others'; None for all.
+        parts: Whether `resample` and `mean` replace keys, values, or both.
+    """
+
+    heads: Heads
+    how: How | Literal["null"] = "cut"
+    phase: Phase = "all_queries"
+    positions: tuple[int, ...] | None = None
+    branches: Branches | None = None
+    parts: tuple[str, ...] = ("k", "v")
+
+    def __post_init__(self) -> None:
+        if self.how not in (*get_args(How), "null"):
+            raise CircuitError(one_of("replacement", self.how, get_args(How)))
+        if not self.heads:
+            raise CircuitError("an edit needs at least one head")
+
+    def touches(self, branch: int) -> bool:
+        return self.branches is None or (self.branches == "target") == (branch == 0)
+
+    @property
+    def rule(self) -> Augmentation:
+        """The edit as an augmentation, if it is a cut."""
+        return Augmentation(
+            alpha=1,
+            law="cut",
+            phase=self.phase,
+            heads=self.heads,
+            span="prefix" if self.positions is None else ("prefix", self.positions),
+        )
+
+
+def read(
+    model: Model,
+    items: Sequence[tuple[Case, Edit | None]],
+    augmentation: Augmentation | None = None,
+    raw: bool = False,
+) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
+    """Logits of every step of some texts, in every branch, each under its edit.
+
+    Args:
+        items: Cases of one shape, each with what is changed in it.
+        augmentation: What acts in every branch besides.
+        raw: Also read the texts without a prefix.
+
+    Returns:
+        Logits by branch, the target first; and those without a prefix, where they are asked for.
+
+    Raises:
+        CircuitError: The cases have several shapes, or the model is a HookedTransformer.
+    """
+    if not is_bridge(model):
+        raise CircuitError(
+            "circuits are read from a TransformerBridge or a TransformersModel, not from a"
+            f" {type(model).__name__}"
+        )
+    if len({case.shape for case, _ in items}) > 1:
+        raise CircuitError("cases that are read together must have one shape; see `batches`")
+    n_branches = len(items[0][0].names)
+    rows = [(case, edit, branch) for branch in range(n_branches) for case, edit in items]
+    logits = _read_rows(model, rows, augmentation)
+    found = logits.unflatten(0, (n_branches, len(items)))
+    if not raw:
+        return found, None
+    return found, _read_raw(model, [case for case, _ in items])
+
+
+_Row = tuple[Case, Edit | None, int]
+"""A case, its edit, and which of its branches."""
+
+
+def _read_rows(
+    model: Model, rows: Sequence[_Row], augmentation: Augmentation | None
+) -> Float[Tensor, "row step vocab"]:
+    first = rows[0][0]
+    device = model.cfg.device
+    swapped = [
+        i
+        for i, (_, edit, branch) in enumerate(rows)
+        if edit is not None and edit.how != "cut" and edit.touches(branch)
+    ]
+    layouts = [case.layouts[branch] for case, _, branch in rows]
+    rules: list[tuple[Augmentation, ...]] = []
+    for _, edit, branch in rows:
+        cut = edit is not None and edit.how == "cut" and edit.touches(branch)
+        both = (augmentation, edit.rule if cut and edit is not None else None)
+        rules.append(tuple(rule for rule in both if rule is not None))
+    direct = any(rule.phase == "query" for row in rules for rule in row) or any(
+        edit is not None and edit.phase == "query" for _, edit, _ in rows
+    )
+    own = [*layouts, *(layouts[i] for i in swapped)]  # copies of the swapped rows at the end
+    prefixes = [case.prefixes[branch] for case, _, branch in rows]
+    # 1. The prefix, by itself.
+    state = BridgeRows(model)
+    fronts = [_front(each) for each in layouts]
+    if layouts[0].soft:
+        state.behind(layouts, prefixes)
+    else:
+        with augmented(model, None, fronts):
+            state.prompt_pass(fronts)
+    index = torch.tensor([*range(len(rows)), *swapped], device=device)
+    width = len(layouts[0]) + first.n - 1
+    state.expand(index, capacity=width)
+    if swapped:
+        _replace(state, rows, swapped, fronts[0])
+    # 2. Prompt and text behind it.
+    ids = [
+        [*each.ids[len(front.ids) :], *case.text[:-1]]
+        for (case, _, _), each, front in zip(rows, layouts, fronts, strict=True)
+    ]
+    tokens = torch.tensor([*ids, *(ids[i] for i in swapped)], device=device)
+    mix = _Mix(model, rows, swapped) if swapped else None
+    with ExitStack() as stack:
+        if mix is not None:
+            stack.enter_context(mix.applied())
+        stack.enter_context(augmented(model, [*rules, *(rules[i] for i in swapped)], own))
+        if direct:
+            logits = _read_directly(state, tokens, first.n)
+        else:
+            logits = state.read(tokens, keep=first.n)
+    return logits[: len(rows)]
+
+
+def _front(layout: Layout) -> Layout:
+    """A layout up to the end of its prefix."""
+    n = 0 if layout.soft else layout.n_bos + layout.l_pre
+    return replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)
+
+
+def _read_directly(state: BridgeRows, tokens: Tensor, keep: int) -> Float[Tensor, "row step vocab"]:
+    """Every step by itself: the query that predicts is the last of its pass, and it is read again,
+    clean, before the next."""
+    start = tokens.shape[1] - keep
+    if start:
+        state.read(tokens[:, :start])
+    found = []
+    for i in range(start, tokens.shape[1]):
+        found.append(state.read(tokens[:, max(i - 1, start) : i + 1]))
+        state.crop(1)
+    return torch.cat(found, dim=1)
+
+
+def _read_raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:
+    layouts = [case.raw for case in cases]
+    if any(each is None for each in layouts):
+        raise CircuitError("a case has no raw layout, so its texts cannot be read without a prefix")
+    state = BridgeRows(model)
+    logits = [state.prompt_pass([each for each in layouts if each is not None])]
+    n = cases[0].n
+    if n > 1:
+        index = torch.arange(len(cases), device=model.cfg.device)
+        state.expand(index, capacity=len(layouts[0] or ()) + n - 1)
+        text = torch.tensor([case.text[:-1] for case in cases], device=model.cfg.device)
+        logits.append(state.read(text, keep=n - 1))
+    return torch.cat(logits, dim=1)
+
+
+def _replace(
+    state: BridgeRows, rows: Sequence[_Row], swapped: Sequence[int], front: Layout
+) -> None:
+    """Put other keys and values into the prefix's slots of the copies."""
+    n_items = len(rows) // len(rows[0][0].names)
+    slots = np.arange(front.prefix.start, front.prefix.stop)
+    for layer in state.cache.layers:
+        for copy, row in enumerate(swapped, start=len(rows)):
+            _, edit, branch = rows[row]
+            assert edit is not None
+            where = torch.as_tensor(
+                slots if edit.positions is None else slots[list(edit.positions)]
+            )
+            item = row % n_items
+            names = range(len(rows[0][0].names))
+            # Rows are (branch, item), stacked.
+            others = [each for each in names if each != branch] if edit.how == "resample" else names
+            for part, store in (("k", layer.keys), ("v", layer.values)):
+                if edit.how == "zero":
+                    if part == "v":
+                        store[copy][:, where] = 0
+                elif edit.how != "null" and part in edit.parts:
+                    sources = [store[other * n_items + item][:, where] for other in others]
+                    store[copy][:, where] = torch.stack(sources).mean(0)
+
+
+class _Mix:
+    """In every layer, give copies and originals the changed heads' output of the copies."""
+
+    def __init__(self, model: Model, rows: Sequence[_Row], swapped: Sequence[int]) -> None:
+        self.model, self.swapped = model, list(swapped)
+        self.copies = [len(rows) + i for i in range(len(swapped))]
+        n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+        heads = np.zeros((n_layers, len(swapped), n_heads), bool)
+        self.edits = []
+        for i, row in enumerate(swapped):
+            case, edit, branch = rows[row]
+            assert edit is not None
+            self.edits.append((edit, case.layouts[branch]))
+            for layer, head in edit.heads:
+                if not (0 <= layer < n_layers and 0 <= head < n_heads):
+                    raise CircuitError(
+                        f"head ({layer}, {head}) does not exist; the model has layers"
+                        f" 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                    )
+                heads[layer, i, head] = True
+        self.heads = torch.from_numpy(heads)
+        null = [[edit.how == "null"] for edit, _ in self.edits]
+        self.nudged = torch.tensor(null)[:, :, None, None]  # copy 1 1 1
+        self.nudge = 1 + torch.finfo(model.cfg.dtype).eps
+
+    def __call__(
+        self, layer: int, z: Float[Tensor, "row query head d_head"], first: int
+    ) -> Float[Tensor, "row query head d_head"]:
+        slots = np.arange(first, first + z.shape[1])
+        acts = np.stack(
+            [
+                each.acts(edit.rule, slots) & (slots == slots[-1])
+                if edit.phase == "query"
+                else each.acts(edit.rule, slots)
+                for edit, each in self.edits
+            ]
+        )  # copy query
+        # Where no head is changed, the copies still follow the originals.
+        heads = self.heads[layer].to(z.device)  # copy head
+        where = torch.from_numpy(acts).to(z.device)[:, :, None] & heads[:, None]
+        changed = torch.where(self.nudged.to(z.device), z[self.copies] * self.nudge, z[self.copies])
+        mixed = torch.where(where[..., None], changed, z[self.swapped])
+        z = z.clone()
+        z[self.swapped] = mixed
+        z[self.copies] = mixed
+        return z
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The change, in every pass inside the block."""
+        held = 0
+
+        def begin(kwargs: dict[str, Any]) -> int:
+            nonlocal held
+            held = int(kwargs["past_key_values"].get_seq_length())
+            return held
+
+        if (plain := plain_network(self.model)) is not None:
+            with visited(plain, Visitor(out=self), begin):
+                yield
+            return
+
+        def on_z(z: Tensor, hook: Any, layer: int) -> Tensor:
+            return self(layer, z, held)
+
+        def before(_network: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            begin(kwargs)
+
+        hooks: list[tuple[str, Callable]] = [
+            (MIX.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
+            for layer in range(self.model.cfg.n_layers)
+        ]
+        handle = self.model.original_model.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            with self.model.hooks(fwd_hooks=hooks):
+                yield
+        finally:
+            handle.remove()

@@ -1,0 +1,563 @@
+"""Knock-out: how much control is lost where a unit does not see the prefix.
+
+    effect = D - D without the unit          per step; > 0 where the unit carries control
+
+A unit is a layer, a head, a (layer, KV head) cell, a position of the prefix, a head's view of one
+position, or any set of heads. What it sees instead is one of four replacements (`edits`). Under
+`resample` and `mean` one branch is changed at a time and the two effects are averaged: with both
+changed, a lone carrier would count twice.
+
+    table = knock_out(model, "sentiment")
+    table.frame()                             # effect, interval, share, family-wise p, rank
+    joint_curve(model, "sentiment", table)    # cut the best n, all but the best n, random n
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from tqdm import tqdm
+
+from lapa2_interp.augmentation import Augmentation, Phase
+from lapa2_interp.circuits.edits import Edit, Heads, How
+from lapa2_interp.circuits.metrics import Metric, metrics_by_name
+from lapa2_interp.circuits.question import FEW, About, Question, answers
+from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.errors import CircuitError, one_of
+from lapa2_interp.loaded import Model
+from lapa2_interp.plots import Drawing, new_figure, plain_axes
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.stats import bounds
+
+Over = Literal["layer", "head", "kv", "position", "head x position"]
+"""Kinds of units; sets of heads are given by name instead."""
+NULL = "nothing"
+"""The null unit: nothing is changed, and every head's output is moved by one rounding step."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is knocked out together.
+
+    Attributes:
+        where: What names it: layer, head, kv_head, position, or name.
+        heads: (layer, head) pairs.
+        positions: Positions within the prefix; None for all.
+    """
+
+    where: Mapping[str, Any]
+    heads: Heads
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(value) for value in self.where.values())
+
+
+def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) -> list[Unit]:
+    """The units of a kind, or sets of heads by name.
+
+    Raises:
+        CircuitError: Unknown kind, or heads the model does not have.
+    """
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    group = n_heads // (getattr(model.cfg, "n_key_value_heads", None) or n_heads)
+    layers, heads = range(n_layers), range(n_heads)
+    everything = tuple((layer, head) for layer in layers for head in heads)
+    slots = range(question.cases[0].layouts[0].l_pre)
+    if isinstance(over, Mapping):
+        found = [Unit({"name": name}, head_pairs(pairs)) for name, pairs in over.items()]
+        for unit in found:
+            missing = [pair for pair in unit.heads if pair not in set(everything)]
+            if missing:
+                raise CircuitError(
+                    f"head {missing[0]} of {unit.name!r} does not exist; the model has layers"
+                    f" 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                )
+        return found
+    match over:
+        case "layer":
+            return [Unit({"layer": i}, tuple((i, head) for head in heads)) for i in layers]
+        case "head":
+            return [Unit({"layer": i, "head": j}, ((i, j),)) for i, j in everything]
+        case "kv":
+            return [
+                Unit(
+                    {"layer": i, "kv_head": j},
+                    tuple((i, head) for head in range(j * group, (j + 1) * group)),
+                )
+                for i in layers
+                for j in range(n_heads // group)
+            ]
+        case "position":
+            return [Unit({"position": slot}, everything, (slot,)) for slot in slots]
+        case "head x position":
+            return [
+                Unit({"layer": i, "head": j, "position": slot}, ((i, j),), (slot,))
+                for i, j in everything
+                for slot in slots
+            ]
+    kinds = ("layer", "head", "kv", "position", "head x position")
+    raise CircuitError(f"{one_of('kind of unit', over, kinds)}, or sets of heads by name")
+
+
+def head_pairs(pairs: Any) -> Heads:
+    """[[layer, head], ...] as pairs.
+
+    Raises:
+        CircuitError: Something else.
+    """
+    try:
+        return tuple((int(layer), int(head)) for layer, head in pairs)
+    except (TypeError, ValueError):
+        raise CircuitError(
+            f"heads are pairs [[layer, head], ...]; found {str(pairs)[:80]}"
+        ) from None
+
+
+def read_heads(file: str | Path) -> Heads:
+    """Heads from a JSON file, [[layer, head], ...]."""
+    try:
+        return head_pairs(json.loads(Path(file).read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise CircuitError(f"cannot read heads from {file}: {error}") from error
+
+
+def write_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
+    """Heads to a JSON file, [[layer, head], ...]."""
+    Path(file).write_text(json.dumps([list(pair) for pair in heads]) + "\n", "utf-8")
+
+
+@dataclass(frozen=True)
+class KnockOut:
+    """What each unit carries.
+
+    Attributes:
+        question: What was asked.
+        units: What was knocked out.
+        how, phase, metric: As asked.
+        whole: The control itself, by case: its mean over steps.
+        effects: What is lost without each unit, by case: its mean over steps.
+        noise: The largest effect of the null unit in a case: effects below it are rounding.
+        others: Effects in further metrics, by name, as (whole, effects).
+    """
+
+    question: Question
+    units: tuple[Unit, ...]
+    how: str
+    phase: str
+    metric: str
+    whole: Float[np.ndarray, " case"]
+    effects: Float[np.ndarray, "case unit"]
+    noise: float
+    others: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def n_prompts(self) -> int:
+        return self.question.n_prompts
+
+    def by_prompt(self, values: np.ndarray) -> np.ndarray:
+        """Means over the cases of each prompt."""
+        frame = pd.DataFrame(np.asarray(values).reshape(len(self.question.cases), -1))
+        means = frame.groupby(list(self.question.prompts), sort=False).mean().to_numpy()
+        return means if np.ndim(values) > 1 else means[:, 0]
+
+    @property
+    def split_half(self) -> float:
+        """How well halves of the prompts agree on the order of the units (Spearman)."""
+        return split_half(self.by_prompt(self.effects))
+
+    def with_metric(self, metric: str) -> KnockOut:
+        """The same knock-outs by another of the metrics that were computed."""
+        if metric == self.metric:
+            return self
+        if metric not in self.others:
+            raise CircuitError(one_of("metric", metric, [self.metric, *self.others]))
+        whole, effects = self.others[metric]
+        others = dict(self.others) | {self.metric: (self.whole, self.effects)}
+        del others[metric]
+        return replace(self, metric=metric, whole=whole, effects=effects, others=others)
+
+    def frame(self) -> pd.DataFrame:
+        """A row for every unit, largest effect first.
+
+        Columns: what names the unit; effect with its 95 % interval over prompts; share of the whole
+        control, with its interval; t, p, p_max (corrected for the number of units) and q; rank with
+        its interval; and whether the effect is below the noise. With fewer than 8 prompts there are
+        no p-values: numbers, no claims.
+        """
+        effects, whole = self.by_prompt(self.effects), self.by_prompt(self.whole)
+        n = len(effects)
+        low, high = bounds(effects, np.arange(n))
+        share, share_low, share_high = share_interval(effects, whole)
+        order, tests = ranks(effects), max_t(effects)
+        few = n < FEW
+        table = pd.DataFrame([dict(unit.where) for unit in self.units])
+        mean = effects.mean(0)
+        columns = {
+            "effect": mean,
+            "low": low,
+            "high": high,
+            "share": share,
+            "share_low": share_low,
+            "share_high": share_high,
+            "t": tests.t,
+            "p": np.nan if few else tests.p,
+            "p_max": np.nan if few else tests.p_max,
+            "q": np.nan if few else tests.q,
+            "rank": order.rank,
+            "rank_low": order.low,
+            "rank_high": order.high,
+            "below_noise": np.abs(mean) <= self.noise,
+        }
+        return table.assign(**columns).sort_values("rank", ignore_index=True)
+
+    def carriers(self, level: float = 0.05) -> pd.DataFrame:
+        """Units that carry control: a positive effect above the noise, family-wise p below `level`.
+
+        Raises:
+            CircuitError: Fewer than 8 prompts.
+        """
+        if self.n_prompts < FEW:
+            raise CircuitError(
+                f"{self.n_prompts} prompts are too few for a claim; give at least {FEW}"
+            )
+        table = self.frame()
+        return table[(table["p_max"] < level) & (table["effect"] > 0) & ~table["below_noise"]]
+
+    def best(self, n: int) -> Heads:
+        """The heads of the n units of largest effect."""
+        order = np.argsort(-self.by_prompt(self.effects).mean(0), kind="stable")[:n]
+        return tuple(dict.fromkeys(pair for i in order for pair in self.units[i].heads))
+
+    def map(self) -> Float[np.ndarray, "layer head"]:
+        """Effects of heads (or KV heads) as a grid."""
+        names = [name for name in ("head", "kv_head") if name in self.units[0].where]
+        if len(self.units[0].where) != 2 or not names:
+            raise CircuitError("only heads and KV heads have a map; see frame()")
+        mean = self.by_prompt(self.effects).mean(0)
+        shape = [1 + max(unit.where[name] for unit in self.units) for name in ("layer", names[0])]
+        grid = np.full(shape, np.nan)
+        for unit, value in zip(self.units, mean, strict=True):
+            grid[unit.where["layer"], unit.where[names[0]]] = value
+        return grid
+
+    def plot(self) -> Drawing:
+        """A map of heads or KV heads; of other units, effects with their intervals."""
+        if len(self.units[0].where) == 2 and "layer" in self.units[0].where:
+            return _map(self.map(), self.metric)
+        table = self.frame().head(40)
+        figure = new_figure(5.2, 0.6 + 0.16 * len(table))
+        axes = figure.subplots()
+        names = [
+            ".".join(str(row[name]) for name in self.units[0].where) for _, row in table.iterrows()
+        ]
+        at = np.arange(len(table))[::-1]
+        errors = [table["effect"] - table["low"], table["high"] - table["effect"]]
+        axes.errorbar(table["effect"], at, xerr=errors, fmt="o", ms=3, lw=0.8, color="#0072B2")
+        axes.axvline(0, color="0.6", lw=0.6)
+        axes.set_yticks(at, names)
+        plain_axes(axes, f"lost {self.metric}, nats a step", " x ".join(self.units[0].where))
+        return figure
+
+
+def _map(grid: Float[np.ndarray, "layer head"], metric: str) -> Drawing:
+    n_layers, n_heads = grid.shape
+    figure = new_figure(1.3 + 0.22 * n_heads, 1.0 + 0.13 * n_layers)
+    axes = figure.subplots()
+    top = float(np.nanmax(np.abs(grid))) or 1.0
+    shown = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
+    figure.colorbar(shown, ax=axes, label=f"lost {metric}, nats a step")
+    plain_axes(axes, "head", "layer")
+    axes.set_xticks(range(0, n_heads, max(1, n_heads // 9)))
+    return figure
+
+
+def knock_out(
+    model: Model,
+    about: About,
+    *,
+    over: str | Mapping[str, Any] = "head",
+    units: Sequence[Unit] | None = None,
+    how: How = "cut",
+    phase: Phase = "all_queries",
+    metric: str | Mapping[str, Metric] = "js",
+    also: Sequence[str] | None = None,
+    augmentation: Augmentation | None = None,
+    file: str | Path | None = None,
+    at_once: int | None = None,
+    progress: tqdm | None = None,
+    **settings: Any,
+) -> KnockOut:
+    """How much control is lost without each unit.
+
+    Args:
+        model, about, settings: As `control`.
+        over: "layer", "head", "kv", "position", "head x position", or sets of heads by name.
+        units: Some units, instead of all of a kind.
+        how: "cut", "zero", "resample" or "mean" (`edits`).
+        phase: "all_queries" (whatever reaches the text, also through the prompt), "last_query",
+            "decode", or "query" (what the predicting query reads itself).
+        metric: By which control is measured; a mapping of one name to a function of `Predictions`
+            for one's own.
+        also: Further metrics, from the same passes; by default lex where there are words.
+        augmentation: What acts in every branch besides.
+        file: Where finished units are kept, a line each; the same question goes on from there.
+        at_once: Texts read together; changes nothing but memory and time.
+
+    Raises:
+        CircuitError: As `control`; unknown units; or the file is another question's.
+    """
+    question = Question.of(model, about, **settings)
+    first = metric if isinstance(metric, str) else next(iter(metric))
+    chosen = metrics_by_name([metric] if isinstance(metric, str) else metric)
+    more = (("lex",) if question.words else ()) if also is None else also
+    chosen |= metrics_by_name([name for name in more if name != first] or [first]) if more else {}
+    if isinstance(metric, Mapping):
+        chosen |= metric
+    wanted = list(units) if units is not None else units_of(model, question, over)
+    edits = [_edits(unit, how, phase) for unit in wanted]
+    store = _Store(
+        file,
+        question.key(
+            model, how=how, phase=phase, metrics=list(chosen), augmentation=str(augmentation)
+        ),
+    )
+    names = [NULL, "", *(unit.name for unit in wanted)]
+    todo: list[Sequence[Edit | None]] = [
+        [Edit(units_everything(model), how="null")],
+        [None],
+        *edits,
+    ]
+    steps = sum(case.n * len(case.names) for case in question.cases)
+    left = [i for i, name in enumerate(names) if name not in store]
+    total = steps * sum(len(todo[i]) for i in left)
+    own = progress_bar(total, f"knock-out, {how}", "step") if progress is None else None
+    try:
+        for i in left:
+            found = {name: np.zeros(len(question.cases)) for name in chosen}
+            for _, group, values in answers(
+                model, question, todo[i], chosen, augmentation, progress or own, at_once
+            ):
+                for name, each in values.items():
+                    # One branch after another: their effects are averaged.
+                    found[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
+            store.add(names[i], found)
+    finally:
+        store.close()
+        if own is not None:
+            own.close()
+    whole = {name: store[""][name] for name in chosen}
+    effects = {
+        name: np.stack([whole[name] - store[unit.name][name] for unit in wanted], axis=1)
+        for name in chosen
+    }
+    return KnockOut(
+        question,
+        tuple(wanted),
+        how,
+        phase,
+        first,
+        whole[first],
+        effects[first],
+        float(np.abs(whole[first] - store[NULL][first]).max()),
+        {name: (whole[name], effects[name]) for name in chosen if name != first},
+    )
+
+
+def units_everything(model: Model) -> Heads:
+    """Every head of a model."""
+    return tuple((i, j) for i in range(model.cfg.n_layers) for j in range(model.cfg.n_heads))
+
+
+def _edits(unit: Unit, how: How, phase: Phase) -> list[Edit]:
+    edit = Edit(unit.heads, how, phase, unit.positions)
+    if how in ("cut", "zero"):
+        return [edit]
+    return [replace(edit, branches="target"), replace(edit, branches="others")]
+
+
+class _Store:
+    """Finished units, in memory and, if there is a file, on disk: a line each."""
+
+    def __init__(self, file: str | Path | None, key: str) -> None:
+        self.done: dict[str, dict[str, np.ndarray]] = {}
+        self.file = None
+        if file is None:
+            return
+        path = Path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+        if lines and json.loads(lines[0]) != {"question": key}:
+            raise CircuitError(
+                f"{path} holds knock-outs of another question; give another file, or remove it"
+            )
+        whole = []
+        for line in lines[1:]:
+            try:
+                each = json.loads(line)
+            except ValueError:  # cut short when the program was stopped
+                continue
+            whole.append(line)
+            self.done[each["unit"]] = {
+                name: np.array(values) for name, values in each["values"].items()
+            }
+        path.write_text("\n".join([json.dumps({"question": key}), *whole]) + "\n", "utf-8")
+        self.file = path.open("a", encoding="utf-8")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.done
+
+    def __getitem__(self, name: str) -> dict[str, np.ndarray]:
+        return self.done[name]
+
+    def add(self, name: str, values: dict[str, np.ndarray]) -> None:
+        self.done[name] = values
+        if self.file is not None:
+            lists = {each: array.tolist() for each, array in values.items()}
+            self.file.write(json.dumps({"unit": name, "values": lists}) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+@dataclass(frozen=True)
+class JointCurve:
+    """How much control is left where several heads are knocked out together.
+
+    Attributes:
+        table: A row for every kind and size: left (the share of the control that is left), its 95 %
+            interval over prompts, heads, and prompts. Kinds: "without" the best n (what they are
+            needed for), "only" the best n (what they suffice for), "random" n, and "mass", the n
+            with the largest attention on the prefix.
+    """
+
+    table: pd.DataFrame
+
+    def frame(self) -> pd.DataFrame:
+        return self.table
+
+    def plot(self) -> Drawing:
+        """The share of control left against the number of heads."""
+        figure = new_figure(4.4, 2.8)
+        axes = figure.subplots()
+        for colour, (kind, part) in zip(
+            ("#D55E00", "#0072B2", "#777777", "#E69F00"),
+            self.table.groupby("kind", sort=False),
+            strict=False,
+        ):
+            axes.plot(part["heads"], part["left"], color=colour, marker="o", ms=3, label=kind)
+            axes.fill_between(
+                part["heads"], part["low"], part["high"], color=colour, alpha=0.12, lw=0
+            )
+        axes.axhline(1, color="0.7", lw=0.6)
+        axes.axhline(0, color="0.7", lw=0.6)
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize=7, frameon=False)
+        plain_axes(axes, "heads", "share of control left")
+        return figure
+
+
+def joint_curve(
+    model: Model,
+    table: KnockOut,
+    *,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    how: How = "cut",
+    metric: str = "lex",
+    mass: Float[np.ndarray, "layer head"] | None = None,
+    seeds: int = 3,
+    augmentation: Augmentation | None = None,
+    progress: tqdm | None = None,
+) -> JointCurve:
+    """Control with the best n heads knocked out, with all others knocked out, and with other heads
+    knocked out instead.
+
+    Heads are chosen by the effects in one half of the prompts and judged in the other, and the
+    other way round, because the effects of chosen heads are too large in the texts they were chosen
+    by.
+
+    Args:
+        table: Knock-outs of single heads.
+        sizes: Numbers of heads.
+        how, metric: As `knock_out`.
+        mass: Attention on the prefix by head (`prefix_mass`); without it there is no kind "mass".
+        seeds: Random sets of each size.
+
+    Raises:
+        CircuitError: The table is not one of heads, or has fewer than 2 prompts.
+    """
+    if table.n_prompts < 2 or any(len(unit.heads) != 1 for unit in table.units):
+        raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
+    every = units_everything(model)
+    sizes = [n for n in sizes if n < len(every)]
+    prompts = list(dict.fromkeys(table.question.prompts))
+    names: list[tuple[str, int, int]] = []
+    left: dict[tuple[str, int, int], dict[str, float]] = {}
+    wholes: dict[str, float] = {}
+    for fold in (0, 1):
+        held = set(prompts[fold::2])
+        chosen_by = [i for i, case in enumerate(table.question.cases) if case.prompt not in held]
+        judged = [case for case in table.question.cases if case.prompt in held]
+        order = np.argsort(-table.effects[chosen_by].mean(0), kind="stable")
+        best = [table.units[i].heads[0] for i in order]
+        rng = np.random.default_rng(fold)
+        sets: dict[tuple[str, int, int], Heads] = {}
+        for n in sizes:
+            sets["without", n, 0] = tuple(best[:n])
+            sets["only", n, 0] = tuple(pair for pair in every if pair not in set(best[:n]))
+            for seed in range(seeds):
+                sets["random", n, seed] = tuple(
+                    every[i] for i in sorted(rng.choice(len(every), n, replace=False))
+                )
+            if mass is not None:
+                heavy = np.argsort(-mass.ravel(), kind="stable")[:n]
+                sets["mass", n, 0] = tuple(every[i] for i in heavy)
+        names = list(sets)
+        found = knock_out(
+            model,
+            replace(table.question, cases=tuple(judged)),
+            units=[Unit({"name": str(name)}, heads) for name, heads in sets.items()],
+            how=how,
+            metric=metric,
+            also=(),
+            augmentation=augmentation,
+            progress=progress,
+        )
+        rest = found.by_prompt(found.whole[:, None] - found.effects)
+        for i, prompt in enumerate(dict.fromkeys(case.prompt for case in judged)):
+            wholes[prompt] = float(found.by_prompt(found.whole)[i])
+            for j, name in enumerate(names):
+                left.setdefault(name, {})[prompt] = float(rest[i, j])
+    whole = np.array([wholes[prompt] for prompt in prompts])
+    rows = []
+    for kind, n in dict.fromkeys((kind, n) for kind, n, _ in names):
+        same = [name for name in names if name[:2] == (kind, n)]
+        part = np.mean([[left[name][prompt] for prompt in prompts] for name in same], axis=0)
+        share, low, high = share_interval(part[:, None], whole)
+        row = {"kind": kind, "heads": n, "left": share[0], "low": low[0], "high": high[0]}
+        rows.append(row | {"prompts": len(prompts)})
+    return JointCurve(pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True))
+
+
+def prefix_mass(model: Model, about: About, **settings: Any) -> Float[np.ndarray, "layer head"]:
+    """Mean attention on the prefix of every head, over branches, texts and steps: what a ranking by
+    attention would use."""
+    question = Question.of(model, about, **settings)
+    found = []
+    for case in question.cases:
+        layouts = list(case.layouts)
+        texts = [case.text] * len(layouts)
+        trace = teacher_forced(model, layouts, texts, prefixes=case.prefixes)
+        found.append(trace["prefix"].mean(["branch", "sample", "step"]).to_numpy())
+    return np.mean(found, axis=0).astype(float)

@@ -1,0 +1,150 @@
+"""What a prefix does to the next token: distances between the branches' predictions at each step.
+
+With p+ and p- the next-token distributions behind the target's prefix and the opposite one, and x
+the text that follows:
+
+    llr = log p+(x) - log p-(x)                          its sum over a text is log P(x|+) - log P(x|-)
+    js  = Jensen-Shannon divergence of the branches      in [0, log of their number]
+    kl  = KL(p+ || p-)                                   the mean of llr over texts written behind +
+    lex = lse over W+ - lse over W-, of log p+, minus the same of log p-
+    from_raw = mean of js(p+, raw) and js(p-, raw)       0 where no prefix acts
+
+W+ and W- are words of the attributes. js has no sign and needs no words; one rare token cannot
+dominate it. lex has a sign, and shares of it add up. Where there are more than two attributes, p-
+is the mean of the others' distributions.
+
+A metric of one's own is any function of `Predictions`.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapa2_interp.errors import CircuitError, one_of
+
+
+@dataclass
+class Predictions:
+    """What the branches of some texts predict.
+
+    Attributes:
+        logits: By attribute, the target first.
+        text: The tokens that follow.
+        raw: Logits without a prefix, where they were asked for.
+        words: Token ids of the words of each attribute, in the order of `logits`.
+    """
+
+    logits: Float[Tensor, "branch item step vocab"]
+    text: Int[Tensor, "item step"]
+    raw: Float[Tensor, "item step vocab"] | None = None
+    words: Sequence[Sequence[int]] = field(default=())
+
+    @cached_property
+    def log_probs(self) -> Float[Tensor, "branch item step vocab"]:
+        """In at least float32."""
+        wide = torch.promote_types(self.logits.dtype, torch.float32)
+        return self.logits.to(wide).log_softmax(3)
+
+    @property
+    def target(self) -> Float[Tensor, "item step vocab"]:
+        """log p+."""
+        return self.log_probs[0]
+
+    @cached_property
+    def opposite(self) -> Float[Tensor, "item step vocab"]:
+        """log p-, the logarithm of the mean of the other attributes' distributions."""
+        return _log_mean(list(self.log_probs[1:]))
+
+
+Metric = Callable[[Predictions], Tensor]
+"""Gives one number for each text and step, [item step]."""
+
+
+def llr(found: Predictions) -> Float[Tensor, "item step"]:
+    """log p+(x) - log p-(x) of the text's tokens."""
+    tokens = found.text[:, :, None]
+    return (found.target.gather(2, tokens) - found.opposite.gather(2, tokens))[:, :, 0]
+
+
+def js(found: Predictions) -> Float[Tensor, "item step"]:
+    """Jensen-Shannon divergence of all branches, each with the same weight."""
+    return _divergence(list(found.log_probs))
+
+
+def kl(found: Predictions) -> Float[Tensor, "item step"]:
+    """KL(p+ || p-)."""
+    return (found.target.exp() * (found.target - found.opposite)).sum(2)
+
+
+def lex(found: Predictions) -> Float[Tensor, "item step"]:
+    """How much more the prefix favours its attribute's words, in nats."""
+    if len(found.words) < 2:
+        raise CircuitError(
+            "metric lex needs the words of each attribute (words=), as token ids; the other metrics"
+            " do not"
+        )
+    plus, minus = list(found.words[0]), [token for each in found.words[1:] for token in each]
+
+    def favour(log_probs: Tensor) -> Tensor:
+        return log_probs[:, :, plus].logsumexp(2) - log_probs[:, :, minus].logsumexp(2)
+
+    return favour(found.target) - favour(found.opposite)
+
+
+def from_raw(found: Predictions) -> Float[Tensor, "item step"]:
+    """How far the branches are from the model without a prefix."""
+    if found.raw is None:
+        raise CircuitError("metric from_raw needs the raw branch; the cases have no layout for it")
+    raw = found.raw.to(found.target.dtype).log_softmax(2)
+    return (_divergence([found.target, raw]) + _divergence([found.opposite, raw])) / 2
+
+
+METRICS: Mapping[str, Metric] = {
+    "llr": llr,
+    "js": js,
+    "kl": kl,
+    "lex": lex,
+    "from_raw": from_raw,
+}
+
+
+def metrics_by_name(asked: Sequence[str] | Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics by name: of `METRICS`, or one's own.
+
+    Raises:
+        CircuitError: Unknown name, or none.
+    """
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    unknown = [name for name in asked if name not in METRICS]
+    if unknown or not asked:
+        found = unknown[0] if unknown else "none"
+        raise CircuitError(
+            f"{one_of('metric', found, METRICS)}, or a mapping of names to functions"
+        )
+    return {name: METRICS[name] for name in asked}
+
+
+def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
+    """log of the mean of distributions; of equal ones exactly the same."""
+    if len(log_probs) == 1:
+        return log_probs[0]
+    top = log_probs[0]
+    for each in log_probs[1:]:
+        top = torch.maximum(top, each)
+    total = torch.zeros_like(top)
+    for each in log_probs:
+        total += (each - top).exp()
+    return top + (total / len(log_probs)).log()
+
+
+def _divergence(log_probs: Sequence[Tensor]) -> Tensor:
+    mean = _log_mean(log_probs)
+    parts = [(each.exp() * (each - mean)).sum(2) for each in log_probs]
+    return torch.stack(parts).mean(0)

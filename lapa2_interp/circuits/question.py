@@ -1,0 +1,150 @@
+"""What every instrument is asked: cases, the words of their attributes, and how much is read at
+once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, make_cases
+from lapa2_interp.circuits.edits import Edit, read
+from lapa2_interp.circuits.metrics import Metric, Predictions
+from lapa2_interp.errors import CircuitError, DataError
+from lapa2_interp.loaded import Model, model_card, packed_model
+from lapa2_interp.tasks import Task
+
+LOGITS = 2**28
+"""Bytes of logits that are held at once."""
+FEW = 8
+"""Fewer prompts give numbers and no claims."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Texts behind opposite prefixes, and the words that tell the attributes apart.
+
+    Attributes:
+        cases: One for every text.
+        words: Token ids by attribute, in the cases' order; empty where there are none (then there
+            is no metric lex).
+    """
+
+    cases: tuple[Case, ...]
+    words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise CircuitError("a question needs at least one text")
+        if len({case.names for case in self.cases}) > 1:
+            raise CircuitError(
+                "the cases of a question must have the same attributes, in one order"
+            )
+
+    @classmethod
+    def of(cls, model: Model, about: About, **settings: Any) -> Question:
+        """A question from what a user gives.
+
+        Args:
+            about: A question, a list of cases, or a task by name or value.
+            settings: For a task, as `make_cases`.
+
+        Raises:
+            CircuitError: Settings beside cases; as `make_cases`.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        if isinstance(about, str | Task):
+            cases = make_cases(model, about, **given)
+            name = about if isinstance(about, str) else about.name
+            try:
+                words = attribute_words(model.tokenizer, name, cases[0].names)
+            except (DataError, CircuitError):
+                words = {}
+            return cls(tuple(cases), tuple(words.values()))
+        if given:
+            raise CircuitError(
+                f"{next(iter(given))} belongs to a task; cases have their texts already"
+            )
+        return about if isinstance(about, Question) else cls(tuple(about))
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompt of each case: what is resampled."""
+        return tuple(case.prompt for case in self.cases)
+
+    @property
+    def n_prompts(self) -> int:
+        return len(set(self.prompts))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that can be computed."""
+        raw = all(case.raw is not None for case in self.cases)
+        return (
+            ("js", "lex", "llr", "kl", "from_raw")[: 5 if raw else 4]
+            if self.words
+            else (("js", "llr", "kl", "from_raw")[: 4 if raw else 3])
+        )
+
+    def key(self, model: Model, **more: Any) -> str:
+        """What identifies this question to this model."""
+        cases = [
+            [case.names, case.source, case.text, [[each.soft, each.ids] for each in case.layouts]]
+            for case in self.cases
+        ]
+        card = model_card(model)
+        facts = [card.name, card.weights, card.dtype, card.model_class, cases, self.words, more]
+        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+
+
+About = Question | Sequence[Case] | str | Task
+"""What a circuit is asked about."""
+
+
+def rows_at_once(model: Model, case: Case) -> int:
+    """Items whose logits fit `LOGITS`."""
+    return max(1, LOGITS // (4 * len(case.names) * case.n * model.cfg.d_vocab))
+
+
+def answers(
+    model: Model,
+    question: Question,
+    edits: Sequence[Edit | None],
+    metrics: dict[str, Metric],
+    augmentation: Augmentation | None = None,
+    progress: tqdm | None = None,
+    at_once: int | None = None,
+) -> Iterator[tuple[int, list[int], dict[str, Float[Tensor, "item step"]]]]:
+    """Metrics of every case under every edit.
+
+    Args:
+        at_once: Items (a case under an edit) that are read together; changes nothing but memory and
+            time.
+
+    Yields:
+        The edit's number, the cases' numbers, and the metrics of those cases by name; all cases of
+        an edit before the next.
+    """
+    with_raw = "from_raw" in metrics
+    with torch.no_grad(), packed_model(model):
+        for number, edit in enumerate(edits):
+            most = at_once or rows_at_once(model, question.cases[0])
+            for group in batches(question.cases, most):
+                cases = [question.cases[i] for i in group]
+                logits, raw = read(model, [(case, edit) for case in cases], augmentation, with_raw)
+                text = torch.tensor([case.text for case in cases], device=logits.device)
+                found = Predictions(logits, text, raw, question.words)
+                yield number, group, {name: metric(found) for name, metric in metrics.items()}
+                if progress is not None:
+                    progress.update(sum(case.n * len(case.names) for case in cases))
+
+
+__all__ = ["FEW", "RAW", "About", "Question", "answers", "rows_at_once"]

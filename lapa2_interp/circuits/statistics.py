@@ -1,0 +1,153 @@
+"""How sure a map of heads is: family-wise tests, ranks with intervals, agreement of halves.
+
+The unit of independence is the prompt. All tests flip the signs of whole prompts, the same flips
+for all units, so that correlation between heads is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from lapa2_interp.stats import resampled_means, tails
+
+ALL_SIGNS = 16
+"""Up to this number of prompts every assignment of signs is used."""
+FLIPS = 100_000
+"""Random assignments beyond."""
+CHUNK = 2**14
+
+
+@dataclass(frozen=True)
+class MaxT:
+    """Sign-flip tests of many units at once.
+
+    Attributes:
+        t: Student's t of each unit over prompts.
+        p: Two-sided p-value of each by itself.
+        p_max: The same, corrected for their number: how often the largest |t| of all units is as
+            large by chance.
+        q: Benjamini and Hochberg's q of p.
+    """
+
+    t: Float[np.ndarray, " unit"]
+    p: Float[np.ndarray, " unit"]
+    p_max: Float[np.ndarray, " unit"]
+    q: Float[np.ndarray, " unit"]
+
+
+def max_t(values: Float[np.ndarray, "prompt unit"], seed: int = 0) -> MaxT:
+    """Sign-flip tests of the units' means over prompts, studentised (Westfall and Young's max T).
+
+    A unit that is 0 in every prompt has t 0 and p 1.
+
+    Args:
+        values: The mean of each unit in each prompt.
+        seed: Of the random flips, where there are more than 16 prompts.
+    """
+    n, n_units = values.shape
+    if n < 2:
+        nothing = np.full(n_units, np.nan)
+        return MaxT(nothing, nothing, nothing, nothing)
+    squares = (values**2).sum(0)
+
+    def t_of(means: Float[np.ndarray, "flip unit"]) -> Float[np.ndarray, "flip unit"]:
+        variance = np.maximum(squares - n * means**2, 1e-12 * squares) / (n - 1) / n
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(variance > 0, means / np.sqrt(variance), 0.0)
+
+    observed = np.abs(t_of(values.mean(0)[None])[0])
+    alone, largest, flips = np.zeros(n_units), np.zeros(n_units), 0
+    for signs in _signs(n, seed):
+        flipped = np.abs(t_of(signs @ values / n))
+        alone += (flipped >= observed * (1 - 1e-9)).sum(0)
+        top = np.sort(flipped.max(1))
+        largest += len(top) - np.searchsorted(top, observed * (1 - 1e-9))
+        flips += len(signs)
+    if n > ALL_SIGNS:  # the observed signs are one of the possible ones
+        alone, largest, flips = alone + 1, largest + 1, flips + 1
+    p, p_max = alone / flips, largest / flips
+    signed = t_of(values.mean(0)[None])[0]
+    return MaxT(signed, p, p_max, false_discovery(p))
+
+
+def _signs(n: int, seed: int) -> Iterator[Float[np.ndarray, "flip prompt"]]:
+    if n <= ALL_SIGNS:
+        for first in range(0, 2**n, CHUNK):
+            numbers = np.arange(first, min(2**n, first + CHUNK))[:, None]
+            yield 1.0 - 2.0 * ((numbers >> np.arange(n)) & 1)
+        return
+    rng = np.random.default_rng(seed)
+    for first in range(0, FLIPS, CHUNK):
+        yield rng.choice([-1.0, 1.0], size=(min(CHUNK, FLIPS - first), n))
+
+
+def false_discovery(p: Float[np.ndarray, " unit"]) -> Float[np.ndarray, " unit"]:
+    """Benjamini and Hochberg's q-values."""
+    from scipy.stats import false_discovery_control
+
+    return np.asarray(false_discovery_control(p))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks of units by effect, 1 the largest, with 95 % intervals over prompts."""
+
+    rank: Int[np.ndarray, " unit"]
+    low: Float[np.ndarray, " unit"]
+    high: Float[np.ndarray, " unit"]
+
+
+def ranks(values: Float[np.ndarray, "prompt unit"], resamples: int = 2000, seed: int = 0) -> Ranks:
+    """Ranks of the units' means; intervals from resampled prompts (NaN below 2)."""
+    from scipy.stats import rankdata
+
+    rank = rankdata(-values.mean(0), method="ordinal").astype(int)
+    n = len(values)
+    if n < 2:
+        nothing = np.full(values.shape[1], np.nan)
+        return Ranks(rank, nothing, nothing)
+    drawn = resampled_means(values, np.arange(n), resamples, seed)  # resample unit
+    low, high = np.percentile(rankdata(-drawn, axis=1), tails(n), axis=0)
+    return Ranks(rank, np.asarray(low), np.asarray(high))
+
+
+def split_half(values: Float[np.ndarray, "prompt unit"], splits: int = 200, seed: int = 0) -> float:
+    """Mean Spearman correlation of the units' means between random halves of the prompts; NaN below
+    4 prompts."""
+    from scipy.stats import rankdata
+
+    n = len(values)
+    if n < 4 or values.shape[1] < 3:
+        return float("nan")
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(splits):
+        order = rng.permutation(n)
+        halves = [rankdata(values[part].mean(0)) for part in (order[: n // 2], order[n // 2 :])]
+        if min(half.std() for half in halves) == 0:
+            return float("nan")
+        found.append(np.corrcoef(*halves)[0, 1])
+    return float(np.mean(found))
+
+
+def share_interval(
+    part: Float[np.ndarray, "prompt unit"],
+    whole: Float[np.ndarray, " prompt"],
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, " unit"], Float[np.ndarray, " unit"]]:
+    """Sum of a part over the sum of the whole, with its 95 % interval over prompts: a ratio of
+    sums, never a mean of ratios."""
+    share = part.sum(0) / whole.sum()
+    n = len(whole)
+    if n < 2:
+        nothing = np.full(part.shape[1], np.nan)
+        return share, nothing, nothing
+    both = np.concatenate([part, whole[:, None]], axis=1)
+    drawn = resampled_means(both, np.arange(n), resamples, seed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.nanpercentile(drawn[:, :-1] / drawn[:, -1:], tails(n), axis=0)
+    return share, np.asarray(low), np.asarray(high)
