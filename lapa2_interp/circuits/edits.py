@@ -58,7 +58,7 @@ class Edit:
     """
 
     heads: Heads
-    how: How | Literal["null"] = "cut"
+    how: str = "cut"
     phase: Phase = "all_queries"
     positions: tuple[int, ...] | None = None
     branches: Branches | None = None

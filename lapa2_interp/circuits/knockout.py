@@ -26,7 +26,7 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from lapa2_interp.augmentation import Augmentation, Phase
-from lapa2_interp.circuits.edits import Edit, Heads, How
+from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import Metric, metrics_by_name
 from lapa2_interp.circuits.question import FEW, About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
@@ -287,7 +287,7 @@ def knock_out(
     *,
     over: str | Mapping[str, Any] = "head",
     units: Sequence[Unit] | None = None,
-    how: How = "cut",
+    how: str = "cut",
     phase: Phase = "all_queries",
     metric: str | Mapping[str, Metric] = "js",
     also: Sequence[str] | None = None,
@@ -378,7 +378,7 @@ def units_everything(model: Model) -> Heads:
     return tuple((i, j) for i in range(model.cfg.n_layers) for j in range(model.cfg.n_heads))
 
 
-def _edits(unit: Unit, how: How, phase: Phase) -> list[Edit]:
+def _edits(unit: Unit, how: str, phase: Phase) -> list[Edit]:
     edit = Edit(unit.heads, how, phase, unit.positions)
     if how in ("cut", "zero"):
         return [edit]
@@ -473,7 +473,7 @@ def joint_curve(
     table: KnockOut,
     *,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    how: How = "cut",
+    how: str = "cut",
     metric: str = "lex",
     mass: Float[np.ndarray, "layer head"] | None = None,
     seeds: int = 3,

@@ -134,59 +134,67 @@ class Planted:
         Returns:
             The sum on u, and the square of what stands on other dimensions that heads write to.
         """
-        given = weights or {}
         there = 1 + n_prefix + n_prompt  # keys of the prompt's last token
-
-        def norm(*squares: float) -> float:
-            return 1 / math.sqrt(1 + sum(squares) / WIDTH)
-
-        def share(role: str, odds: float, keys: int, looks_for: str = "attribute") -> float:
-            attribute, first, others = given.get(role, (1.0, 1.0, 1.0))
-            prefix = attribute + first + (n_prefix - 2) * others
-            outside = keys - n_prefix
-            if looks_for == "prompt":
-                return odds / (odds + outside - 1 + prefix)
-            found = attribute if looks_for == "attribute" else first
-            return odds * found / ((odds - 1) * found + prefix + outside)
-
-        def early(role: str) -> float:
-            """The share of what a head looks for, at the attribute itself, where nothing is cut."""
-            return self.odds[role] / (self.odds[role] + ATTRIBUTE_AT)
 
         gain = dict.fromkeys(self.gain, 0.0) | {
             role: value for role, value in self.gain.items() if role in {*self.heads, "mark"}
         }
-        left = gain["relay"] * share("relay", self.odds["relay"], there)
+        left = gain["relay"] * self._share("relay", self.odds["relay"], there, n_prefix, weights)
         gates = [
-            gain["gate"] * share("gate", self.odds["gate"], keys, "first") for keys in (l, there)
+            gain["gate"] * self._share("gate", self.odds["gate"], keys, n_prefix, weights)
+            for keys in (l, there)
         ]
-        at_attribute = norm((gain["gate"] * early("gate")) ** 2)
-        at_prompt = norm(left**2, gates[1] ** 2)
-        at_query = at_prompt if asking else norm(gates[0] ** 2)
+        at_attribute = _norm((gain["gate"] * self._early("gate")) ** 2)
+        at_prompt = _norm(left**2, gates[1] ** 2)
+        at_query = at_prompt if asking else _norm(gates[0] ** 2)
         other = gates[0] ** 2 + (left**2 if asking else 0.0)
 
         asks = at_query * at_attribute * (gates[0] if "gate" in self.heads else 1.0)
-        carried = at_attribute * share("carrier", self.odds["carrier"] ** asks, l)
-        suppressed = at_attribute * share(
-            "suppressor", self.odds["suppressor"] ** (at_query * at_attribute), l
-        )
-        read = at_prompt * share(
-            "reader", self.odds["reader"] ** (at_prompt * at_query), l, "prompt"
-        )
+        odds = {role: self.odds[role] for role in ("carrier", "suppressor", "reader")}
+        odds["carrier"] **= asks
+        odds["suppressor"] **= at_query * at_attribute
+        odds["reader"] **= at_prompt * at_query
+        found = {role: self._share(role, odds[role], l, n_prefix, weights) for role in odds}
+        carried, suppressed = (at_attribute * found[role] for role in ("carrier", "suppressor"))
+        read = at_prompt * found["reader"]
         x = (
             gain["carrier"] * carried
             + gain["suppressor"] * suppressed
             + gain["reader"] * left * read
         )
         if "backup" in self.heads:
-            mark, mark_early = gain["mark"] * carried, gain["mark"] * early("carrier")
-            early_x = gain["carrier"] * early("carrier") + gain["suppressor"] * early("suppressor")
-            at_attribute = norm(early_x**2, mark_early**2)
+            mark, mark_early = gain["mark"] * carried, gain["mark"] * self._early("carrier")
+            early_x = gain["carrier"] * self._early("carrier") + gain["suppressor"] * self._early(
+                "suppressor"
+            )
+            at_attribute = _norm(early_x**2, mark_early**2)
             log_odds = math.log(self.odds["backup"]) - REST * mark
-            odds = math.exp(log_odds * norm(other, x**2, mark**2) * at_attribute)
-            x += gain["backup"] * at_attribute * share("backup", odds, l)
+            eager = math.exp(log_odds * _norm(other, x**2, mark**2) * at_attribute)
+            share = self._share("backup", eager, l, n_prefix, weights)
+            x += gain["backup"] * at_attribute * share
             other += mark**2
         return x, other
+
+    def _early(self, role: str) -> float:
+        """The share of what a head looks for, at the attribute itself, where nothing is cut."""
+        return self.odds[role] / (self.odds[role] + ATTRIBUTE_AT)
+
+    def _share(
+        self,
+        role: str,
+        odds: float,
+        keys: int,
+        n_prefix: int,
+        weights: Mapping[str, tuple[float, float, float]] | None,
+    ) -> float:
+        """A head's attention to what it looks for."""
+        attribute, first, others = (weights or {}).get(role, (1.0, 1.0, 1.0))
+        prefix = attribute + first + (n_prefix - 2) * others
+        outside = keys - n_prefix
+        if role == "reader":
+            return odds / (odds + outside - 1 + prefix)
+        found = first if role == "gate" else attribute
+        return odds * found / ((odds - 1) * found + prefix + outside)
 
     def lex(self, l: int, n_prompt: int, **settings: Any) -> float:
         """lse of the positive words' log-probabilities minus that of the negative words', behind
@@ -205,6 +213,11 @@ class Planted:
         return self.control(l, n_prompt, **settings) - self.control(
             l, n_prompt, weights=cut, **settings
         )
+
+
+def _norm(*squares: float) -> float:
+    """What a norm multiplies by where these squares were added to an embedding's."""
+    return 1 / math.sqrt(1 + sum(squares) / WIDTH)
 
 
 def is_planted(name: str) -> bool:
