@@ -1,0 +1,424 @@
+"""What heads write: direct logit attribution, with the part of the text that it comes from.
+
+A head's output at query q is a sum over keys. Let S be a part of the keys: the prefix, BOS, the
+prompt, or the text generated so far. What the head writes from S is
+
+    w = sum over k in S of P[q, k] v[k] W_O
+
+The final norm divides by sigma and multiplies by gamma (LayerNorm first takes the mean away, C). So
+w adds to the logits, along a direction u of the vocabulary,
+
+    (C w) . (gamma u) / sigma            sigma that of the actual run: the norm is not folded away
+
+u is the gradient at this query of how the branch favours its attribute's words (`lex`), or of the
+log-probability of the text's next token (`text`). All parts of all heads, biases, MLPs, the
+embedding and the norm's bias sum to the logit difference itself.
+
+This is the direct effect only. A head that writes for other heads has none, however much control is
+lost without it (`knockout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.attention.cache import soft_inputs
+from lapa2_interp.attention.hooked import PATTERN, augmented
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.question import About, Question
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.layout import Layout
+from lapa2_interp.loaded import Model, is_bridge, packed_model, plain_network
+from lapa2_interp.plots import Drawing, new_figure, plain_axes
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.soft_prefix import SoftPrefix
+from lapa2_interp.stats import bounds
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+PARTS = ("prefix", "bos", "prompt", "generated")
+OTHERS = ("mlp", "bias", "embedding", "norm bias")
+Along = Literal["lex", "text"]
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What every head writes on the logits, at every step.
+
+    Attributes:
+        question: What was asked.
+        direct: Direct effects, in logits [case branch step layer head part]; parts are `PARTS`.
+        others: The rest of the sum [case branch step other]: MLPs, attention biases, the embedding
+            and the final norm's bias (`OTHERS`).
+        total: The logit difference that they sum to [case branch step].
+        mass: Attention on each part.
+        size: Its value-weighted form: the length of what is written from the part.
+        written: What each head writes from the prefix of the target minus the others, as the final
+            norm passes it on, mean over cases and steps [layer head d_model].
+        unembed: The model's unembedding and tokenizer, for `words`.
+    """
+
+    question: Question
+    direct: Float[np.ndarray, "case branch step layer head part"]
+    others: Float[np.ndarray, "case branch step other"]
+    total: Float[np.ndarray, "case branch step"]
+    mass: Float[np.ndarray, "case branch step layer head part"]
+    size: Float[np.ndarray, "case branch step layer head part"]
+    written: Float[np.ndarray, "layer head d_model"]
+    unembed: tuple[Tensor, Any]
+
+    def dataset(self) -> xr.Dataset:
+        """Everything with its axes named: branch, sample, step, layer, head, part."""
+        import xarray as xr
+
+        axes = ("sample", "branch", "step", "layer", "head", "part")
+        return xr.Dataset(
+            {name: (axes, getattr(self, name)) for name in ("direct", "mass", "size")}
+            | {"others": ((*axes[:3], "other"), self.others), "total": (axes[:3], self.total)},
+            {
+                "branch": list(self.question.cases[0].names),
+                "part": list(PARTS),
+                "other": list(OTHERS),
+                "prompt": ("sample", list(self.question.prompts)),
+            },
+        )
+
+    def _control(self, values: np.ndarray) -> np.ndarray:
+        """Target minus the mean of the others, mean over steps: by prompt."""
+        per_case = np.nanmean(values[:, 0] - values[:, 1:].mean(1), axis=1)
+        flat = pd.DataFrame(per_case.reshape(len(per_case), -1))
+        means = flat.groupby(list(self.question.prompts), sort=False).mean().to_numpy()
+        return means.reshape(len(means), *per_case.shape[1:])
+
+    def frame(self) -> pd.DataFrame:
+        """A row for every head, largest direct effect first.
+
+        Columns: direct (from the prefix, target minus opposite, mean over steps), its 95 % interval
+        over prompts and its share of the whole logit difference; direct_all (from all parts); mass
+        and size of the prefix, mean over branches.
+        """
+        prefix = self._control(self.direct[..., 0])  # prompt layer head
+        every = self._control(self.direct.sum(-1))
+        low, high = bounds(prefix, np.arange(len(prefix)))
+        whole = self._control(self.total).mean(0)
+        n_layers, n_heads = prefix.shape[1:]
+        layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
+        columns = {
+            "direct": prefix.mean(0),
+            "low": low,
+            "high": high,
+            "share": prefix.mean(0) / whole,
+            "direct_all": every.mean(0),
+            "mass": np.nanmean(self.mass[..., 0], axis=(0, 1, 2)),
+            "size": np.nanmean(self.size[..., 0], axis=(0, 1, 2)),
+        }
+        table = pd.DataFrame({"layer": layer, "head": head})
+        table = table.assign(**{name: each.ravel() for name, each in columns.items()})
+        return table.sort_values("direct", ascending=False, ignore_index=True)
+
+    def parts(self) -> pd.DataFrame:
+        """The sum, part by part: target minus opposite, mean over steps, with intervals."""
+        rows = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
+        rows |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
+        rows["total"] = self.total
+        found = []
+        for name, values in rows.items():
+            by_prompt = self._control(values)
+            low, high = bounds(by_prompt, np.arange(len(by_prompt)))
+            row = {"part": name, "direct": float(by_prompt.mean())}
+            found.append(row | {"low": float(low), "high": float(high)})
+        return pd.DataFrame(found)
+
+    def words(self, layer: int, head: int, n: int = 10) -> tuple[list[str], list[str]]:
+        """The tokens that a head's reading of the prefix promotes most, and those that it demotes
+        most."""
+        weights, tokenizer = self.unembed
+        written = torch.from_numpy(self.written[layer, head]).to(weights)
+        logits = written @ weights
+        order = logits.argsort().tolist()
+        best = [tokenizer.decode([token]) for token in order[::-1][:n]]
+        return best, [tokenizer.decode([token]) for token in order[:n]]
+
+    def plot(self, named: int = 8) -> Drawing:
+        """Direct effect against attention on the prefix: what a map of attention would miss."""
+        table = self.frame()
+        figure = new_figure(4.6, 3.2)
+        axes = figure.subplots()
+        axes.axhline(0, color="0.7", lw=0.6)
+        axes.scatter(table["mass"], table["direct"], s=9, color="#0072B2", lw=0)
+        order = table["direct"].abs().sort_values(ascending=False).index[:named]
+        for _, row in table.loc[order].iterrows():
+            label = f"{int(row['layer'])}.{int(row['head'])}"
+            axes.annotate(label, (row["mass"], row["direct"]), fontsize=7, xytext=(3, 2),
+                          textcoords="offset points")  # fmt: skip
+        plain_axes(axes, "attention on the prefix", "direct effect, logits a step")
+        return figure
+
+
+def writes(
+    model: Model,
+    about: About,
+    *,
+    along: Along = "lex",
+    augmentation: Augmentation | None = None,
+    progress: tqdm | None = None,
+    **settings: Any,
+) -> Writes:
+    """What every head writes on the logits, by the part of the text that it comes from.
+
+    Args:
+        model: A TransformerBridge.
+        about, settings: As `control`.
+        along: "lex": how the branch favours the target's words; "text": the text's next token.
+        augmentation: What acts in every branch.
+
+    Raises:
+        CircuitError: A model without hooks; along lex without words; or blocks that add something
+            else to the residual stream, or change the logits, so that parts would not sum.
+    """
+    if not is_bridge(model) or plain_network(model) is not None:
+        raise CircuitError(
+            "what heads write is read at hooks; load the model as TransformerBridge, not as"
+            f" {type(model).__name__}"
+        )
+    question = Question.of(model, about, **settings)
+    if along == "lex" and len(question.words) < 2:
+        raise CircuitError("along lex needs the words of each attribute; give along='text'")
+    shape = (len(question.cases), len(question.cases[0].names), max(c.n for c in question.cases))
+    heads = (model.cfg.n_layers, model.cfg.n_heads)
+    arrays = {
+        name: np.full((*shape, *heads, len(PARTS)), np.nan, np.float32)
+        for name in ("direct", "mass", "size")
+    }
+    others = np.full((*shape, len(OTHERS)), np.nan)
+    total = np.full(shape, np.nan)
+    written = np.zeros((*heads, model.cfg.d_model))
+    weights = _Weights(model)
+    own = progress_bar(len(question.cases), "writes", "text") if progress is None else None
+    try:
+        for i, case in enumerate(question.cases):
+            with torch.no_grad(), packed_model(model):
+                found = _read(model, case, augmentation)
+                direct = _attribute(weights, found, question, case, along)
+            for name in arrays:
+                arrays[name][i, :, : case.n] = direct[name].cpu().numpy()
+            others[i, :, : case.n] = direct["others"].cpu().numpy()
+            total[i, :, : case.n] = direct["total"].cpu().numpy()
+            written += direct["written"].cpu().numpy() / len(question.cases)
+            for bar in (progress, own):
+                if bar is not None:
+                    bar.update()
+    finally:
+        if own is not None:
+            own.close()
+    unembed = (weights.unembed.detach().cpu(), model.tokenizer)
+    return Writes(question, others=others, total=total, written=written, unembed=unembed, **arrays)
+
+
+class _Weights:
+    """What turns outputs of heads into logits."""
+
+    def __init__(self, model: Model) -> None:
+        self.out = model.W_O  # layer head d_head d_model
+        self.unembed = model.W_U  # d_model vocab
+        self.unembed_bias = model.b_U  # vocab
+        norm = model.ln_final.original_component
+        self.gamma = norm.weight  # d_model
+        self.beta = getattr(norm, "bias", None)
+        self.centres = isinstance(norm, torch.nn.LayerNorm)
+        self.biases = [block.attn.o.original_component.bias for block in model.blocks]
+
+
+@dataclass
+class _Reading:
+    """One case, read by every branch; queries are the steps.
+
+    Attributes:
+        parts: By layer, what the heads read from each part, before W_O.
+        mass: By layer, their attention on each part.
+    """
+
+    parts: list[Float[Tensor, "branch step head part d_head"]]
+    mass: list[Float[Tensor, "branch step head part"]]
+    mlp: Float[Tensor, "branch step d_model"]
+    embedding: Float[Tensor, "branch step d_model"]
+    final: Float[Tensor, "branch step d_model"]
+    scale: Float[Tensor, "branch step 1"]
+    logits: Float[Tensor, "branch step vocab"]
+
+
+def whole(case: Case) -> tuple[list[Layout], list[SoftPrefix | None]]:
+    """A case's branches with the text, but for its last token, as part of the prompt."""
+    more = case.text[:-1]
+    tokens = tuple(str(each) for each in more)
+    layouts = [
+        replace(
+            each, ids=each.ids + more, tokens=each.tokens + tokens, l_pro=each.l_pro + len(more)
+        )
+        for each in case.layouts
+    ]
+    return layouts, list(case.prefixes)
+
+
+def _read(model: Model, case: Case, augmentation: Augmentation | None) -> _Reading:
+    layouts, prefixes = whole(case)
+    inputs = soft_inputs(model, layouts, prefixes)
+    own = case.layouts[0]
+    slots = torch.arange(len(layouts[0]), device=model.cfg.device)
+    masks = {
+        "prefix": (slots >= own.prefix.start) & (slots < own.prefix.stop),
+        "bos": (slots >= own.bos.start) & (slots < own.bos.stop),
+        "prompt": (slots >= own.prompt.start) & (slots < own.prompt.stop),
+        "generated": slots >= own.prompt.stop,
+    }
+    mask = torch.stack([masks[name] for name in PARTS], dim=1)  # key part
+    group = model.cfg.n_heads // (
+        getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
+    )
+    values: dict[int, Tensor] = {}
+    parts: list[Tensor] = []
+    mass: list[Tensor] = []
+    seen: dict[str, Tensor] = {}
+
+    def on_value(value: Tensor, hook: Any, layer: int) -> None:
+        whole_value = value  # branch key kv_head d_head
+        if own.soft:
+            soft = torch.stack([each.values[layer] for each in prefixes if each is not None])
+            whole_value = torch.cat([soft.transpose(1, 2).to(value), value], dim=1)
+        values[layer] = whole_value.repeat_interleave(group, dim=2)
+
+    def on_pattern(pattern: Tensor, hook: Any, layer: int) -> None:
+        steps = pattern[:, :, -case.n :]  # branch head step key
+        split = steps[..., None] * mask.to(steps)  # branch head step key part
+        parts.append(torch.einsum("bhqkp,bkhd->bqhpd", split, values.pop(layer).to(steps)))
+        mass.append(split.sum(3).transpose(1, 2))
+
+    def add(tensor: Tensor, hook: Any, name: str) -> None:
+        kept = tensor[:, -case.n :]
+        seen[name] = seen[name] + kept if name in seen else kept
+
+    hooks: list[tuple[str, Any]] = []
+    for layer in range(model.cfg.n_layers):
+        hooks += [
+            (f"blocks.{layer}.attn.v.hook_out", _for_layer(on_value, layer)),
+            (PATTERN.format(layer), _for_layer(on_pattern, layer)),
+            (f"blocks.{layer}.mlp.hook_out", _named(add, "mlp")),
+        ]
+    hooks += [
+        ("blocks.0.hook_in", _named(add, "embedding")),
+        ("ln_final.hook_in", _named(add, "final")),
+        ("ln_final.hook_scale", _named(add, "scale")),
+    ]
+    with augmented(model, augmentation, list(case.layouts)), model.hooks(fwd_hooks=hooks):
+        logits = model(**inputs)[:, -case.n :]
+    return _Reading(
+        parts, mass, seen["mlp"], seen["embedding"], seen["final"], seen["scale"], logits
+    )
+
+
+def _for_layer(function: Any, layer: int) -> Any:
+    return lambda tensor, hook: function(tensor, hook, layer)
+
+
+def _named(function: Any, name: str) -> Any:
+    return lambda tensor, hook: function(tensor, hook, name)
+
+
+def _attribute(
+    weights: _Weights, found: _Reading, question: Question, case: Case, along: Along
+) -> dict[str, Tensor]:
+    _check(weights, found)
+    text = torch.tensor([case.text], device=found.logits.device)
+    u, bias = _direction(weights, found.logits, question.words, text, along)
+    scale = weights.gamma / found.scale  # branch step d_model
+
+    def passed(direction: Tensor) -> Tensor:
+        """What the final norm makes of a direction, seen from the residual stream."""
+        through = scale * direction
+        return through - through.mean(2, keepdim=True) if weights.centres else through
+
+    g = passed(u)  # branch step d_model
+    direct, size, written = [], [], []
+    for out, parts in zip(weights.out, found.parts, strict=True):
+        seen = torch.einsum("bqm,hdm->bqhd", g, out)
+        direct.append((parts * seen[:, :, :, None]).sum(4))
+        gram = torch.einsum("hdm,hem->hde", out, out)
+        size.append((torch.einsum("bqhpd,hde->bqhpe", parts, gram) * parts).sum(4).clamp(min=0))
+        prefix = torch.einsum("bqhd,hdm->bqhm", parts[:, :, :, 0], out)
+        if weights.centres:
+            prefix = prefix - prefix.mean(3, keepdim=True)
+        prefix = (prefix * scale[:, :, None]).mean(1)  # branch head d_model
+        written.append(prefix[0] - prefix[1:].mean(0))
+    biases = sum(
+        (g @ each if each is not None else torch.zeros_like(g[..., 0])) for each in weights.biases
+    )
+    norm = u @ weights.beta if weights.beta is not None else torch.zeros_like(g[..., 0])
+    others = [(found.mlp * g).sum(2), biases, (found.embedding * g).sum(2), norm]
+    chosen = (found.logits - weights.unembed_bias) * bias
+    return {
+        "direct": torch.stack(direct, dim=2),
+        "mass": torch.stack(found.mass, dim=2),
+        "size": torch.stack(size, dim=2).sqrt(),
+        "others": torch.stack([torch.as_tensor(each) for each in others], dim=2),
+        "total": chosen.sum(2),
+        "written": torch.stack(written),
+    }
+
+
+def _direction(
+    weights: _Weights,
+    logits: Float[Tensor, "branch step vocab"],
+    words: Sequence[Sequence[int]],
+    text: Int[Tensor, "1 step"],
+    along: Along,
+) -> tuple[Float[Tensor, "branch step d_model"], Float[Tensor, "branch step vocab"]]:
+    """u at each query, and its weights over the vocabulary."""
+    over = torch.zeros_like(logits)
+    if along == "lex":
+        plus, minus = list(words[0]), [token for each in words[1:] for token in each]
+        over[..., plus] = logits[..., plus].softmax(2)
+        over[..., minus] -= logits[..., minus].softmax(2)
+    else:
+        over -= logits.softmax(2)
+        over.scatter_add_(
+            2, text.expand(len(logits), -1)[..., None], torch.ones_like(over[..., :1])
+        )
+    return over @ weights.unembed.t(), over
+
+
+def _check(weights: _Weights, found: _Reading) -> None:
+    """Refuse a model in which the parts would not sum."""
+    stream = found.embedding + found.mlp
+    for out, parts, bias in zip(weights.out, found.parts, weights.biases, strict=True):
+        stream = stream + torch.einsum("bqhpd,hdm->bqm", parts, out)
+        if bias is not None:
+            stream = stream + bias
+    norm = (found.final - found.final.mean(2, keepdim=True)) if weights.centres else found.final
+    norm = norm / found.scale * weights.gamma
+    if weights.beta is not None:
+        norm = norm + weights.beta
+    logits = norm @ weights.unembed + weights.unembed_bias
+    for what, one, other in (
+        ("add something else than heads and MLPs to the residual stream", stream, found.final),
+        ("change the logits after the unembedding", logits, found.logits),
+    ):
+        gap = float((one - other).abs().max() / other.abs().max())
+        if gap > 0.02:
+            raise CircuitError(
+                f"this model's layers {what} (difference {gap:.1g}), so direct effects would not"
+                " sum; use knock-outs"
+            )
+
+
+__all__ = ["OTHERS", "PARTS", "Writes", "writes"]
