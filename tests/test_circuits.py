@@ -529,24 +529,30 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch):
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
     asked = question(model)
     whole = knock_out(model, asked)
-    real, calls = knockout.answers, []
+    real, seen = knockout.answers, []
 
     def stops(*arguments):
-        calls.append(arguments)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return real(*arguments)
+        for n, each in enumerate(real(*arguments)):
+            if len(seen) == 0 and n == 9:
+                raise KeyboardInterrupt
+            yield each
 
     monkeypatch.setattr(knockout, "answers", stops)
     with pytest.raises(KeyboardInterrupt):
-        knock_out(model, asked, file=file)
-    file.write_text(file.read_text()[:-30])  # a line cut short
-    assert len(calls) == 5
+        knock_out(model, asked, file=file, at_once=1)
+    lines = file.read_text().splitlines()
+    assert 1 < len(lines) < len(whole.units)
+    file.write_text("\n".join(lines)[:-30])  # a line cut short
+
+    def counts(model, question, edits, *rest):
+        seen.append(len(edits))
+        return real(model, question, edits, *rest)
+
+    monkeypatch.setattr(knockout, "answers", counts)
     found = knock_out(model, asked, file=file)
     assert np.array_equal(found.effects, whole.effects)
-    assert len(calls) == 5 + len(whole.units) + 2 - 3
     knock_out(model, asked, file=file)
-    assert len(calls) == 5 + len(whole.units) + 2 - 3
+    assert seen == [len(whole.units) + 2 - (len(lines) - 2), 0]
     with pytest.raises(CircuitError, match="another question"):
         knock_out(model, asked, how="zero", file=file)
 

@@ -131,7 +131,13 @@ def control(
     own = progress_bar(total, "control", "step") if progress is None else None
     try:
         for _, group, found in answers(
-            model, question, [None], chosen, augmentation, progress or own, at_once
+            model,
+            question,
+            [None],
+            chosen,
+            augmentation,
+            own if progress is None else progress,
+            at_once,
         ):
             for name, each in found.items():
                 values[name][group, : each.shape[1]] = each.cpu().numpy()

@@ -338,19 +338,29 @@ def knock_out(
         *edits,
     ]
     steps = sum(case.n * len(case.names) for case in question.cases)
-    left = [i for i, name in enumerate(names) if name not in store]
-    total = steps * sum(len(todo[i]) for i in left)
+    left = [(i, edit) for i, name in enumerate(names) if name not in store for edit in todo[i]]
+    total = steps * len(left)
     own = progress_bar(total, f"knock-out, {how}", "step") if progress is None else None
+    found: dict[int, dict[str, np.ndarray]] = {}
+    awaited = {i: len(question.cases) * len(todo[i]) for i, _ in left}
     try:
-        for i in left:
-            found = {name: np.zeros(len(question.cases)) for name in chosen}
-            for _, group, values in answers(
-                model, question, todo[i], chosen, augmentation, progress or own, at_once
-            ):
-                for name, each in values.items():
-                    # One branch after another: their effects are averaged.
-                    found[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
-            store.add(names[i], found)
+        for number, group, values in answers(
+            model,
+            question,
+            [edit for _, edit in left],
+            chosen,
+            augmentation,
+            own if progress is None else progress,
+            at_once,
+        ):
+            i = left[number][0]
+            of_unit = found.setdefault(i, {name: np.zeros(len(question.cases)) for name in chosen})
+            for name, each in values.items():
+                # One branch after another: their effects are averaged.
+                of_unit[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
+            awaited[i] -= len(group)
+            if not awaited[i]:
+                store.add(names[i], found.pop(i))
     finally:
         store.close()
         if own is not None:

@@ -130,21 +130,27 @@ def answers(
             time.
 
     Yields:
-        The edit's number, the cases' numbers, and the metrics of those cases by name; all cases of
-        an edit before the next.
+        The edit's number, the cases' numbers, and the metrics of those cases by name. Some edits
+        are read together, and all cases of these come before the next edits.
     """
     with_raw = "from_raw" in metrics
+    most = at_once or rows_at_once(model, question.cases[0])
+    groups = list(batches(question.cases, most))
+    size = max(1, most // max(map(len, groups)))  # edits that are read together
     with torch.no_grad(), packed_model(model):
-        for number, edit in enumerate(edits):
-            most = at_once or rows_at_once(model, question.cases[0])
-            for group in batches(question.cases, most):
-                cases = [question.cases[i] for i in group]
-                logits, raw = read(model, [(case, edit) for case in cases], augmentation, with_raw)
-                text = torch.tensor([case.text for case in cases], device=logits.device)
+        for first in range(0, len(edits), size):
+            block = range(first, min(first + size, len(edits)))
+            for group in groups:
+                items = [(question.cases[i], edits[number]) for number in block for i in group]
+                logits, raw = read(model, items, augmentation, with_raw)
+                text = torch.tensor([case.text for case, _ in items], device=logits.device)
                 found = Predictions(logits, text, raw, question.words)
-                yield number, group, {name: metric(found) for name, metric in metrics.items()}
+                values = {name: metric(found) for name, metric in metrics.items()}
+                for at, number in enumerate(block):
+                    part = slice(at * len(group), (at + 1) * len(group))
+                    yield number, group, {name: each[part] for name, each in values.items()}
                 if progress is not None:
-                    progress.update(sum(case.n * len(case.names) for case in cases))
+                    progress.update(sum(case.n * len(case.names) for case, _ in items))
 
 
 __all__ = ["FEW", "RAW", "About", "Question", "answers", "rows_at_once"]
