@@ -271,13 +271,14 @@ class KnockOut:
 
 def _map(grid: Float[np.ndarray, "layer head"], metric: str) -> Drawing:
     n_layers, n_heads = grid.shape
-    figure = new_figure(1.3 + 0.22 * n_heads, 1.0 + 0.13 * n_layers)
+    figure = new_figure(max(3.2, 1.3 + 0.22 * n_heads), max(2.0, 1.0 + 0.13 * n_layers))
     axes = figure.subplots()
     top = float(np.nanmax(np.abs(grid))) or 1.0
     shown = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
     figure.colorbar(shown, ax=axes, label=f"lost {metric}, nats a step")
     plain_axes(axes, "head", "layer")
     axes.set_xticks(range(0, n_heads, max(1, n_heads // 9)))
+    axes.set_yticks(range(0, n_layers, max(1, n_layers // 10)))
     return figure
 
 
@@ -472,7 +473,9 @@ class JointCurve:
             )
         axes.axhline(1, color="0.7", lw=0.6)
         axes.axhline(0, color="0.7", lw=0.6)
+        sizes = sorted(set(self.table["heads"]))
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.legend(fontsize=7, frameon=False)
         plain_axes(axes, "heads", "share of control left")
         return figure

@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from lapa2_interp import __version__
+from lapa2_interp.augmentation import Phase
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.circuits.control import Control, control
 from lapa2_interp.circuits.knockout import (
@@ -113,7 +115,7 @@ def study(
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    settings = {
+    settings: dict[str, Any] = {
         "model": model_card(model).model_dump(mode="json"),
         "task": task if isinstance(task, str) else task.name,
         "attribute": attribute,
@@ -146,13 +148,14 @@ def study(
     mass = prefix_mass(model, question)
     chosen = _some_heads(model, heads, best)
     others = {}
-    for how, phase in (
+    again: tuple[tuple[str, Phase], ...] = (
         ("zero", "all_queries"),
         ("resample", "all_queries"),
         ("mean", "all_queries"),
         ("cut", "last_query"),
         ("cut", "query"),
-    ):
+    )
+    for how, phase in again:
         name = how if phase == "all_queries" else f"{how}, {phase}"
         notify(f"{counted(len(chosen), 'head')} again: {name}")
         others[name] = knock_out(
@@ -255,15 +258,15 @@ def export(found: Study) -> dict[str, Any]:
     kept = table[(table["low"] > 0) & ~table["below_noise"]].head(40)
     direct = {}
     if found.writes is not None:
-        rows = found.writes.frame()
-        direct = {(int(r["layer"]), int(r["head"])): float(r["direct"]) for _, r in rows.iterrows()}
+        rows = _records(found.writes.frame())
+        direct = {(row["layer"], row["head"]): row["direct"] for row in rows}
     nodes: list[dict[str, Any]] = [
         {"id": f"prefix.{i}", "kind": "token", "token": own.tokens[own.n_bos + i]}
         for i in range(own.l_pre if not own.soft else 0)
     ]
     edges: list[dict[str, Any]] = []
-    for _, row in kept.iterrows():
-        layer, head = int(row["layer"]), int(row["head"])
+    for row in _records(kept):
+        layer, head = row["layer"], row["head"]
         node = f"{layer}.{head}"
         nodes.append({"id": node, "kind": "head", "layer": layer, "head": head})
         interval = [row["low"], row["high"]]
@@ -295,8 +298,10 @@ def _agreement(found: Study) -> pd.DataFrame:
         ("attention on the prefix", effects.size, float(spearmanr(effects, found.mass.ravel())[0]))
     )
     if found.writes is not None:
-        table = found.writes.frame().set_index(["layer", "head"])["direct"]
-        direct = [table[unit.heads[0]] for unit in found.heads.units]
+        rows_of = {
+            (row["layer"], row["head"]): row["direct"] for row in _records(found.writes.frame())
+        }
+        direct = [rows_of[unit.heads[0]] for unit in found.heads.units]
         rows.append(("direct effect", effects.size, float(spearmanr(effects, direct)[0])))
     return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
 
@@ -305,21 +310,20 @@ def _answer(found: Study) -> str:
     heads, n = found.heads, found.question.n_prompts
     names = " and ".join(repr(each) for each in found.question.cases[0].names)
     table = heads.frame()
-    score = found.control[RAW].interval("js", None).iloc[0]
+    score = _records(found.control[RAW].interval("js", None))[0]
     parts = [
         f"On {counted(n, 'prompt')}, the prefixes of {names} differ by {score['mean']:.3g} nats a"
         f" step (js, [{score['low']:.3g}, {score['high']:.3g}])."
     ]
     if n < FEW:
-        best = ", ".join(f"{int(r['layer'])}.{int(r['head'])}" for _, r in table.head(5).iterrows())
+        best = ", ".join(_name(row) for row in _records(table.head(5)))
         parts.append(
             f"The largest losses are without heads {best}. With fewer than {FEW} prompts these are"
             " numbers, and no claim is made."
         )
     else:
         carriers = heads.carriers()
-        shown = carriers.head(8)
-        named = ", ".join(f"{int(r['layer'])}.{int(r['head'])}" for _, r in shown.iterrows())
+        named = ", ".join(_name(row) for row in _records(carriers.head(8)))
         if len(carriers):
             more = f", the largest first: {named}" + (", ..." if len(carriers) > 8 else "")
             parts.append(
@@ -333,18 +337,19 @@ def _answer(found: Study) -> str:
             f" {heads.split_half:.2f}."
         )
     if found.curve is not None:
-        left = found.curve.frame().set_index(["kind", "heads"])
-        sizes = [size for size in SIZES if ("without", size) in left.index]
+        left = {(row["kind"], row["heads"]): row for row in _records(found.curve.frame())}
+        sizes = [size for size in SIZES if ("without", size) in left]
         if sizes:
             size = 8 if 8 in sizes else sizes[-1]
-            without, only = left.loc[("without", size)], left.loc[("only", size)]
+            without, only = left["without", size], left["only", size]
             parts.append(
                 f"Without the best {size} (chosen in one half of the prompts, judged in the other)"
                 f" {without['left']:.0%} of the control is left"
                 f" [{without['low']:.0%}, {without['high']:.0%}]; with these alone"
                 f" {only['left']:.0%} [{only['low']:.0%}, {only['high']:.0%}]."
             )
-    mass = found.agreement().set_index("ranking")["spearman"]["attention on the prefix"]
+    agreed = {row["ranking"]: row["spearman"] for row in _records(found.agreement())}
+    mass = agreed["attention on the prefix"]
     parts.append(f"Attention on the prefix ranks heads with correlation {mass:.2f}.")
     parts.append(
         "Not tested: what MLPs do with it, paths from head to head, other prefixes and texts longer"
@@ -369,14 +374,15 @@ def write_page(found: Study) -> str:
             "Layers and KV heads",
             "Control lost where no head of a layer sees the prefix, at any query after it.",
             _layers(found.tables["layer"]),
-            _rounded(found.tables["kv"].frame().head(8)),
+            _rounded(_head_table(found.tables["kv"]).head(8)),
         ),
         Section(
             "Heads",
             "Control lost where one head does not see the prefix. Red heads carry it, blue ones"
-            " work against it.",
+            " work against it. Shares are of lex, where shares add up; p is corrected for the"
+            " number of heads.",
             heads.plot(),
-            _rounded(heads.frame().head(16)),
+            _rounded(_head_table(heads).head(16)),
         ),
         Section(
             "Attention is not control",
@@ -417,6 +423,15 @@ def write_page(found: Study) -> str:
     return page(title, found.answer(), sections, found.facts)
 
 
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A head as layer.head."""
+    return f"{row['layer']}.{row['head']}"
+
+
 def _rounded(table: pd.DataFrame) -> pd.DataFrame:
     """Numbers as texts of three digits."""
 
@@ -428,12 +443,24 @@ def _rounded(table: pd.DataFrame) -> pd.DataFrame:
     return table.map(shown)
 
 
+def _head_table(table: KnockOut) -> pd.DataFrame:
+    """What a reader needs of a table of knock-outs."""
+    frame = table.frame()
+    names = list(table.units[0].where)
+    if "lex" in table.others:
+        lex = table.with_metric("lex").frame().set_index(names)
+        for name in ("share", "share_low", "share_high"):
+            frame[name] = [lex.loc[tuple(key), name] for key in frame[names].to_numpy()]
+    kept = ["effect", "low", "high", "share", "share_low", "share_high", "p_max"]
+    return frame[[*names, *kept, "rank", "rank_low", "rank_high", "below_noise"]]
+
+
 def _score_table(scores: dict[str, Control]) -> pd.DataFrame:
     rows = []
     for source, each in scores.items():
         row: dict[str, Any] = {"texts written behind": source}
         for metric in each.values:
-            whole = each.interval(metric, None).iloc[0]
+            whole = _records(each.interval(metric, None))[0]
             row[metric] = f"{whole['mean']:.3g} [{whole['low']:.3g}, {whole['high']:.3g}]"
         rows.append(row)
     return pd.DataFrame(rows)
@@ -451,9 +478,10 @@ def _with_tokens(found: Study) -> pd.DataFrame:
 
 def _words(found: Writes) -> pd.DataFrame:
     rows = []
-    for _, row in found.frame().head(6).iterrows():
-        best, worst = found.words(int(row["layer"]), int(row["head"]), 6)
-        head = f"{int(row['layer'])}.{int(row['head'])}"
+    table = found.frame()
+    for row in _records(table[table["size"] > 0].head(6)):
+        best, worst = found.words(row["layer"], row["head"], 6)
+        head = _name(row)
         numbers = {"direct": row["direct"], "low": row["low"], "high": row["high"]}
         words = {"promotes": best, "demotes": worst}
         shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
@@ -469,20 +497,21 @@ def _layers(table: KnockOut) -> Drawing:
     axes.bar(frame["layer"], frame["effect"], color="#0072B2")
     axes.errorbar(frame["layer"], frame["effect"], yerr=errors, fmt="none", ecolor="0.3", lw=0.8)
     axes.axhline(0, color="0.6", lw=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     plain_axes(axes, "layer", f"lost {table.metric}, nats a step")
     return figure
 
 
 def _against_mass(found: Study) -> Drawing:
     table = found.heads.frame()
-    mass = [found.mass[int(r["layer"]), int(r["head"])] for _, r in table.iterrows()]
+    rows = _records(table)
+    mass = [float(found.mass[row["layer"], row["head"]]) for row in rows]
     figure = new_figure(4.6, 3.2)
     axes = figure.subplots()
     axes.axhline(0, color="0.7", lw=0.6)
     axes.scatter(mass, table["effect"], s=9, color="#0072B2", lw=0)
-    for i, row in table.iloc[[*range(min(6, len(table))), len(table) - 1]].iterrows():
-        label = f"{int(row['layer'])}.{int(row['head'])}"
-        axes.annotate(label, (mass[int(i)], row["effect"]), fontsize=7, xytext=(3, 2),
+    for i in (*range(min(6, len(rows))), len(rows) - 1):
+        axes.annotate(_name(rows[i]), (mass[i], rows[i]["effect"]), fontsize=7, xytext=(3, 2),
                       textcoords="offset points")  # fmt: skip
     plain_axes(axes, "attention on the prefix", f"lost {found.heads.metric}, nats a step")
     return figure

@@ -1,0 +1,134 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Control, step by step: how far do opposite prefixes pull the next token apart?
+#
+# The same text is read behind "Very positive:" and behind "Very negative:". At every step the two
+# branches predict the next token. The more their predictions differ, the more the prefix controls.
+#
+# `js` is the distance between the two distributions (Jensen-Shannon, in nats, at most log 2). It
+# needs no words and has no sign. `lex` says how much more each branch favours the words of its own
+# attribute. `llr` is how much more probable the text's own next token is. Set the environment
+# variable `LAPA2_MODEL`, or give `--model`, to look at another model.
+
+# %%
+import os
+import sys
+
+import numpy as np
+
+from lapa2_interp import load_model, load_task, model_card
+from lapa2_interp.circuits.cases import RAW
+from lapa2_interp.circuits.control import control
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.models.planted import planted
+from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.stats import paired_difference
+
+parser = ScriptOptions("Control by step, and where it fades.")
+parser.add_argument(
+    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
+)
+sys.excepthook = in_one_line
+options = parser.read()
+
+# %% [markdown]
+# ## A model whose answer is known
+#
+# `planted` has weights set by hand. Its control is known in closed form at every length, so the
+# instrument can be checked before it is trusted.
+
+# %%
+toy, key = load_model("planted"), planted("planted")
+known = control(toy, "sentiment", prompts=["The lake"], tokens=48)
+layout = known.question.cases[0].layouts[0]
+steps = range(known.values["lex"].shape[1])
+closed = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
+print("largest difference from the closed form:", np.abs(known.values["lex"][0] - closed).max())
+known.plot(["lex", "js"])
+
+# %% [markdown]
+# ## The model
+#
+# The texts are written by the model without any prefix (`source="raw"`). A text written behind
+# "Very positive:" already says what the prefix wants, so the prefix would seem to act less, or
+# more, than it does.
+
+# %%
+model = load_model(options.model)
+print(model_card(model))
+tokens = 24
+chosen = load_task("sentiment").prompts.texts[:8]
+question = Question.of(model, "sentiment", prompts=chosen, tokens=tokens)
+print(repr(model.tokenizer.decode(question.cases[0].text)))
+found = control(model, question)
+found.plot()
+
+# %%
+found.interval("js", None)
+
+# %% [markdown]
+# ## By the source of the text
+#
+# `llr` on a text written behind "Very positive:" is large by construction. `js` on raw texts is the
+# clean measure.
+
+# %%
+behind = {
+    source: control(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    for source in question.cases[0].names
+}
+for source, each in {RAW: found, **behind}.items():
+    for name in ("js", "llr"):
+        row = each.interval(name, None).iloc[0]
+        interval = f"[{row['low']:.4f}, {row['high']:.4f}]"
+        print(f"{source:>10} {name:>4} {row['mean']:.4f} {interval}")
+
+# %% [markdown]
+# ## Does it fade?
+#
+# The first and the last third of the steps, paired by prompt.
+
+# %%
+third = tokens // 3
+js = found.values["js"]
+early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
+change = paired_difference(early, question.prompts, late, question.prompts)
+print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
+print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
+
+# %% [markdown]
+# ## A metric of your own
+#
+# Any function of the branches' logits. Here: how often the branches would write another token.
+
+
+# %%
+def another_token(each):
+    return (each.logits[0].argmax(2) != each.logits[1].argmax(2)).double()
+
+
+other = control(model, question, metrics={"another token": another_token})
+other.interval("another token", None)
+
+# %% [markdown]
+# ## Checks
+
+# %%
+assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
+assert found.values["js"].max() <= np.log(2) + 1e-6
+assert (found.values["js"] > -1e-6).all()
+assert behind["positive"].values["llr"].mean() > behind["negative"].values["llr"].mean()
+swapped = Question(tuple(case.swapped() for case in question.cases), question.words)
+turned = control(model, swapped, metrics=("llr", "js"))
+assert np.abs(turned.values["llr"] + found.values["llr"]).max() < 1e-3
+assert np.abs(turned.values["js"] - found.values["js"]).max() < 1e-4
+print("all checks hold")
