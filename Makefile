@@ -1,10 +1,10 @@
-# make demo | reproduce | gallery | test | test-portable | test-hooked | lint | types | notebook | check | prefixes
+# make demo | reproduce | gallery | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery test test-portable test-hooked lint types notebook check prefixes clean
+.PHONY: demo reproduce gallery test test-portable test-hooked lint types notebooks check prefixes clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -42,10 +42,13 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
-notebook: $(VENV)/.installed
-	mkdir -p results
-	$(VENV)/bin/jupytext --quiet --to ipynb --output results/first_look.ipynb analyses/first_look.py
-	$(VENV)/bin/jupyter-execute --inplace results/first_look.ipynb
+# The notebooks with their outputs and pictures: docs/notebooks.
+NOTEBOOKS := first_look control who_reads_the_prefix what_heads_write
+notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)
+docs/notebooks/%.ipynb: analyses/%.py $(VENV)/.installed
+	mkdir -p docs/notebooks
+	$(VENV)/bin/jupytext --quiet --to ipynb --output $@ $<
+	$(VENV)/bin/jupyter-execute --inplace $@
 
 check: test test-hooked lint types
 

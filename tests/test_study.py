@@ -1,0 +1,118 @@
+"""`lapa2 circuits` and the notebooks, on the model whose answer is known."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import load
+
+from lapa2_interp.circuits import study as module
+from lapa2_interp.circuits.knockout import read_heads
+from lapa2_interp.circuits.study import study
+from lapa2_interp.cli import main
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.models.planted import planted
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The movie", "The pizza", "The country")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("study") / "planted"
+    assert (
+        main(["circuits", "planted", "--out", str(place), "--tokens", "8", "--prompt", *PROMPTS])
+        == 0
+    )
+    return place
+
+
+def test_the_command_finds_the_planted_circuit(folder):
+    key = planted("planted")
+    assert read_heads(folder / "heads.json") == (key.heads["carrier"], key.heads["relay"])
+    circuit = json.loads((folder / "circuit.json").read_text())
+    lost = {edge["to"]: edge["lost"] for edge in circuit["edges"] if edge["from"] == "prefix"}
+    names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}
+    assert list(lost)[:2] == [names["carrier"], names["relay"]]
+    direct = {edge["from"]: edge["direct"] for edge in circuit["edges"] if edge["to"] == "logits"}
+    assert direct[names["carrier"]] > 1 > 1e-3 > abs(direct[names["relay"]])
+    assert circuit["tokens"][:3] == ["<s>", "Very", " positive"]
+    assert {node["kind"] for node in circuit["nodes"]} == {"token", "head", "logits"}
+
+
+def test_the_page_answers_in_words(folder, capsys):
+    page = (folder / "report.html").read_text("utf-8")
+    key = planted("planted")
+    first, second = (".".join(map(str, key.heads[role])) for role in ("carrier", "relay"))
+    assert (
+        f"2 heads of 8 carry control (family-wise p &lt; .05), the largest first: {first}, {second}."
+        in page
+    )
+    assert "Not tested:" in page
+    assert "Attention on the prefix ranks heads with correlation" in page
+    assert page.count("data:image/png;base64,") == 7
+    for asked in ("http://", "https://", "<script"):
+        assert asked not in page
+    for table in ("layer", "kv", "head", "position", "together", "writes", "control"):
+        assert (folder / f"{table}.csv").stat().st_size > 100
+
+
+def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
+    from lapa2_interp.circuits import knockout
+
+    before = (folder / "head.csv").read_bytes(), (folder / "circuit.json").read_bytes()
+    asked = []
+    real = knockout.answers
+    monkeypatch.setattr(knockout, "answers", lambda *a: (asked.append(len(a[2])), real(*a))[1])
+    told = []
+    study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, notify=told.append)
+    assert sum(asked) == 2 * (2 + 3 * 6)  # the joint sets of both halves are not kept
+    assert (folder / "head.csv").read_bytes() == before[0]
+    assert (folder / "circuit.json").read_bytes() == before[1]
+    assert told[0].startswith("8 texts of 8 prompts, positive against negative")
+
+
+def test_another_question_needs_another_folder(folder):
+    with pytest.raises(
+        CircuitError, match="holds a study with another tokens; give another folder"
+    ):
+        study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=9, notify=str)
+
+
+def test_few_prompts_make_no_claim(tmp_path, capsys):
+    arguments = ["circuits", "planted", "--out", str(tmp_path / "few"), "--tokens", "4"]
+    assert main([*arguments, "--prompt", "The lake", "The book"]) == 0
+    assert "these are numbers, and no claim is made" in capsys.readouterr().out
+    assert not (tmp_path / "few" / "heads.json").exists()
+
+
+def test_prefixes_of_different_lengths_are_refused_in_one_line(tmp_path, capsys):
+    assert main(["circuits", "tiny-gpt2", "--task", "detox", "--out", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert "different lengths in tokens" in error
+    assert error.count("\n") == 1
+
+
+def test_without_hooks_all_but_the_writes(tmp_path):
+    model = load("planted", model_class="TransformersModel")
+    found = study(model, "sentiment", tmp_path / "plain", prompts=PROMPTS[:3], tokens=4, notify=str)
+    assert found.writes is None
+    assert "What they write" not in (tmp_path / "plain" / "report.html").read_text("utf-8")
+    assert module.BEST == 24
+
+
+@pytest.mark.parametrize("name", ["control", "who_reads_the_prefix", "what_heads_write"])
+def test_notebooks_hold_on_the_planted_model(name, tmp_path):
+    script = ROOT / "analyses" / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--model", "planted"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"MPLBACKEND": "agg"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.rstrip().endswith("all checks hold")
