@@ -1,11 +1,11 @@
 """`lapa2 circuits` and the notebooks, on the model whose answer is known."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 from conftest import load
 
@@ -105,14 +105,10 @@ def test_without_hooks_all_but_the_writes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["control", "who_reads_the_prefix", "what_heads_write"])
-def test_notebooks_hold_on_the_planted_model(name, tmp_path):
-    script = ROOT / "analyses" / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--model", "planted"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"MPLBACKEND": "agg"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.rstrip().endswith("all checks hold")
+def test_notebooks_hold_on_the_planted_model(name, capsys, monkeypatch):
+    script = str(ROOT / "analyses" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, "--model", "planted"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(plt, "show", plt.close)
+    runpy.run_path(script, run_name="__main__")
+    assert capsys.readouterr().out.rstrip().endswith("all checks hold")
