@@ -28,7 +28,7 @@ from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import as_markdown
 from lapa2_interp.paper.results import results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
-from lapa2_interp.runs.estimates import shown_time
+from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.sweep import load_run
 

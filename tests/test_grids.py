@@ -21,6 +21,7 @@ from lapa2_interp.layout import Layout
 from lapa2_interp.machine import measured, remember
 from lapa2_interp.methods import Soft
 from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
+from lapa2_interp.progress import shown_time
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import (
@@ -35,7 +36,6 @@ from lapa2_interp.runs.estimates import (
     plan_seconds,
     seconds,
     shown_size,
-    shown_time,
 )
 from lapa2_interp.runs.grid import EXAMPLE, GRIDS, Block, built_in, load_grid, parse_changes
 

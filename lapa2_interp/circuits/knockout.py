@@ -220,6 +220,10 @@ class KnockOut:
         }
         return table.assign(**columns).sort_values("rank", ignore_index=True)
 
+    def interval(self) -> pd.DataFrame:
+        """Each unit's effect with its 95 % interval over prompts, largest first."""
+        return self.frame()[[*self.units[0].where, "effect", "low", "high"]]
+
     def carriers(self, level: float = 0.05) -> pd.DataFrame:
         """Units that carry control: a positive effect above the noise, family-wise p below `level`.
 

@@ -9,12 +9,14 @@ Every step writes what it found into the folder, and the same call goes on where
     *.csv              their tables
     writes.nc          what heads write
     circuit.json       nodes and edges
+    patterns.json      attention of the best heads on one text, as CircuitsVis takes it
     report.html        the page
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 from lapa2_interp import __version__
+from lapa2_interp.attention.cache import soft_inputs
+from lapa2_interp.attention.hooked import PATTERN
 from lapa2_interp.augmentation import Phase
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.circuits.control import Control, control
+from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.knockout import (
     JointCurve,
     KnockOut,
@@ -35,20 +42,25 @@ from lapa2_interp.circuits.knockout import (
     joint_curve,
     knock_out,
     prefix_mass,
+    units_of,
     write_heads,
 )
 from lapa2_interp.circuits.question import FEW, RAW, Question
-from lapa2_interp.circuits.writes import Writes, writes
+from lapa2_interp.circuits.writes import Writes, whole, writes
 from lapa2_interp.errors import CircuitError, counted
 from lapa2_interp.files import whole_file
 from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
+from lapa2_interp.progress import shown_time
 from lapa2_interp.tasks import Task
 
 BEST = 24
 """Heads that the other replacements and phases are tried on; as many random ones beside them."""
 SIZES = (1, 2, 4, 8, 16, 32)
+TABLES = ("layer", "kv", "head", "position")
+AGAIN = 14
+"""What the other replacements and phases take, in knock-outs of as many heads."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +143,20 @@ def study(
         f"{counted(len(question.cases), 'text')} of {counted(question.n_prompts, 'prompt')},"
         f" {' against '.join(question.cases[0].names)}"
     )
+    started = time.perf_counter()
     scores = {RAW: control(model, question)}
+    seconds = time.perf_counter() - started
     for source in question.cases[0].names[:2]:
         behind = Question.of(model, task, **asked, source=source)
         scores[source] = control(model, behind)
     pd.concat([each.frame() for each in scores.values()]).to_csv(place / "control.csv", index=False)
     also = ("lex",) if question.words else ()
+    kinds = {over: len(units_of(model, question, over)) for over in TABLES}
+    # A control score reads one row more than a knock-out, and every metric.
+    readings = sum(kinds.values()) + AGAIN * min(2 * best, kinds["head"]) + 6 * len(SIZES)
+    notify(f"about {shown_time(seconds * readings * 2 / 3)} in all, less what is finished")
     tables = {}
-    for over in ("layer", "kv", "head", "position"):
+    for over in TABLES:
         notify(f"knocking out each {'KV head' if over == 'kv' else over}")
         tables[over] = knock_out(
             model, question, over=over, metric="js", also=also, file=place / f"{over}.jsonl"
@@ -201,6 +219,9 @@ def study(
         write_heads(carriers[["layer", "head"]].to_numpy().tolist(), place / "heads.json")
     with whole_file(place / "circuit.json") as file:
         file.write_text(json.dumps(export(found), indent=1) + "\n", "utf-8")
+    if plain_network(model) is None:
+        with whole_file(place / "patterns.json") as file:
+            file.write_text(json.dumps(patterns(model, question.cases[0], heads.best(8))), "utf-8")
     with whole_file(place / "report.html") as file:
         file.write_text(write_page(found), "utf-8")
     return found
@@ -282,6 +303,32 @@ def export(found: Study) -> dict[str, Any]:
         "nodes": nodes,
         "edges": edges,
     }
+
+
+def patterns(model: Model, case: Case, heads: Heads) -> dict[str, Any]:
+    """Attention patterns of some heads on the target's branch of a case, for CircuitsVis.
+
+        found = patterns(model, case, heads)
+        circuitsvis.attention.attention_patterns(found["tokens"], np.array(found["attention"]))
+
+    Returns:
+        tokens, the heads' names, and attention [head query key] with four digits.
+    """
+    layouts, prefixes = whole(case)
+    inputs = soft_inputs(model, layouts[:1], prefixes[:1])
+    kept: dict[int, np.ndarray] = {}
+
+    def keep(pattern: Tensor, hook: Any) -> None:
+        kept[int(hook.name.split(".")[1])] = pattern[0].float().cpu().numpy()
+
+    names = [PATTERN.format(layer) for layer in sorted({layer for layer, _ in heads})]
+    with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
+        model(**inputs)
+    soft = [f"soft {i + 1}" for i in range(layouts[0].soft)]
+    tokens = [*soft, *model.tokenizer.convert_ids_to_tokens(list(layouts[0].ids))]
+    attention = [np.round(kept[layer][head], 4).tolist() for layer, head in heads]
+    names = [f"{layer}.{head}" for layer, head in heads]
+    return {"tokens": tokens, "heads": names, "attention": attention}
 
 
 def _agreement(found: Study) -> pd.DataFrame:

@@ -127,6 +127,10 @@ class Writes:
         table = table.assign(**{name: each.ravel() for name, each in columns.items()})
         return table.sort_values("direct", ascending=False, ignore_index=True)
 
+    def interval(self) -> pd.DataFrame:
+        """Each head's direct effect from the prefix with its 95 % interval over prompts."""
+        return self.frame()[["layer", "head", "direct", "low", "high"]]
+
     def parts(self) -> pd.DataFrame:
         """The sum, part by part: target minus opposite, mean over steps, with intervals."""
         rows = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}

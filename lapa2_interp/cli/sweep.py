@@ -29,12 +29,12 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
     """
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
+    from lapa2_interp.progress import shown_time
     from lapa2_interp.runs.estimates import (
         estimate,
         machine_memory,
         machine_workers,
         shown_size,
-        shown_time,
     )
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
@@ -140,7 +140,7 @@ def sweep(
         pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
     """
-    from lapa2_interp.runs.estimates import shown_time
+    from lapa2_interp.progress import shown_time
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
 

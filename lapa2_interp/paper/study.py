@@ -47,8 +47,8 @@ from lapa2_interp.paper.propositions import (
     thin,
     trace_verdicts,
 )
-from lapa2_interp.progress import progress_bar
-from lapa2_interp.runs.estimates import LONG, shown_time
+from lapa2_interp.progress import progress_bar, shown_time
+from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import MANIFEST, library_versions, source_commit
 from lapa2_interp.runs.read import FinishedCell, Listing, Run, write_run

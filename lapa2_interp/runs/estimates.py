@@ -347,14 +347,6 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def shown_time(seconds: float) -> str:
-    """Seconds for reading: 40 s, 12 min, 3.4 h, 5.0 days, 7.4 years."""
-    for size, name in ((365 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {name}" if size > 60 else f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
-
-
 def shown_size(size: int) -> str:
     """Bytes for reading."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -23,8 +23,8 @@ from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import PrepareKit
 from lapa2_interp.models import load_model
-from lapa2_interp.progress import progress_bar
-from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds, shown_time
+from lapa2_interp.progress import progress_bar, shown_time
+from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds
 from lapa2_interp.runs.manifest import Manifest, facts_of
 from lapa2_interp.runs.read import FinishedCell, Listing, Run
 from lapa2_interp.trace.recorder import trace_bytes

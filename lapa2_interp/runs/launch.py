@@ -14,9 +14,10 @@ from typing import Any
 
 from lapa2_interp.errors import GridError, RunError, counted
 from lapa2_interp.machine import tell_if_slow
+from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.cluster import Cluster
-from lapa2_interp.runs.estimates import estimate, shown_size, shown_time
+from lapa2_interp.runs.estimates import estimate, shown_size
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
 from lapa2_interp.runs.read import finished_of
