@@ -48,7 +48,7 @@ notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)
 docs/notebooks/%.ipynb: analyses/%.py $(VENV)/.installed
 	mkdir -p docs/notebooks
 	$(VENV)/bin/jupytext --quiet --to ipynb --output $@ $<
-	$(VENV)/bin/jupyter-execute --inplace $@
+	TQDM_DISABLE=1 $(VENV)/bin/jupyter-execute --inplace $@
 
 check: test test-hooked lint types
 

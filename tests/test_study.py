@@ -52,6 +52,7 @@ def test_the_page_answers_in_words(folder, capsys):
         in page
     )
     assert "Not tested:" in page
+    assert "Gradient, 8 heads: Spearman" in page
     assert "Attention on the prefix ranks heads with correlation" in page
     assert page.count("data:image/png;base64,") == 7
     for asked in ("http://", "https://", "<script"):

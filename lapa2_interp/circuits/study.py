@@ -32,6 +32,7 @@ from lapa2_interp import __version__
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN
 from lapa2_interp.augmentation import Phase
+from lapa2_interp.circuits.attribution import Attribution, Recall, attribution, recall
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.circuits.control import Control, control
 from lapa2_interp.circuits.edits import Heads
@@ -75,6 +76,8 @@ class Study:
         curve: Heads knocked out together.
         mass: Attention on the prefix by head.
         writes: What heads write; None on a model without hooks.
+        gradient: The gradient's order of heads, with what it is worth; None without hooks, or in
+            half precision.
         facts: How it was made.
     """
 
@@ -85,6 +88,7 @@ class Study:
     curve: JointCurve | None
     mass: np.ndarray
     writes: Writes | None
+    gradient: tuple[Attribution, Recall] | None
     facts: dict[str, str]
 
     @property
@@ -193,6 +197,12 @@ def study(
             model, heads, sizes=SIZES, metric="lex" if question.words else "js", mass=mass
         )
         curve.frame().to_csv(place / "together.csv", index=False)
+    gradient = None
+    if plain_network(model) is None and model.cfg.dtype in (torch.float32, torch.float64):
+        notify("the gradient's order of heads, beside the exact one")
+        slopes = attribution(model, question, metric="js")
+        slopes.frame().to_csv(place / "gradient.csv", index=False)
+        gradient = slopes, recall(slopes, heads, n=min(best, len(heads.units) // 2))
     written = None
     if question.words and plain_network(model) is None:
         notify("reading what heads write")
@@ -213,7 +223,7 @@ def study(
         "intervals": "95 %, over prompts; p corrected for the number of units (max T)",
         "package": f"lapa2_interp {__version__}",
     }
-    found = Study(question, scores, tables, others, curve, mass, written, facts)
+    found = Study(question, scores, tables, others, curve, mass, written, gradient, facts)
     if question.n_prompts >= FEW:
         carriers = heads.carriers()
         write_heads(carriers[["layer", "head"]].to_numpy().tolist(), place / "heads.json")
@@ -344,6 +354,9 @@ def _agreement(found: Study) -> pd.DataFrame:
     rows.append(
         ("attention on the prefix", effects.size, float(spearmanr(effects, found.mass.ravel())[0]))
     )
+    if found.gradient is not None:
+        worth = found.gradient[1]
+        rows.append(("gradient (cut_hat)", worth.heads, worth.cut_hat))
     if found.writes is not None:
         rows_of = {
             (row["layer"], row["head"]): row["direct"] for row in _records(found.writes.frame())
@@ -433,7 +446,9 @@ def write_page(found: Study) -> str:
         ),
         Section(
             "Attention is not control",
-            "Each head's attention on the prefix, and what is lost without it.",
+            "Each head's attention on the prefix, and what is lost without it. The table compares"
+            " other rankings with the exact one."
+            + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
             _against_mass(found),
             _rounded(found.agreement()),
         ),
