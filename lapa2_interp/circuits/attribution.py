@@ -97,9 +97,7 @@ class Attribution:
         if by not in ESTIMATES:
             raise CircuitError(one_of("estimate", by, ESTIMATES))
         values = self.cut_hats if by == "cut_hat" else np.nansum(self.slopes, axis=3)
-        frame = pd.DataFrame(values.reshape(len(values), -1))
-        means = frame.groupby(list(self.question.prompts), sort=False).mean().to_numpy()
-        return means.reshape(-1, *values.shape[1:])
+        return self.question.by_prompt(values)
 
     def map(self, by: str = "cut_hat") -> Float[np.ndarray, "layer head"]:
         """An estimate of every head, as `by_prompt`; the mean over prompts."""
@@ -353,7 +351,7 @@ def recall(found: Attribution, exact: KnockOut, n: int = 24) -> Recall:
                 f" 0-{n_layers - 1}, heads 0-{n_heads - 1}: they are of different models"
             )
     at = tuple(np.array(pairs).T)
-    effects = exact.by_prompt(exact.effects).mean(0)
+    effects = exact.question.by_prompt(exact.effects).mean(0)
     cut_hats, slopes = (found.map(by)[at] for by in ESTIMATES)
     n = min(n, len(pairs))
     kept, largest = (np.argsort(-np.abs(each), kind="stable") for each in (cut_hats, effects))

@@ -74,8 +74,8 @@ class Control:
 
     def per_prompt(self, metric: str) -> pd.Series:
         """The mean over steps and texts of each prompt."""
-        means = pd.Series(np.nanmean(self.values[metric], axis=1))
-        return means.groupby(list(self.question.prompts), sort=False).mean()
+        means = self.question.by_prompt(np.nanmean(self.values[metric], axis=1))
+        return pd.Series(means, list(dict.fromkeys(self.question.prompts)))
 
     def plot(self, metrics: Sequence[str] | None = None) -> Drawing:
         """Every metric against the step, with 95 % bands."""

@@ -164,16 +164,10 @@ class KnockOut:
     def n_prompts(self) -> int:
         return self.question.n_prompts
 
-    def by_prompt(self, values: np.ndarray) -> np.ndarray:
-        """Means over the cases of each prompt."""
-        frame = pd.DataFrame(np.asarray(values).reshape(len(self.question.cases), -1))
-        means = frame.groupby(list(self.question.prompts), sort=False).mean().to_numpy()
-        return means if np.ndim(values) > 1 else means[:, 0]
-
     @property
     def split_half(self) -> float:
         """How well halves of the prompts agree on the order of the units (Spearman)."""
-        return split_half(self.by_prompt(self.effects))
+        return split_half(self.question.by_prompt(self.effects))
 
     def with_metric(self, metric: str) -> KnockOut:
         """The same knock-outs by another of the metrics that were computed."""
@@ -194,7 +188,7 @@ class KnockOut:
         its interval; and whether the effect is below the noise. With fewer than 8 prompts there are
         no p-values: numbers, no claims.
         """
-        effects, whole = self.by_prompt(self.effects), self.by_prompt(self.whole)
+        effects, whole = self.question.by_prompt(self.effects), self.question.by_prompt(self.whole)
         n = len(effects)
         low, high = bounds(effects, np.arange(n))
         share, share_low, share_high = share_interval(effects, whole)
@@ -239,7 +233,7 @@ class KnockOut:
 
     def best(self, n: int) -> Heads:
         """The heads of the n units of largest effect."""
-        order = np.argsort(-self.by_prompt(self.effects).mean(0), kind="stable")[:n]
+        order = np.argsort(-self.question.by_prompt(self.effects).mean(0), kind="stable")[:n]
         return tuple(dict.fromkeys(pair for i in order for pair in self.units[i].heads))
 
     def map(self) -> Float[np.ndarray, "layer head"]:
@@ -247,7 +241,7 @@ class KnockOut:
         names = [name for name in ("head", "kv_head") if name in self.units[0].where]
         if len(self.units[0].where) != 2 or not names:
             raise CircuitError("only heads and KV heads have a map; see frame()")
-        mean = self.by_prompt(self.effects).mean(0)
+        mean = self.question.by_prompt(self.effects).mean(0)
         shape = [1 + max(unit.where[name] for unit in self.units) for name in ("layer", names[0])]
         grid = np.full(shape, np.nan)
         for unit, value in zip(self.units, mean, strict=True):
@@ -551,9 +545,9 @@ def joint_curve(
             augmentation=augmentation,
             progress=progress,
         )
-        rest = found.by_prompt(found.whole[:, None] - found.effects)
+        rest = found.question.by_prompt(found.whole[:, None] - found.effects)
         for i, prompt in enumerate(dict.fromkeys(case.prompt for case in judged)):
-            wholes[prompt] = float(found.by_prompt(found.whole)[i])
+            wholes[prompt] = float(found.question.by_prompt(found.whole)[i])
             for j, name in enumerate(names):
                 left.setdefault(name, {})[prompt] = float(rest[i, j])
     whole = np.array([wholes[prompt] for prompt in prompts])

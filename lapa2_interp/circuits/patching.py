@@ -125,10 +125,10 @@ class Patching:
         rank with its interval. With fewer than 8 prompts there are no p-values: numbers, no claims.
         """
         tables = []
-        whole = self._by_prompt(self.source - self.destination)[:, 0]
+        whole = self.question.by_prompt(self.source - self.destination)
         few = len(whole) < FEW
         for direction, effects in self.effects.items():
-            values = self._by_prompt(effects)
+            values = self.question.by_prompt(effects)
             with np.errstate(divide="ignore", invalid="ignore"):
                 recovery, low, high = _recovery(values, whole)
             tests, order = max_t(values), ranks(values * (np.sign(whole.sum()) or 1.0))
@@ -162,10 +162,10 @@ class Patching:
         }
         rows = []
         for run, (attribute, values) in runs.items():
-            means = self._by_prompt(values)
+            means = self.question.by_prompt(values)
             low, high = bounds(means, np.arange(len(means)))
             row = {"run": run, "attribute": attribute, "mean": means.mean()}
-            rows.append(row | {"low": low[0], "high": high[0], "prompts": len(means)})
+            rows.append(row | {"low": float(low), "high": float(high), "prompts": len(means)})
         return pd.DataFrame(rows)
 
     def map(
@@ -196,8 +196,8 @@ class Patching:
         layers = sorted({place.where["layer"] for place in self.places})
         columns = list(dict.fromkeys(place.where[names[0]] for place in self.places))
         grid = np.full((layers[-1] + 1, len(columns)), np.nan)
-        whole = (self._by_prompt(self.source - self.destination)).mean()
-        means = self._by_prompt(self.effects[chosen]).mean(0)
+        whole = self.question.by_prompt(self.source - self.destination).mean()
+        means = self.question.by_prompt(self.effects[chosen]).mean(0)
         with np.errstate(divide="ignore", invalid="ignore"):
             recovery = means / whole
         for place, value in zip(self.places, recovery, strict=True):
@@ -242,11 +242,6 @@ class Patching:
         axes.set_yticks(at, table["direction"] + " " + table["name"])
         plain_axes(axes, f"recovered {self.metric}, share", self.node)
         return figure
-
-    def _by_prompt(self, values: np.ndarray) -> Float[np.ndarray, "prompt column"]:
-        """Means over the cases of each prompt."""
-        frame = pd.DataFrame(np.asarray(values).reshape(len(self.question.cases), -1))
-        return frame.groupby(list(self.question.prompts), sort=False).mean().to_numpy()
 
 
 def _recovery(

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -83,6 +85,15 @@ class Question:
     @property
     def n_prompts(self) -> int:
         return len(set(self.prompts))
+
+    def by_prompt(
+        self, values: Float[np.ndarray, "case *rest"]
+    ) -> Float[np.ndarray, "prompt *rest"]:
+        """Means over the cases of each prompt, in the order of the prompts."""
+        codes, names = pd.factorize(np.asarray(self.prompts))
+        sums = np.zeros((len(names), *values.shape[1:]))
+        np.add.at(sums, codes, values)
+        return sums / np.bincount(codes).reshape(-1, *[1] * (values.ndim - 1))
 
     @property
     def metrics(self) -> tuple[str, ...]:

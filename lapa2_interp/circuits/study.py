@@ -262,7 +262,7 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
 
 def _some_heads(model: Model, heads: KnockOut, best: int) -> list[Unit]:
     """The units of the best heads and of as many others at random."""
-    order = np.argsort(-heads.by_prompt(heads.effects).mean(0), kind="stable")
+    order = np.argsort(-heads.question.by_prompt(heads.effects).mean(0), kind="stable")
     first, rest = order[:best], order[best:]
     rng = np.random.default_rng(0)
     drawn = rng.choice(rest, min(best, len(rest)), replace=False)
@@ -345,11 +345,11 @@ def _agreement(found: Study) -> pd.DataFrame:
     from scipy.stats import spearmanr
 
     exact = {unit.heads[0]: i for i, unit in enumerate(found.heads.units)}
-    effects = found.heads.by_prompt(found.heads.effects).mean(0)
+    effects = found.question.by_prompt(found.heads.effects).mean(0)
     rows = []
     for name, table in found.others.items():
         places = [exact[unit.heads[0]] for unit in table.units]
-        other = table.by_prompt(table.effects).mean(0)
+        other = table.question.by_prompt(table.effects).mean(0)
         rows.append((name, len(places), float(spearmanr(effects[places], other)[0])))
     rows.append(
         ("attention on the prefix", effects.size, float(spearmanr(effects, found.mass.ravel())[0]))

@@ -97,9 +97,7 @@ class Writes:
     def _control(self, values: np.ndarray) -> np.ndarray:
         """Target minus the mean of the others, mean over steps: by prompt."""
         per_case = np.nanmean(values[:, 0] - values[:, 1:].mean(1), axis=1)
-        flat = pd.DataFrame(per_case.reshape(len(per_case), -1))
-        means = flat.groupby(list(self.question.prompts), sort=False).mean().to_numpy()
-        return means.reshape(len(means), *per_case.shape[1:])
+        return self.question.by_prompt(per_case)
 
     def frame(self) -> pd.DataFrame:
         """A row for every head, largest direct effect first.
