@@ -175,8 +175,22 @@ def tiny(request):
     return request.param
 
 
-@pytest.mark.parametrize("method", ["prefix", "preadd", "soft"])
-def test_two_devices_make_the_texts_and_traces_of_one(two, tiny, method, tmp_path, monkeypatch):
+TARGET = Augmentation(alpha=1, law="target", tau=0.3)
+"""Reads the scores of every layer, on the layer's device."""
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("prefix", Augmentation(alpha=1.0)),
+        ("preadd", Augmentation(alpha=1.0)),
+        ("soft", Augmentation(alpha=1.0)),
+        ("prefix", TARGET),
+    ],
+)
+def test_two_devices_make_the_texts_and_traces_of_one(
+    two, tiny, method, rule, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         CachedHeads, "of", lambda heads: heads
     )  # a toy cannot be one, and they sum in another order
@@ -198,7 +212,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(two, tiny, method, tmp_pat
             task,
             "positive",
             ("The lake", "Once"),
-            Augmentation(alpha=1.0),
+            rule,
             16,
             2,
             patterns=((0, 1), (3, 2)),

@@ -15,7 +15,7 @@ each span gets its share: with the sums over the spans that are steered,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,6 +95,14 @@ class _TermOfPass:
     b: Float[Tensor, "row query"] | Bool[Tensor, "row query"]
     keys: Bool[Tensor, "row key"]
     heads: Bool[Tensor, "layer row head"]
+
+    def on(self, device: torch.device) -> _TermOfPass:
+        """The same on another device: a model may span several."""
+        if self.b.device == device:
+            return self
+        return replace(
+            self, b=self.b.to(device), keys=self.keys.to(device), heads=self.heads.to(device)
+        )
 
 
 class Bias:
@@ -247,7 +255,7 @@ class Bias:
         queries = range(first, first + n_queries)
         if self.of_pass != (queries, copies):
             self._begin_pass(queries, copies, scores)
-        here = [each for each in self.terms if layer in each.term.layers]
+        here = [each.on(scores.device) for each in self.terms if layer in each.term.layers]
         if not here:
             return scores
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
