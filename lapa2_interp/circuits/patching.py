@@ -313,7 +313,7 @@ def patch(
     most = at_once or rows_at_once(model, max(question.cases, key=lambda case: case.n))
     total = sum(case.n for case in question.cases) * n_places * len(asked)
     own = progress_bar(total, f"patching {node}", "step") if progress is None else None
-    bar = progress or own
+    bar = own if progress is None else progress
     n_together = max(1, most // n_places)  # cases
     size = max(1, most // n_together)  # places
     try:
