@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lapa2_interp.attention.hooked import _Bias
+from lapa2_interp.attention.bias import Bias
 from lapa2_interp.cell import Cell
 from lapa2_interp.cli import main
 from lapa2_interp.decoding import loop
@@ -159,7 +159,7 @@ def test_the_parts_of_a_step_are_its_whole(found):
     assert parts["part"].tolist() == list(PARTS) * 2
     assert np.allclose(parts.groupby("samples")["share"].sum(), 1)
     assert (parts["share"] > 0).all()
-    assert _Bias.add.__name__ == "add"
+    assert Bias.add.__name__ == "add"
     assert (Recorder.observe.__name__, AirDecoding.combine.__name__) == ("observe", "combine")
     assert loop.draw.__name__ == "draw"
 

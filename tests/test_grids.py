@@ -413,7 +413,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('length = 24', 'length = 24\ndtype = "float23"'), "dtype: .*'float32', .*, found 'float23'"),
         (('length = 24', 'length = 24\neos = "go"'), "eos: .*'keep', 'stop' or 'block', found 'go'"),
         (('length = 24', 'length = 24\naugmentation = "papr"'), "unknown augmentation 'papr'; .*did you mean 'paper'"),
-        (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha: .*greater than or equal to 0, found -1"),
+        (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha of law 'log' .*greater than or equal to 0, found -1"),
         (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
         (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
         (('length = 24', 'length = 24\naugmentation = 3'), "augmentation: takes none, paper, released, or .*; found 3"),

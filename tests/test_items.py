@@ -138,6 +138,9 @@ def test_the_scripts_are_all_of_reproduce():
         "demo",
         "first_look",
         "span_question",
+        "control",
+        "who_reads_the_prefix",
+        "what_heads_write",
     }
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])

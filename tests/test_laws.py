@@ -475,4 +475,4 @@ def test_new_fields_are_written_only_where_given():
         alpha=1, law="target", tau=0.3, floor=True, steps=(2, 9), span=("prefix", (1,))
     )
     assert Augmentation.from_json(full.to_json()) == full
-    assert full.label == "alpha 1 paper, law target, tau 0.3, floor True, span prefix.1, steps 2.9"
+    assert full.label == "alpha 1 paper, law target, tau 0.3, floor True, span prefix,1, steps 2,9"
