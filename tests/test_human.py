@@ -580,6 +580,11 @@ const named = name => {
 };
 """
 
+# Answers are kept for one visit: headless Chromium sometimes loses the storage it keeps on disk.
+STORAGE = """
+Object.defineProperty(window, "localStorage", { value: sessionStorage });
+"""
+
 
 def browse(folder, script):
     """What a script put into the sheet's page in a browser, by name."""
@@ -588,9 +593,10 @@ def browse(folder, script):
         pytest.skip("there is no chromium on the path to open the form with")
     page = folder / "copy.html"
     form = (folder / "sheet.html").read_text(encoding="utf-8")
-    page.write_text(
-        form.replace("</body>", f"<script>{HELPERS}{script}</script></body>"), encoding="utf-8"
-    )
+    assert form.count("<head>") == form.count("</body>") == 1
+    form = form.replace("<head>", f"<head><script>{STORAGE}</script>")
+    form = form.replace("</body>", f"<script>{HELPERS}{script}</script></body>")
+    page.write_text(form, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     done = subprocess.run(
         [chromium, *flags, "--virtual-time-budget=10000", "--dump-dom", page.as_uri()],
