@@ -80,6 +80,11 @@ def size_of(model: Model) -> tuple[int, int]:
     return model.config.num_hidden_layers, model.config.num_attention_heads
 
 
+def kv_heads(model: Model) -> int:
+    """KV heads of a layer; with grouped queries several heads share one."""
+    return getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
+
+
 def is_bridge(model: Model) -> bool:
     """Whether a model wraps a transformers model (TransformerBridge, `TransformersModel`), or is a
     HookedTransformer."""

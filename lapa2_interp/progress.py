@@ -7,6 +7,8 @@ Work of less than two seconds shows nothing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -44,6 +46,16 @@ def shown_time(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {name}" if size > 60 else f"{seconds / size:.0f} {name}"
     return f"{seconds:.0f} s"
+
+
+@contextmanager
+def given_bar(given: tqdm | None, total: int, label: str, unit: str = "token") -> Iterator[tqdm]:
+    """The bar that was given; without one a new bar, which is closed at the end of the block."""
+    if given is not None:
+        yield given
+        return
+    with progress_bar(total, label, unit) as own:
+        yield own
 
 
 def no_progress() -> tqdm:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
 from lapa2_interp.files import whole_file, write_text
-from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.loaded import Model, kv_heads, model_card
 from lapa2_interp.stats import Interval
 
 if TYPE_CHECKING:
@@ -221,9 +221,11 @@ class SoftPrefix:
 
 def kv_shape(model: Model, n_slots: int) -> Shape:
     """The shape a soft prefix of a model has."""
-    heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
     return Shape(
-        n_layers=model.cfg.n_layers, n_kv_heads=heads, n_slots=n_slots, d_head=model.cfg.d_head
+        n_layers=model.cfg.n_layers,
+        n_kv_heads=kv_heads(model),
+        n_slots=n_slots,
+        d_head=model.cfg.d_head,
     )
 
 

@@ -1,4 +1,7 @@
-"""Shared fixtures. Every signature of the package is checked at run time, axis names included."""
+"""Shared fixtures. Signatures of the package are checked at run time, axis names included, in a third
+of the tests: this nearly doubles the time of what calls many small functions. Which third depends
+on a test's name alone, and is another one beside a HookedTransformer; LAPA2_TYPES=all checks
+all."""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ install_import_hook("lapa2_interp", "beartype.beartype")
 
 import functools
 import importlib.metadata
+from zlib import crc32
 
+import jaxtyping
 import pytest
 
 TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
@@ -30,13 +35,19 @@ WITHOUT_A_MODEL = (
 )  # fmt: skip
 """Files whose tests pass where transformer_lens cannot be imported: the version of it is nothing to
 them."""
-OF_BRIDGES = ("attribution", "circuits", "patching", "planted", "study", "writes")
+OF_BRIDGES = ("circuits", "direct", "gradients", "patching", "planted", "study")
 """Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge."""
 collect_ignore = (
     [f"test_{name}.py" for name in (*WITHOUT_A_MODEL, *OF_BRIDGES)]
     if HAS_HOOKED
     else ["test_hooked.py"]
 )
+
+
+def pytest_runtest_setup(item):
+    third = crc32(item.nodeid.split("/")[-1].encode()) % 3 == int(HAS_HOOKED)
+    checked = third or os.environ.get("LAPA2_TYPES") == "all"
+    jaxtyping.config.update("jaxtyping_disable", not checked)
 
 
 @functools.cache

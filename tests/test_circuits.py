@@ -11,10 +11,11 @@ import torch
 from conftest import load, soft_prefix
 
 from lapa2_interp import Augmentation, Layout
+from lapa2_interp.circuits import cases
 from lapa2_interp.circuits.cases import Case, attribute_words, make_cases
-from lapa2_interp.circuits.control import control
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.knockout import (
+    Unit,
     joint_curve,
     knock_out,
     prefix_mass,
@@ -23,7 +24,8 @@ from lapa2_interp.circuits.knockout import (
     write_heads,
 )
 from lapa2_interp.circuits.question import Question
-from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
+from lapa2_interp.circuits.score import control
+from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.errors import CircuitError, TaskError
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
@@ -356,6 +358,19 @@ def test_what_cannot_be_asked_is_refused():
         control(model, cases_of(model), metrics=("lex",))
     with pytest.raises(CircuitError, match="tokens belongs to a task"):
         control(model, cases_of(model), tokens=3)
+    with pytest.raises(CircuitError, match="unknown setting 'token'.*did you mean 'tokens'"):
+        control(model, "sentiment", token=3)
+    with pytest.raises(CircuitError, match="tokens=0, samples=1"):
+        control(load_planted(), "sentiment", tokens=0)
+    with pytest.raises(CircuitError, match="words are given for plus; the attributes are plus, mi"):
+        control(model, cases_of(model), words={"plus": [3]})
+    with pytest.raises(CircuitError, match=r"'flat' must give a number.*, 5\).*found \(1,\)"):
+        control(model, cases_of(model), metrics={"flat": lambda found: found.logits[0, :, 0, 0]})
+    with pytest.raises(CircuitError, match="no unit to knock out"):
+        knock_out(model, cases_of(model), units=[])
+    for name in ("", "nothing"):
+        with pytest.raises(CircuitError, match=f"two units are called '{name}'"):
+            knock_out(model, cases_of(model), over={name: [[0, 1]]})
     with pytest.raises(CircuitError, match="from a TransformerBridge or a TransformersModel"):
         read(object(), [(cases_of(model)[0], None)])
     with pytest.raises(CircuitError, match="unknown replacement 'cat'"):
@@ -499,6 +514,28 @@ def test_joint_curves_of_the_planted_model():
     assert key.heads["carrier"] == table.best(1)[0]
 
 
+def test_a_joint_curve_asks_what_the_table_asked():
+    """Sizes that a table of few heads does not have are left out; the rest is the table's."""
+    model, pairs = load_planted(), planted("planted").heads
+    asked = planted_question(model, "planted", 6, prompts=("The lake", "The book"))
+    units = [
+        Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
+    ]
+    rule = Augmentation(alpha=0.5)
+    table = knock_out(
+        model, asked, units=units, how="zero", phase="last_query", metric="js", augmentation=rule
+    )
+    curve = joint_curve(model, table, sizes=(1, 2, 4))
+    assert (curve.metric, set(curve.frame()["heads"])) == ("lex", {1, 2})
+    assert list(curve.interval()) == ["kind", "heads", "left", "low", "high"]
+    both = {"both": [unit.heads[0] for unit in units]}
+    alike = knock_out(
+        model, asked, over=both, how="zero", phase="last_query", metric="lex", augmentation=rule
+    )
+    left = curve.frame().set_index(["kind", "heads"])["left"]["without", 2]
+    assert left == pytest.approx(1 - alike.effects.sum() / alike.whole.sum(), abs=1e-6)
+
+
 def test_units_and_batches_change_nothing():
     model = load("tiny-llama")
     asked = question(model, prompts=("efg hi", "jkl", "mno"))
@@ -552,9 +589,63 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch):
     found = knock_out(model, asked, file=file)
     assert np.array_equal(found.effects, whole.effects)
     knock_out(model, asked, file=file)
-    assert seen == [len(whole.units) + 2 - (len(lines) - 2), 0]
+    # The control itself is always read again.
+    assert seen == [len(whole.units) + 3 - (len(lines) - 2), 1]
     with pytest.raises(CircuitError, match="another question"):
         knock_out(model, asked, how="zero", file=file)
+
+
+def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
+    """Names and lengths may be equal: hooks, functions and soft prefixes differ by what they do."""
+    model = load("tiny-llama")
+    asked = question(model)
+    file = tmp_path / "units.jsonl"
+
+    def mine(found):
+        return (found.logits[0] - found.logits[1]).abs().amax(2)
+
+    knock_out(model, asked, over="layer", metric={"mine": mine}, file=file)
+    with pytest.raises(CircuitError, match="another model or metric: mine was"):
+        knock_out(model, asked, over="layer", metric={"mine": lambda x: 2 * mine(x)}, file=file)
+    hooks = [("blocks.1.attn.hook_z", lambda z, hook: 3 * z)]
+    with model.hooks(fwd_hooks=hooks), pytest.raises(CircuitError, match="another model or metric"):
+        knock_out(model, asked, over="layer", metric={"mine": mine}, file=file)
+    layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in range(2))
+    keys = []
+    for seed in (0, 1):
+        pair = tuple(soft_prefix(model, seed=2 * seed + i) for i in range(2))
+        case = Case("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
+        keys.append(Question((case,)).key(model))
+    assert keys[0] != keys[1]
+
+
+def test_a_function_a_name_or_one_case_is_enough():
+    model = load("tiny-llama")
+    case = cases_of(model)[0]
+
+    def mine(found):
+        return found.logits[0].amax(2)
+
+    assert set(control(model, case, metrics=mine).values) == {"mine"}
+    assert set(control(model, case, metrics="js").values) == {"js"}
+    assert knock_out(model, case, over="layer", metric=mine).metric == "mine"
+    words = dict(zip(PAIR, words_of(model), strict=True))
+    named = control(model, case, metrics="lex", words=dict(reversed(words.items())))
+    expected = control(model, Question((case,), words_of(model)), metrics="lex")
+    assert (named.values["lex"] == expected.values["lex"]).all()
+
+
+def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatch):
+    """Also where soft prefixes are the task's default."""
+    seen = []
+    real = cases.generate
+    monkeypatch.setattr(
+        cases, "generate", lambda model, cell: (seen.append(cell), real(model, cell))[1]
+    )
+    model = load("tiny-llama")
+    cases.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)
+    assert (seen[0].method, seen[0].attribute) == ("prefix", "world")
+    assert seen[0].parameters["prefixes"] == "hard"
 
 
 def test_few_prompts_give_numbers_and_no_claims():
@@ -571,9 +662,10 @@ def test_heads_are_plain_lists(tmp_path):
     write_heads([(1, 2), (0, 3)], tmp_path / "heads.json")
     assert json.loads((tmp_path / "heads.json").read_text()) == [[1, 2], [0, 3]]
     assert read_heads(tmp_path / "heads.json") == ((1, 2), (0, 3))
-    (tmp_path / "heads.json").write_text("[1]")
-    with pytest.raises(CircuitError, match="pairs"):
-        read_heads(tmp_path / "heads.json")
+    for wrong in ("[1]", "[[1.7, 2]]", "[[true, 1]]", '["12"]', "[[1, 2, 3]]"):
+        (tmp_path / "heads.json").write_text(wrong)
+        with pytest.raises(CircuitError, match="pairs"):
+            read_heads(tmp_path / "heads.json")
 
 
 def test_in_bfloat16_what_is_noise_is_marked():
@@ -673,6 +765,9 @@ def test_ranks_shares_and_halves():
     constant = max_t(np.zeros((9, 3)))
     assert constant.p_max.tolist() == [1, 1, 1]
     assert constant.t.tolist() == [0, 0, 0]
+    tied = ranks(np.array([[5.0, 1, 1, 0, 0]] * 9))
+    assert tied.rank.tolist() == tied.low.tolist() == tied.high.tolist() == [1, 2, 2, 4, 4]
+    assert math.isnan(spearman(np.zeros(4), np.arange(4.0)))
     assert pd.notna(share).all()
 
 

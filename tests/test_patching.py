@@ -574,7 +574,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("unknown node 'zz'; allowed: prefix_kv, .*did you mean 'z'", "zz")
     refused("unknown direction 'up'; allowed: denoise, noise, both", direction="up")
     refused("unknown metric 'js'; allowed: favour, log_prob, or a function", metric="js")
-    refused("favour needs the words", about=asked.cases)
+    refused("favour needs the words", about=asked.cases, metric="favour")
     refused("node z has none, take prefix_kv or prefix_to_head", "z", parts=("k",))
     refused("node prefix_kv takes no slots; z, pattern", slots=("prompt",))
     refused("node head_to_logits takes no slots", "head_to_logits", slots=("prompt",))
@@ -599,3 +599,9 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
         refused("resid_mid needs a residual stream that is the sum", "resid_mid")
     monkeypatch.setattr(patching, "_pass", lambda model, cases, rows: torch.zeros(len(rows), 5, 9))
     refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, about=asked)
+
+
+def test_without_words_the_texts_probability_is_the_metric():
+    model = load("tiny-llama")
+    assert patch(model, question(model).cases, "prefix_to_head").metric == "log_prob"
+    assert patch(model, question(model), "prefix_to_head").metric == "favour"

@@ -40,7 +40,17 @@ def test_the_command_finds_the_planted_circuit(folder):
     direct = {edge["from"]: edge["direct"] for edge in circuit["edges"] if edge["to"] == "logits"}
     assert direct[names["carrier"]] > 1 > 1e-3 > abs(direct[names["relay"]])
     assert circuit["tokens"][:3] == ["<s>", "Very", " positive"]
-    assert {node["kind"] for node in circuit["nodes"]} == {"token", "head", "logits"}
+    assert circuit["claims"]
+    ids = {node["id"] for node in circuit["nodes"]}
+    assert {end for edge in circuit["edges"] for end in (edge["from"], edge["to"])} == ids
+    roles = {node["id"]: node["role"] for node in circuit["nodes"] if node["kind"] == "head"}
+    assert roles[names["carrier"]] == roles[names["relay"]] == "carries"
+    assert roles[names["suppressor"]] == "works against"
+    assert names["decoy"] not in roles
+    tokens = {node["id"]: node["token"] for node in circuit["nodes"] if node["kind"] == "token"}
+    seen = {edge["from"]: edge["lost"] for edge in circuit["edges"]
+            if edge["to"] == names["carrier"] and edge["from"] in tokens}  # fmt: skip
+    assert tokens[max(seen, key=seen.get)] == " positive"
 
 
 def test_the_page_answers_in_words(folder, capsys):
@@ -53,11 +63,15 @@ def test_the_page_answers_in_words(folder, capsys):
     )
     assert "Not tested:" in page
     assert "Gradient, 8 heads: Spearman" in page
-    assert "Attention on the prefix ranks heads with correlation" in page
+    assert "A ranking of heads by their attention on the prefix has rank correlation" in page
+    assert "With fewer than 32 prompts weak heads are missed" in page
+    assert "of the preference for the attribute&#39;s words is left" in page
+    assert "what heads write" not in page.split("Not tested:")[1].split(".")[0]
     assert page.count("data:image/png;base64,") == 7
     for asked in ("http://", "https://", "<script"):
         assert asked not in page
-    for table in ("layer", "kv", "head", "position", "together", "writes", "control"):
+    for table in ("layer", "kv", "head", "position", "edge", "cut-query", "together", "writes",
+                  "control", "gradient"):  # fmt: skip
         assert (folder / f"{table}.csv").stat().st_size > 100
 
 
@@ -70,7 +84,7 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
     monkeypatch.setattr(knockout, "answers", lambda *a: (asked.append(len(a[2])), real(*a))[1])
     told = []
     study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, notify=told.append)
-    assert sum(asked) == 2 * (2 + 3 * 6)  # the joint sets of both halves are not kept
+    assert set(asked) == {1}  # the control itself, which must be the one that is kept
     assert (folder / "head.csv").read_bytes() == before[0]
     assert (folder / "circuit.json").read_bytes() == before[1]
     assert told[0].startswith("8 texts of 8 prompts, positive against negative")
@@ -78,16 +92,37 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
 
 def test_another_question_needs_another_folder(folder):
     with pytest.raises(
-        CircuitError, match="holds a study with another tokens; give another folder"
+        CircuitError, match="holds a study made with tokens=8, and 9 was asked for; give another"
     ):
         study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=9, notify=str)
 
 
 def test_few_prompts_make_no_claim(tmp_path, capsys):
+    key = planted("planted")
+    names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}
     arguments = ["circuits", "planted", "--out", str(tmp_path / "few"), "--tokens", "4"]
-    assert main([*arguments, "--prompt", "The lake", "The book"]) == 0
-    assert "these are numbers, and no claim is made" in capsys.readouterr().out
+    assert main([*arguments, "--prompt", "The lake"]) == 0
+    printed = capsys.readouterr().out
+    assert "these are numbers, and no claim is made" in printed
+    assert "nan" not in printed
+    named = printed.split("without heads ")[1].split(". ")[0].split(", ")
+    assert named[:2] == [names["carrier"], names["relay"]]
+    assert names["decoy"] not in named
     assert not (tmp_path / "few" / "heads.json").exists()
+    assert not json.loads((tmp_path / "few" / "circuit.json").read_text())["claims"]
+
+
+def test_a_study_in_bfloat16_goes_to_its_page(tmp_path):
+    model = load("planted", "bfloat16")
+    found = study(model, "sentiment", tmp_path / "half", prompts=PROMPTS[:2], tokens=4, notify=str)
+    assert found.gradient is None
+    assert "the gradient&#39;s order" in (tmp_path / "half" / "report.html").read_text("utf-8")
+
+
+def test_no_head_to_test_again_is_refused(tmp_path):
+    with pytest.raises(CircuitError, match="best must be at least 1; found 0"):
+        study(load("planted"), "sentiment", tmp_path / "none", best=0)
+    assert not (tmp_path / "none").exists()
 
 
 def test_prefixes_of_different_lengths_are_refused_in_one_line(tmp_path, capsys):
@@ -101,6 +136,7 @@ def test_without_hooks_all_but_the_writes(tmp_path):
     model = load("planted", model_class="TransformersModel")
     found = study(model, "sentiment", tmp_path / "plain", prompts=PROMPTS[:3], tokens=4, notify=str)
     assert found.writes is None
+    assert "what heads write, the gradient's order, and texts longer than 4" in found.answer()
     assert "What they write" not in (tmp_path / "plain" / "report.html").read_text("utf-8")
     assert module.BEST == 24
 

@@ -1,2 +1,63 @@
-"""Which heads carry the control: what a prefix does to the next token, what is lost where heads do
-not see it, and what they write."""
+"""Which heads carry the control: what a prefix does to the next token, how much of it is lost when
+heads cannot see the prefix, and what they write.
+
+    from lapa2_interp import circuits, load_model
+
+    model = load_model("planted")
+    circuits.control(model, "sentiment").plot()
+    table = circuits.knock_out(model, "sentiment", over="head")
+"""
+
+from lapa2_interp.circuits.cases import RAW, Case, make_cases
+from lapa2_interp.circuits.direct import Writes, writes
+from lapa2_interp.circuits.gradients import (
+    Attribution,
+    attribution,
+    integrated,
+    prefiltered,
+    recall,
+)
+from lapa2_interp.circuits.knockout import (
+    JointCurve,
+    KnockOut,
+    Unit,
+    joint_curve,
+    knock_out,
+    prefix_mass,
+    read_heads,
+    units_of,
+    write_heads,
+)
+from lapa2_interp.circuits.metrics import METRICS, Predictions
+from lapa2_interp.circuits.patching import Patching, patch
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.score import Control, control
+
+__all__ = [
+    "METRICS",
+    "RAW",
+    "Attribution",
+    "Case",
+    "Control",
+    "JointCurve",
+    "KnockOut",
+    "Patching",
+    "Predictions",
+    "Question",
+    "Unit",
+    "Writes",
+    "attribution",
+    "control",
+    "integrated",
+    "joint_curve",
+    "knock_out",
+    "make_cases",
+    "patch",
+    "prefiltered",
+    "prefix_mass",
+    "read_heads",
+    "recall",
+    "units_of",
+    "write_heads",
+    "writes",
+]

@@ -136,7 +136,7 @@ def make_cases(
     model: Model,
     task: str | Task,
     attribute: str | None = None,
-    prompts: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
     *,
     texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
     source: str = RAW,
@@ -159,15 +159,23 @@ def make_cases(
 
     Raises:
         TaskError: Unknown, or without opposite attributes.
-        CircuitError: As `Case`.
+        CircuitError: As `Case`; or no tokens or samples are asked for.
     """
     chosen = load_task(task) if isinstance(task, str) else task
     target = next(iter(chosen.attributes)) if attribute is None else attribute
     names = (target, *chosen.others(target))
+    if isinstance(prompts, str):
+        prompts = [prompts]
     asked = chosen.prompts.texts if prompts is None else tuple(prompts)
+    if tokens < 1 or samples < 1:
+        raise CircuitError(
+            f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
+        )
+    prefixes = {name: chosen.prefix(name) for name in names}
+    for prompt in asked:  # what is refused is refused before texts are written
+        Case.of(model.tokenizer, prefixes, prompt, [0])
     if texts is None:
         texts = write_texts(model, chosen, source, asked, tokens=tokens, samples=samples, seed=seed)
-    prefixes = {name: chosen.prefix(name) for name in names}
     return [
         Case.of(model.tokenizer, prefixes, prompt, ids, source)
         for prompt in asked
@@ -198,6 +206,7 @@ def write_texts(
         attribute=next(iter(task.attributes)) if source == RAW else source,
         prompts=prompts,
         alpha=0,
+        parameters={} if source == RAW else {"prefixes": "hard"},
         length=length,
         samples=samples,
         seed=seed,

@@ -6,7 +6,7 @@ So a head is kept from it in four ways:
 
 - `cut`: the keys are blocked, and the head's attention goes to the others in proportion;
 - `zero`: the values are 0: the head attends as before and reads nothing;
-- `resample`: keys and values are those of the opposite prefix;
+- `resample`: keys and values are those of the opposite prefix; with several opposites, their mean;
 - `mean`: they are the mean over the attributes' prefixes.
 
 `cut` is an augmentation. The other three are read in two copies of a row, behind the prefix's own
@@ -48,12 +48,14 @@ class Edit:
 
     Attributes:
         heads: (layer, head) pairs.
-        how: What they see instead; "null" changes nothing but the last bit of every output.
+        how: What they see instead: "cut", "zero", "resample" or "mean"; or "null", which changes
+            nothing but the last bit of every output.
         phase: The queries that are changed: "all_queries" all after the prefix (so also what prompt
-            tokens copy), "last_query" the last of the prompt and the text's, "query" the one that
-            predicts alone.
+            tokens copy), "last_query" the last of the prompt and the text's, "decode" the text's,
+            "query" the one that predicts alone.
         positions: Positions within the prefix, 0 its first token; None for all of it.
-        branches: Which branches are changed, the target's or the others'; None for all.
+        branches: Which branches are changed, the target's or (all at once) the others'; None for
+            all.
         parts: Whether `resample` and `mean` replace keys, values, or both.
     """
 
@@ -117,7 +119,7 @@ def read(
     found = logits.unflatten(0, (n_branches, len(items)))
     if not raw:
         return found, None
-    return found, _read_raw(model, [case for case, _ in items])
+    return found, read_raw(model, [case for case, _ in items])
 
 
 _Row = tuple[Case, Edit | None, int]
@@ -195,10 +197,18 @@ def _read_directly(state: BridgeRows, tokens: Tensor, keep: int) -> Float[Tensor
     return torch.cat(found, dim=1)
 
 
-def _read_raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:
+def read_raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:
+    """Logits of every step of texts of one shape, without a prefix.
+
+    Raises:
+        CircuitError: A case has no raw layout.
+    """
     layouts = [case.raw for case in cases]
     if any(each is None for each in layouts):
-        raise CircuitError("a case has no raw layout, so its texts cannot be read without a prefix")
+        raise CircuitError(
+            "a case has no raw layout, so its text cannot be read without a prefix; make it with"
+            " Case.of, or use a metric other than from_raw"
+        )
     state = BridgeRows(model)
     logits = [state.prompt_pass([each for each in layouts if each is not None])]
     n = cases[0].n

@@ -1,4 +1,4 @@
-"""Knock-out: how much control is lost where a unit does not see the prefix.
+"""Knock-out: how much control is lost when a unit cannot see the prefix.
 
     effect = D - D without the unit          per step; > 0 where the unit carries control
 
@@ -9,14 +9,16 @@ changed, a lone carrier would count twice.
 
     table = knock_out(model, "sentiment")
     table.frame()                             # effect, interval, share, family-wise p, rank
-    joint_curve(model, "sentiment", table)    # cut the best n, all but the best n, random n
+    joint_curve(model, table)                 # cut the best n, all but the best n, random n
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,14 +29,14 @@ from tqdm import tqdm
 
 from lapa2_interp.augmentation import Augmentation, Phase
 from lapa2_interp.circuits.edits import Edit, Heads
-from lapa2_interp.circuits.metrics import Metric, metrics_by_name
+from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import FEW, About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, one_of
-from lapa2_interp.loaded import Model
+from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import progress_bar
+from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import bounds
 
 Over = Literal["layer", "head", "kv", "position", "head x position"]
@@ -69,7 +71,7 @@ def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) ->
         CircuitError: Unknown kind, or heads the model does not have.
     """
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    group = n_heads // (getattr(model.cfg, "n_key_value_heads", None) or n_heads)
+    group = n_heads // kv_heads(model)
     layers, heads = range(n_layers), range(n_heads)
     everything = tuple((layer, head) for layer in layers for head in heads)
     slots = range(question.cases[0].layouts[0].l_pre)
@@ -116,19 +118,27 @@ def head_pairs(pairs: Any) -> Heads:
         CircuitError: Something else.
     """
     try:
-        return tuple((int(layer), int(head)) for layer, head in pairs)
+        found = tuple((layer, head) for layer, head in pairs)
     except (TypeError, ValueError):
+        found = ((None, None),)
+    if any(isinstance(i, bool) or not isinstance(i, Integral) for pair in found for i in pair):
         raise CircuitError(
-            f"heads are pairs [[layer, head], ...]; found {str(pairs)[:80]}"
-        ) from None
+            f"heads are pairs of whole numbers, [[layer, head], ...]; found {str(pairs)[:80]}"
+        )
+    return tuple((int(layer), int(head)) for layer, head in found)
 
 
 def read_heads(file: str | Path) -> Heads:
-    """Heads from a JSON file, [[layer, head], ...]."""
+    """Heads from a JSON file, [[layer, head], ...].
+
+    Raises:
+        CircuitError: The file cannot be read, or holds something else.
+    """
     try:
-        return head_pairs(json.loads(Path(file).read_text("utf-8")))
+        found = json.loads(Path(file).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CircuitError(f"cannot read heads from {file}: {error}") from error
+    return head_pairs(found)
 
 
 def write_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
@@ -143,7 +153,7 @@ class KnockOut:
     Attributes:
         question: What was asked.
         units: What was knocked out.
-        how, phase, metric: As asked.
+        how, phase, metric, augmentation: As asked.
         whole: The control itself, by case: its mean over steps.
         effects: What is lost without each unit, by case: its mean over steps.
         noise: The largest effect of the null unit in a case: effects below it are rounding.
@@ -153,12 +163,13 @@ class KnockOut:
     question: Question
     units: tuple[Unit, ...]
     how: str
-    phase: str
+    phase: Phase
     metric: str
     whole: Float[np.ndarray, " case"]
     effects: Float[np.ndarray, "case unit"]
     noise: float
     others: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    augmentation: Augmentation | None = None
 
     @property
     def n_prompts(self) -> int:
@@ -185,8 +196,8 @@ class KnockOut:
 
         Columns: what names the unit; effect with its 95 % interval over prompts; share of the whole
         control, with its interval; t, p, p_max (corrected for the number of units) and q; rank with
-        its interval; and whether the effect is below the noise. With fewer than 8 prompts there are
-        no p-values: numbers, no claims.
+        its interval; the noise, and whether the effect is below it. With fewer than 8 prompts there
+        are no p-values: numbers, no claims.
         """
         effects, whole = self.question.by_prompt(self.effects), self.question.by_prompt(self.whole)
         n = len(effects)
@@ -210,6 +221,7 @@ class KnockOut:
             "rank": order.rank,
             "rank_low": order.low,
             "rank_high": order.high,
+            "noise": self.noise,
             "below_noise": np.abs(mean) <= self.noise,
         }
         return table.assign(**columns).sort_values("rank", ignore_index=True)
@@ -251,10 +263,12 @@ class KnockOut:
     def plot(self) -> Drawing:
         """A map of heads or KV heads; of other units, effects with their intervals."""
         if len(self.units[0].where) == 2 and "layer" in self.units[0].where:
-            return _map(self.map(), self.metric)
+            return _map(self.map(), lost(self.metric))
         table = self.frame().head(40)
         figure = new_figure(5.2, 0.6 + 0.16 * len(table))
         axes = figure.subplots()
+        if "position" in self.units[0].where and len(self.units[0].where) == 1:
+            table = table.sort_values("position")
         names = [
             ".".join(str(row[name]) for name in self.units[0].where) for _, row in table.iterrows()
         ]
@@ -263,17 +277,22 @@ class KnockOut:
         axes.errorbar(table["effect"], at, xerr=errors, fmt="o", ms=3, lw=0.8, color="#0072B2")
         axes.axvline(0, color="0.6", lw=0.6)
         axes.set_yticks(at, names)
-        plain_axes(axes, f"lost {self.metric}, nats a step", " x ".join(self.units[0].where))
+        plain_axes(axes, lost(self.metric), " x ".join(self.units[0].where))
         return figure
 
 
-def _map(grid: Float[np.ndarray, "layer head"], metric: str) -> Drawing:
+def lost(metric: str) -> str:
+    """What an axis of effects is called."""
+    return f"lost {metric}, nats a step" if metric in METRICS else f"lost {metric}"
+
+
+def _map(grid: Float[np.ndarray, "layer head"], label: str) -> Drawing:
     n_layers, n_heads = grid.shape
     figure = new_figure(max(3.2, 1.3 + 0.22 * n_heads), max(2.0, 1.0 + 0.13 * n_layers))
     axes = figure.subplots()
     top = float(np.nanmax(np.abs(grid))) or 1.0
     shown = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
-    figure.colorbar(shown, ax=axes, label=f"lost {metric}, nats a step")
+    figure.colorbar(shown, ax=axes, label=label)
     plain_axes(axes, "head", "layer")
     axes.set_xticks(range(0, n_heads, max(1, n_heads // 9)))
     axes.set_yticks(range(0, n_layers, max(1, n_layers // 10)))
@@ -288,7 +307,7 @@ def knock_out(
     units: Sequence[Unit] | None = None,
     how: str = "cut",
     phase: Phase = "all_queries",
-    metric: str | Mapping[str, Metric] = "js",
+    metric: str | Metric | Mapping[str, Metric] = "js",
     also: Sequence[str] | None = None,
     augmentation: Augmentation | None = None,
     file: str | Path | None = None,
@@ -305,24 +324,27 @@ def knock_out(
         how: "cut", "zero", "resample" or "mean" (`edits`).
         phase: "all_queries" (whatever reaches the text, also through the prompt), "last_query",
             "decode", or "query" (what the predicting query reads itself).
-        metric: By which control is measured; a mapping of one name to a function of `Predictions`
-            for one's own.
+        metric: By which control is measured: a name of `METRICS`, or a function of `Predictions`
+            (under a name of one's own: {name: function}).
         also: Further metrics, from the same passes; by default lex where there are words.
         augmentation: What acts in every branch besides.
-        file: Where finished units are kept, a line each; the same question goes on from there.
+        file: Where finished units are kept, a line each; the same question goes on from there. The
+            control itself is read again, and must be the one that is kept.
         at_once: Texts read together; changes nothing but memory and time.
 
     Raises:
-        CircuitError: As `control`; unknown units; or the file is another question's.
+        CircuitError: As `control`; unknown units, or none, or two of one name; or the file is
+            another question's.
     """
     question = Question.of(model, about, **settings)
-    first = metric if isinstance(metric, str) else next(iter(metric))
-    chosen = metrics_by_name([metric] if isinstance(metric, str) else metric)
+    chosen = metrics_by_name(metric)
+    first = next(iter(chosen))
     more = (("lex",) if question.words else ()) if also is None else also
-    chosen |= metrics_by_name([name for name in more if name != first] or [first]) if more else {}
-    if isinstance(metric, Mapping):
-        chosen |= metric
+    if further := [name for name in more if name not in chosen]:
+        chosen |= metrics_by_name(further)
     wanted = list(units) if units is not None else units_of(model, question, over)
+    if not wanted:
+        raise CircuitError("there is no unit to knock out; give at least one")
     edits = [_edits(unit, how, phase) for unit in wanted]
     store = _Store(
         file,
@@ -331,6 +353,10 @@ def knock_out(
         ),
     )
     names = [NULL, "", *(unit.name for unit in wanted)]
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise CircuitError(f"two units are called {twice!r}; give each another name")
+    kept = store.take("")
     todo: list[Sequence[Edit | None]] = [
         [Edit(units_everything(model), how="null")],
         [None],
@@ -339,18 +365,12 @@ def knock_out(
     steps = sum(case.n * len(case.names) for case in question.cases)
     left = [(i, edit) for i, name in enumerate(names) if name not in store for edit in todo[i]]
     total = steps * len(left)
-    own = progress_bar(total, f"knock-out, {how}", "step") if progress is None else None
     found: dict[int, dict[str, np.ndarray]] = {}
     awaited = {i: len(question.cases) * len(todo[i]) for i, _ in left}
-    try:
+    asked = [edit for _, edit in left]
+    with closing(store), given_bar(progress, total, f"knock-out, {how}", "step") as bar:
         for number, group, values in answers(
-            model,
-            question,
-            [edit for _, edit in left],
-            chosen,
-            augmentation,
-            own if progress is None else progress,
-            at_once,
+            model, question, asked, chosen, augmentation, bar, at_once
         ):
             i = left[number][0]
             of_unit = found.setdefault(i, {name: np.zeros(len(question.cases)) for name in chosen})
@@ -360,11 +380,13 @@ def knock_out(
             awaited[i] -= len(group)
             if not awaited[i]:
                 store.add(names[i], found.pop(i))
-    finally:
-        store.close()
-        if own is not None:
-            own.close()
     whole = {name: store[""][name] for name in chosen}
+    for name, old in (kept or {}).items():
+        if np.abs(old - whole[name]).max() > 1e-2 * np.abs(old).max() + 1e-6:
+            raise CircuitError(
+                f"{file} holds knock-outs of another model or metric: {name} was {old.mean():.4g},"
+                f" and is {whole[name].mean():.4g} now; give another file"
+            )
     effects = {
         name: np.stack([whole[name] - store[unit.name][name] for unit in wanted], axis=1)
         for name in chosen
@@ -379,6 +401,7 @@ def knock_out(
         effects[first],
         float(np.abs(whole[first] - store[NULL][first]).max()),
         {name: (whole[name], effects[name]) for name in chosen if name != first},
+        augmentation,
     )
 
 
@@ -428,6 +451,10 @@ class _Store:
     def __getitem__(self, name: str) -> dict[str, np.ndarray]:
         return self.done[name]
 
+    def take(self, name: str) -> dict[str, np.ndarray] | None:
+        """A unit's values, which are then no longer there."""
+        return self.done.pop(name, None)
+
     def add(self, name: str, values: dict[str, np.ndarray]) -> None:
         self.done[name] = values
         if self.file is not None:
@@ -442,19 +469,26 @@ class _Store:
 
 @dataclass(frozen=True)
 class JointCurve:
-    """How much control is left where several heads are knocked out together.
+    """How much control is left when several heads are knocked out together.
 
     Attributes:
+        metric: Whose share is left.
         table: A row for every kind and size: left (the share of the control that is left), its 95 %
             interval over prompts, heads, and prompts. Kinds: "without" the best n (what they are
             needed for), "only" the best n (what they suffice for), "random" n, and "mass", the n
             with the largest attention on the prefix.
     """
 
+    metric: str
     table: pd.DataFrame
 
     def frame(self) -> pd.DataFrame:
+        """The table."""
         return self.table
+
+    def interval(self) -> pd.DataFrame:
+        """The share that is left with its 95 % interval over prompts, by kind and size."""
+        return self.table[["kind", "heads", "left", "low", "high"]]
 
     def plot(self) -> Drawing:
         """The share of control left against the number of heads."""
@@ -475,7 +509,7 @@ class JointCurve:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.legend(fontsize=7, frameon=False)
-        plain_axes(axes, "heads", "share of control left")
+        plain_axes(axes, "heads", f"share of {self.metric} left")
         return figure
 
 
@@ -484,11 +518,12 @@ def joint_curve(
     table: KnockOut,
     *,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    how: str = "cut",
-    metric: str = "lex",
+    how: str | None = None,
+    phase: Phase | None = None,
+    metric: str | Metric | Mapping[str, Metric] | None = None,
     mass: Float[np.ndarray, "layer head"] | None = None,
     seeds: int = 3,
-    augmentation: Augmentation | None = None,
+    file: str | Path | None = None,
     progress: tqdm | None = None,
 ) -> JointCurve:
     """Control with the best n heads knocked out, with all others knocked out, and with other heads
@@ -500,18 +535,24 @@ def joint_curve(
 
     Args:
         table: Knock-outs of single heads.
-        sizes: Numbers of heads.
-        how, metric: As `knock_out`.
+        sizes: Numbers of heads; those that the table or the model does not have are left out.
+        how, phase, metric: As `knock_out`; by default the table's. Of the metrics lex is preferred,
+            because shares of it add up.
         mass: Attention on the prefix by head (`prefix_mass`); without it there is no kind "mass".
-        seeds: Random sets of each size.
+        seeds: Random sets of each size, drawn from all heads of the model.
+        file: Where finished sets are kept, as `knock_out`; each half has a file of its own, whose
+            name ends in -0 or -1.
 
     Raises:
-        CircuitError: The table is not one of heads, or has fewer than 2 prompts.
+        CircuitError: The table is not one of heads, or has fewer than 2 prompts; or as `knock_out`.
     """
+    if metric is None:
+        metric = "lex" if "lex" in (table.metric, *table.others) else table.metric
+    name_of = next(iter(metrics_by_name(metric)))
     if table.n_prompts < 2 or any(len(unit.heads) != 1 for unit in table.units):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = units_everything(model)
-    sizes = [n for n in sizes if n < len(every)]
+    sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
     prompts = list(dict.fromkeys(table.question.prompts))
     names: list[tuple[str, int, int]] = []
     left: dict[tuple[str, int, int], dict[str, float]] = {}
@@ -539,10 +580,12 @@ def joint_curve(
             model,
             replace(table.question, cases=tuple(judged)),
             units=[Unit({"name": str(name)}, heads) for name, heads in sets.items()],
-            how=how,
+            how=how or table.how,
+            phase=phase or table.phase,
             metric=metric,
             also=(),
-            augmentation=augmentation,
+            augmentation=table.augmentation,
+            file=None if file is None else _numbered(Path(file), fold),
             progress=progress,
         )
         rest = found.question.by_prompt(found.whole[:, None] - found.effects)
@@ -558,12 +601,17 @@ def joint_curve(
         share, low, high = share_interval(part[:, None], whole)
         row = {"kind": kind, "heads": n, "left": share[0], "low": low[0], "high": high[0]}
         rows.append(row | {"prompts": len(prompts)})
-    return JointCurve(pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True))
+    frame = pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True)
+    return JointCurve(name_of, frame)
+
+
+def _numbered(file: Path, number: int) -> Path:
+    return file.with_name(f"{file.stem}-{number}{file.suffix}")
 
 
 def prefix_mass(model: Model, about: About, **settings: Any) -> Float[np.ndarray, "layer head"]:
-    """Mean attention on the prefix of every head, over branches, texts and steps: what a ranking by
-    attention would use."""
+    """Attention on the prefix of every head, a share from 0 to 1: the mean over branches, texts and
+    steps, by which a ranking by attention would go."""
     question = Question.of(model, about, **settings)
     found = []
     for case in question.cases:

@@ -86,8 +86,8 @@ def lex(found: Predictions) -> Float[Tensor, "item step"]:
     """How much more the prefix favours its attribute's words, in nats."""
     if len(found.words) < 2:
         raise CircuitError(
-            "metric lex needs the words of each attribute (words=), as token ids; the other metrics"
-            " do not"
+            "metric lex needs the words of each attribute, as token ids: words={name: ids} beside"
+            " cases; the other metrics do not"
         )
     plus, minus = list(found.words[0]), [token for each in found.words[1:] for token in each]
 
@@ -114,12 +114,18 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-def metrics_by_name(asked: Sequence[str] | Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics by name: of `METRICS`, or one's own.
+def metrics_by_name(
+    asked: str | Metric | Sequence[str] | Mapping[str, Metric],
+) -> dict[str, Metric]:
+    """Metrics by name: one or several names of `METRICS`, a function, or functions by name.
 
     Raises:
         CircuitError: Unknown name, or none.
     """
+    if isinstance(asked, str):
+        asked = [asked]
+    elif callable(asked):
+        asked = {getattr(asked, "__name__", "metric"): asked}
     if isinstance(asked, Mapping):
         return dict(asked)
     unknown = [name for name in asked if name not in METRICS]

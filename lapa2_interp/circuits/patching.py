@@ -46,9 +46,9 @@ from lapa2_interp.circuits.edits import Branches, Edit, read
 from lapa2_interp.circuits.question import FEW, About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
 from lapa2_interp.errors import CircuitError, DeadHookError, counted, one_of
-from lapa2_interp.loaded import Model, is_bridge, packed_model, plain_network
+from lapa2_interp.loaded import Model, is_bridge, kv_heads, packed_model, plain_network
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import progress_bar
+from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import bounds
 
 HOOKS: Mapping[str, str] = {
@@ -150,6 +150,10 @@ class Patching:
             table.insert(0, "direction", direction)
             tables.append(table)
         return pd.concat(tables, ignore_index=True)
+
+    def interval(self) -> pd.DataFrame:
+        """What each place recovers with its 95 % interval over prompts, largest first."""
+        return self.frame()[["direction", *self.places[0].where, "recovery", "low", "high"]]
 
     def sums(self) -> pd.DataFrame:
         """What the shares are shares of: D_s, D_d and their difference, with 95 % intervals over
@@ -259,7 +263,7 @@ def patch(
     about: About,
     node: str = "prefix_kv",
     *,
-    metric: str | RunMetric = "favour",
+    metric: str | RunMetric | None = None,
     direction: str = "denoise",
     slots: Sequence[str] | None = None,
     parts: Sequence[str] | None = None,
@@ -276,7 +280,9 @@ def patch(
         about, settings: As `control`, of two attributes.
         node: One of `NODES`.
         metric: "favour" (lse over the target's words minus lse over the opposite's, of the
-            log-probabilities), "log_prob" (of the text's tokens), or a `RunMetric`.
+            log-probabilities), "log_prob" (of the text's tokens), or a `RunMetric`. By default
+            favour, and log_prob where there are no words. The target's favour minus the opposite's
+            is the metric lex of `control`.
         direction: "denoise", "noise", or "both".
         slots: Parts of the text by name: "prefix", "bos", "prompt", "last" (the prompt's last
             token), "generated". A place of `z` or `pattern` covers all that are named, by default
@@ -302,6 +308,8 @@ def patch(
         )
     if direction not in (*get_args(Direction), "both"):
         raise CircuitError(one_of("direction", direction, (*get_args(Direction), "both")))
+    if metric is None:
+        metric = "favour" if question.words else "log_prob"
     measured = _metric(metric, question)
     _check_node(model, question, node, slots, parts)
     places = _places(model, question, node, slots, parts, together)
@@ -310,29 +318,25 @@ def patch(
     n_cases, n_places = len(question.cases), len(places)
     sums = np.zeros((2, n_cases))
     effects = {each: np.zeros((n_cases, n_places)) for each in asked}
-    most = at_once or rows_at_once(model, max(question.cases, key=lambda case: case.n))
+    most = at_once or rows_at_once(model, question.cases)
     total = sum(case.n for case in question.cases) * n_places * len(asked)
-    own = progress_bar(total, f"patching {node}", "step") if progress is None else None
-    bar = own if progress is None else progress
     n_together = max(1, most // n_places)  # cases
     size = max(1, most // n_together)  # places
-    try:
-        with torch.no_grad(), packed_model(model):
-            for each, group, first in product(
-                asked, list(batches(question.cases, n_together)), range(0, n_places, size)
-            ):
-                cases, some = [question.cases[i] for i in group], places[first : first + size]
-                into = 1 if each == "denoise" else 0
-                logits = run(cases, some, into)
-                found = np.stack([_value(measured, run, cases) for run in logits])
-                sums[:, group] = found[:2]
-                moved = found[2:] - found[into]
-                effects[each][group, first : first + size] = (moved if into else -moved).T
-                if bar is not None:
-                    bar.update(sum(case.n for case in cases) * len(some))
-    finally:
-        if own is not None:
-            own.close()
+    work = product(asked, list(batches(question.cases, n_together)), range(0, n_places, size))
+    with (
+        given_bar(progress, total, f"patching {node}", "step") as bar,
+        torch.no_grad(),
+        packed_model(model),
+    ):
+        for each, group, first in work:
+            cases, some = [question.cases[i] for i in group], places[first : first + size]
+            into = 1 if each == "denoise" else 0
+            logits = run(cases, some, into)
+            found = np.stack([_value(measured, run, cases) for run in logits])
+            sums[:, group] = found[:2]
+            moved = found[2:] - found[into]
+            effects[each][group, first : first + size] = (moved if into else -moved).T
+            bar.update(sum(case.n for case in cases) * len(some))
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
     return Patching(question, node, name, tuple(places), sums[0], sums[1], effects)
 
@@ -346,8 +350,8 @@ def _metric(metric: str | RunMetric, question: Question) -> RunMetric:
         raise CircuitError(f"{one_of('metric', metric, RUN_METRICS)}, or a function")
     if len(question.words) != 2:
         raise CircuitError(
-            "metric favour needs the words of each attribute: Question(cases, words), as token ids;"
-            " metric log_prob does not"
+            "metric favour needs the words of each attribute, as token ids: words={name: ids}"
+            " beside cases; metric log_prob does not"
         )
     plus, minus = (list(words) for words in question.words)
     return lambda log_probs, text: (
@@ -470,8 +474,7 @@ def _places(
 
 def _group(model: Model) -> int:
     """Query heads of a KV head."""
-    n_heads = model.cfg.n_heads
-    return n_heads // (getattr(model.cfg, "n_key_value_heads", None) or n_heads)
+    return model.cfg.n_heads // kv_heads(model)
 
 
 # --- three ways to patch; each gives the runs of target, opposite, and every place

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,15 @@ from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, make_cases
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.metrics import Metric, Predictions
-from lapa2_interp.errors import CircuitError, DataError
+from lapa2_interp.errors import CircuitError, DataError, one_of
 from lapa2_interp.loaded import Model, model_card, packed_model
+from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 
 LOGITS = 2**28
 """Bytes of logits that are held at once."""
+SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples", "seed")
+"""What can be asked of a task's cases, as `make_cases` takes it."""
 FEW = 8
 """Fewer prompts give numbers and no claims."""
 
@@ -56,26 +60,35 @@ class Question:
         """A question from what a user gives.
 
         Args:
-            about: A question, a list of cases, or a task by name or value.
-            settings: For a task, as `make_cases`.
+            about: A question, a case or several, or a task by name or value.
+            settings: For a task, as `make_cases`. For cases, words={name: token ids} says which
+                words tell the attributes apart.
 
         Raises:
-            CircuitError: Settings beside cases; as `make_cases`.
+            CircuitError: Unknown settings, or those of a task beside cases; as `make_cases`.
         """
         given = {name: value for name, value in settings.items() if value is not None}
+        if unknown := [name for name in given if name not in (*SETTINGS, "words")]:
+            raise CircuitError(one_of("setting", unknown[0], (*SETTINGS, "words")))
+        words_by_name: Mapping[str, Sequence[int]] = given.pop("words", {})
         if isinstance(about, str | Task):
             cases = make_cases(model, about, **given)
             name = about if isinstance(about, str) else about.name
-            try:
-                words = attribute_words(model.tokenizer, name, cases[0].names)
-            except (DataError, CircuitError):
-                words = {}
-            return cls(tuple(cases), tuple(words.values()))
+            words: Mapping[str, Sequence[int]] = words_by_name
+            if not words:
+                with suppress(DataError, CircuitError):
+                    words = attribute_words(model.tokenizer, name, cases[0].names)
+            return cls(tuple(cases), _in_order(words, cases[0].names))
         if given:
             raise CircuitError(
                 f"{next(iter(given))} belongs to a task; cases have their texts already"
             )
-        return about if isinstance(about, Question) else cls(tuple(about))
+        if isinstance(about, Question):
+            if not words_by_name:
+                return about
+            return cls(about.cases, _in_order(words_by_name, about.cases[0].names))
+        found = (about,) if isinstance(about, Case) else tuple(about)
+        return cls(found, _in_order(words_by_name, found[0].names) if found else ())
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -111,18 +124,41 @@ class Question:
             [case.names, case.source, case.text, [[each.soft, each.ids] for each in case.layouts]]
             for case in self.cases
         ]
+        soft = {id(each): each for case in self.cases for each in case.prefixes if each is not None}
+        if soft:
+            more |= {"soft prefixes": [_bits(each) for each in soft.values()]}
         card = model_card(model)
         facts = [card.name, card.weights, card.dtype, card.model_class, cases, self.words, more]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
-About = Question | Sequence[Case] | str | Task
+About = Question | Case | Sequence[Case] | str | Task
 """What a circuit is asked about."""
 
 
-def rows_at_once(model: Model, case: Case) -> int:
-    """Items whose logits fit `LOGITS`."""
-    return max(1, LOGITS // (4 * len(case.names) * case.n * model.cfg.d_vocab))
+def _in_order(
+    words: Mapping[str, Sequence[int]], names: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """The attributes' words in the order of the cases' names."""
+    if words and set(words) != set(names):
+        raise CircuitError(
+            f"words are given for {', '.join(words)}; the attributes are {', '.join(names)}"
+        )
+    return tuple(tuple(map(int, words[name])) for name in names) if words else ()
+
+
+def _bits(prefix: SoftPrefix) -> str:
+    """A hash of a soft prefix."""
+    digest = hashlib.sha256()
+    for part in (prefix.keys, prefix.values):
+        digest.update(part.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def rows_at_once(model: Model, cases: Sequence[Case]) -> int:
+    """Items whose logits fit `LOGITS`, where each is as large as the largest of these cases."""
+    largest = max(len(case.names) * case.n for case in cases)
+    return max(1, LOGITS // (4 * largest * model.cfg.d_vocab))
 
 
 def answers(
@@ -145,7 +181,7 @@ def answers(
         are read together, and all cases of these come before the next edits.
     """
     with_raw = "from_raw" in metrics
-    most = at_once or rows_at_once(model, question.cases[0])
+    most = at_once or rows_at_once(model, question.cases)
     groups = list(batches(question.cases, most))
     size = max(1, most // max(map(len, groups)))  # edits that are read together
     with torch.no_grad(), packed_model(model):
@@ -156,12 +192,25 @@ def answers(
                 logits, raw = read(model, items, augmentation, with_raw)
                 text = torch.tensor([case.text for case, _ in items], device=logits.device)
                 found = Predictions(logits, text, raw, question.words)
-                values = {name: metric(found) for name, metric in metrics.items()}
+                values = {name: _value(name, metric, found) for name, metric in metrics.items()}
                 for at, number in enumerate(block):
                     part = slice(at * len(group), (at + 1) * len(group))
                     yield number, group, {name: each[part] for name, each in values.items()}
                 if progress is not None:
                     progress.update(sum(case.n * len(case.names) for case, _ in items))
+
+
+def _value(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
+    """A metric's values; one of another shape is refused. A metric of some steps has fewer."""
+    value, (n, steps) = metric(found), found.text.shape
+    good = isinstance(value, Tensor) and value.ndim == 2 and len(value) == n
+    if not good or not 1 <= value.shape[1] <= steps:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise CircuitError(
+            f"metric {name!r} must give a number for each text and step, a tensor of shape"
+            f" {(n, steps)} here; found {got}"
+        )
+    return value
 
 
 __all__ = ["FEW", "RAW", "About", "Question", "answers", "rows_at_once"]

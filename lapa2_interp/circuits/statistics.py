@@ -94,7 +94,8 @@ def false_discovery(p: Float[np.ndarray, " unit"]) -> Float[np.ndarray, " unit"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of units by effect, 1 the largest, with 95 % intervals over prompts."""
+    """Ranks of units by effect, 1 the largest, with 95 % intervals over prompts. Equal effects have
+    the same rank, the smallest of theirs."""
 
     rank: Int[np.ndarray, " unit"]
     low: Float[np.ndarray, " unit"]
@@ -105,31 +106,37 @@ def ranks(values: Float[np.ndarray, "prompt unit"], resamples: int = 2000, seed:
     """Ranks of the units' means; intervals from resampled prompts (NaN below 2)."""
     from scipy.stats import rankdata
 
-    rank = rankdata(-values.mean(0), method="ordinal").astype(int)
+    rank = rankdata(-values.mean(0), method="min").astype(int)
     n = len(values)
     if n < 2:
         nothing = np.full(values.shape[1], np.nan)
         return Ranks(rank, nothing, nothing)
     drawn = resampled_means(values, np.arange(n), resamples, seed)  # resample unit
-    low, high = np.percentile(rankdata(-drawn, axis=1), tails(n), axis=0)
+    low, high = np.percentile(rankdata(-drawn, axis=1, method="min"), tails(n), axis=0)
     return Ranks(rank, np.asarray(low), np.asarray(high))
+
+
+def spearman(one: Float[np.ndarray, " unit"], other: Float[np.ndarray, " unit"]) -> float:
+    """Rank correlation; NaN where all numbers of one are equal."""
+    from scipy.stats import rankdata
+
+    both = [rankdata(each) for each in (one, other)]
+    if len(one) < 2 or min(each.std() for each in both) == 0:
+        return float("nan")
+    return float(np.corrcoef(*both)[0, 1])
 
 
 def split_half(values: Float[np.ndarray, "prompt unit"], splits: int = 200, seed: int = 0) -> float:
     """Mean Spearman correlation of the units' means between random halves of the prompts; NaN below
     4 prompts."""
-    from scipy.stats import rankdata
-
     n = len(values)
     if n < 4 or values.shape[1] < 3:
         return float("nan")
     rng, found = np.random.default_rng(seed), []
     for _ in range(splits):
         order = rng.permutation(n)
-        halves = [rankdata(values[part].mean(0)) for part in (order[: n // 2], order[n // 2 :])]
-        if min(half.std() for half in halves) == 0:
-            return float("nan")
-        found.append(np.corrcoef(*halves)[0, 1])
+        halves = (order[: n // 2], order[n // 2 :])
+        found.append(spearman(*(values[half].mean(0) for half in halves)))
     return float(np.mean(found))
 
 

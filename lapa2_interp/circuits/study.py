@@ -6,8 +6,11 @@ Every step writes what it found into the folder, and the same call goes on where
     question.json      the texts
     control.csv        the control score of every text and step
     layer.jsonl, kv.jsonl, head.jsonl, position.jsonl, ...      knock-outs, a unit a line
-    *.csv              their tables
-    writes.nc          what heads write
+    *.csv              their tables; columns that begin with lex_ are of that metric, others of js
+    together.csv       heads knocked out together
+    gradient.csv       the gradient's order of heads
+    writes.nc          what heads write, and writes.csv its table
+    heads.json         the heads that carry control, [[layer, head], ...]
     circuit.json       nodes and edges
     patterns.json      attention of the best heads on one text, as CircuitsVis takes it
     report.html        the page
@@ -32,22 +35,24 @@ from lapa2_interp import __version__
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN
 from lapa2_interp.augmentation import Phase
-from lapa2_interp.circuits.attribution import Attribution, Recall, attribution, recall
 from lapa2_interp.circuits.cases import Case
-from lapa2_interp.circuits.control import Control, control
+from lapa2_interp.circuits.direct import Writes, whole, writes
 from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.gradients import Attribution, Recall, attribution, recall
 from lapa2_interp.circuits.knockout import (
     JointCurve,
     KnockOut,
     Unit,
     joint_curve,
     knock_out,
+    lost,
     prefix_mass,
     units_of,
     write_heads,
 )
 from lapa2_interp.circuits.question import FEW, RAW, Question
-from lapa2_interp.circuits.writes import Writes, whole, writes
+from lapa2_interp.circuits.score import Control, control
+from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.errors import CircuitError, counted
 from lapa2_interp.files import whole_file
 from lapa2_interp.loaded import Model, model_card, plain_network
@@ -60,6 +65,10 @@ BEST = 24
 """Heads that the other replacements and phases are tried on; as many random ones beside them."""
 SIZES = (1, 2, 4, 8, 16, 32)
 TABLES = ("layer", "kv", "head", "position")
+EDGES = 8
+"""The best heads, whose view of each token of the prefix is hidden by itself."""
+SAFE = 32
+"""Fewer prompts find the strong heads only."""
 AGAIN = 14
 """What the other replacements and phases take, in knock-outs of as many heads."""
 
@@ -73,6 +82,7 @@ class Study:
             each prefix.
         tables: Knock-outs by what is knocked out: layer, kv, head, position.
         others: Knock-outs of the best and of random heads, by replacement or phase.
+        edges: The best heads' view of each token of the prefix.
         curve: Heads knocked out together.
         mass: Attention on the prefix by head.
         writes: What heads write; None on a model without hooks.
@@ -85,6 +95,7 @@ class Study:
     control: dict[str, Control]
     tables: dict[str, KnockOut]
     others: dict[str, KnockOut]
+    edges: KnockOut
     curve: JointCurve | None
     mass: np.ndarray
     writes: Writes | None
@@ -123,12 +134,15 @@ def study(
         model: From `load_model`.
         task, attribute, prompts, tokens, samples, seed: As `make_cases`.
         folder: A new one, or one that the same call has begun.
-        best: Heads that the other replacements and phases are tried on.
+        best: How many of the best heads are tested again with the other replacements and phases;
+            as many random heads are added. At least 1.
         notify: Told what begins.
 
     Raises:
         CircuitError: The folder holds another study; or as `control`.
     """
+    if best < 1:
+        raise CircuitError(f"best must be at least 1; found {best}")
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
@@ -158,14 +172,18 @@ def study(
     kinds = {over: len(units_of(model, question, over)) for over in TABLES}
     # A control score reads one row more than a knock-out, and every metric.
     readings = sum(kinds.values()) + AGAIN * min(2 * best, kinds["head"]) + 6 * len(SIZES)
-    notify(f"about {shown_time(seconds * readings * 2 / 3)} in all, less what is finished")
+    readings += EDGES * kinds["position"]
+    notify(
+        f"about {shown_time(seconds * readings * 2 / 3)} in all; finished knock-outs are not"
+        " repeated"
+    )
     tables = {}
     for over in TABLES:
         notify(f"knocking out each {'KV head' if over == 'kv' else over}")
         tables[over] = knock_out(
             model, question, over=over, metric="js", also=also, file=place / f"{over}.jsonl"
         )
-        tables[over].frame().to_csv(place / f"{over}.csv", index=False)
+        _write_table(tables[over], place / f"{over}.csv")
     heads = tables["head"]
     mass = prefix_mass(model, question)
     chosen = _some_heads(model, heads, best)
@@ -190,12 +208,21 @@ def study(
             also=also,
             file=place / f"{how}-{phase}.jsonl",
         )
+        _write_table(others[name], place / f"{how}-{phase}.csv")
+    notify(f"the best {counted(EDGES, 'head')} and each token of the prefix")
+    edges = knock_out(
+        model,
+        question,
+        units=_views(heads, len(tables["position"].units)),
+        metric="js",
+        also=also,
+        file=place / "edge.jsonl",
+    )
+    _write_table(edges, place / "edge.csv")
     curve = None
     if question.n_prompts >= 2:
         notify("knocking out heads together")
-        curve = joint_curve(
-            model, heads, sizes=SIZES, metric="lex" if question.words else "js", mass=mass
-        )
+        curve = joint_curve(model, heads, sizes=SIZES, mass=mass, file=place / "together.jsonl")
         curve.frame().to_csv(place / "together.csv", index=False)
     gradient = None
     if plain_network(model) is None and model.cfg.dtype in (torch.float32, torch.float64):
@@ -219,11 +246,17 @@ def study(
             f"{len(question.cases)} of {tokens} tokens, written by the model without a prefix, seed"
             f" {seed}"
         ),
-        "metric": "js ranks heads and lex gives shares; both are means over steps, in nats",
+        "metric": (
+            "js, the distance between predictions, ranks heads; shares are of lex, the preference"
+            " for the attribute's words; both are means over steps, in nats"
+            if also
+            else "js, the distance between predictions, mean over steps, in nats"
+        ),
         "intervals": "95 %, over prompts; p corrected for the number of units (max T)",
+        "noise": f"effects of heads below {heads.noise:.2g} nats are rounding",
         "package": f"lapa2_interp {__version__}",
     }
-    found = Study(question, scores, tables, others, curve, mass, written, gradient, facts)
+    found = Study(question, scores, tables, others, edges, curve, mass, written, gradient, facts)
     if question.n_prompts >= FEW:
         carriers = heads.carriers()
         write_heads(carriers[["layer", "head"]].to_numpy().tolist(), place / "heads.json")
@@ -246,7 +279,10 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
         kept = json.loads(file.read_text("utf-8"))
         if kept["settings"] != plain:
             other = next(name for name in plain if kept["settings"].get(name) != plain[name])
-            raise CircuitError(f"{place} holds a study with another {other}; give another folder")
+            raise CircuitError(
+                f"{place} holds a study made with {other}={_short(kept['settings'].get(other))},"
+                f" and {_short(plain[other])} was asked for; give another folder"
+            )
         texts: dict[str, list[list[int]]] = {}
         for prompt, text in kept["texts"]:
             texts.setdefault(prompt, []).append(text)
@@ -269,6 +305,32 @@ def _some_heads(model: Model, heads: KnockOut, best: int) -> list[Unit]:
     return [heads.units[i] for i in sorted({*first.tolist(), *drawn.tolist()})]
 
 
+def _short(value: Any) -> str:
+    """A setting for a message; of a model, its name and precision."""
+    return f"{value['name']} ({value['dtype']})" if isinstance(value, dict) else repr(value)
+
+
+def _views(heads: KnockOut, n_positions: int) -> list[Unit]:
+    """The best heads' view of each token of the prefix, a unit each."""
+    return [
+        Unit({"layer": layer, "head": head, "position": slot}, ((layer, head),), (slot,))
+        for layer, head in heads.best(EDGES)
+        for slot in range(n_positions)
+    ]
+
+
+def _write_table(table: KnockOut, file: Path) -> None:
+    """A table with its effects in lex beside those in js, as CSV."""
+    names = list(table.units[0].where)
+    frame = table.frame()
+    if "lex" in table.others:
+        kept = ["effect", "low", "high", "share", "share_low", "share_high"]
+        lex = table.with_metric("lex").frame()[[*names, *kept]]
+        frame = frame.merge(lex.rename(columns={name: f"lex_{name}" for name in kept}), on=names)
+    with whole_file(file) as fresh:
+        frame.to_csv(fresh, index=False)
+
+
 def _prefixes(case: Case) -> list[str]:
     return [
         f"{name} {''.join(each.tokens[each.n_bos : each.n_bos + each.l_pre]).replace('Ġ', ' ')!r}"
@@ -279,37 +341,48 @@ def _prefixes(case: Case) -> list[str]:
 def export(found: Study) -> dict[str, Any]:
     """Nodes and edges of the circuit, with the tokens of one prompt: plain JSON.
 
-    Nodes are the prefix's tokens, heads that carry control, and the logits. An edge from a token to
-    a head is what is lost where the head does not see the prefix; from a head to the logits, what
-    it writes there directly.
+    Nodes are the prefix, its tokens, the heads, and the logits. Heads are those that carry control
+    or work against it (family-wise p < .05); with fewer than 8 prompts the best 8, and `claims` is
+    false. An edge from the prefix to a head is what is lost when the head cannot see it, in nats a
+    step; from a token, the same for this token alone, of the best heads; from a head to the logits,
+    what it writes there directly, in logits a step.
     """
-    case = found.question.cases[0]
-    own = case.layouts[0]
-    table = found.heads.frame()
-    kept = table[(table["low"] > 0) & ~table["below_noise"]].head(40)
+    case, table = found.question.cases[0], found.heads.frame()
+    own, claims = case.layouts[0], found.question.n_prompts >= FEW
+    kept = table[(table["p_max"] < 0.05) & ~table["below_noise"]] if claims else table.head(EDGES)
     direct = {}
     if found.writes is not None:
         rows = _records(found.writes.frame())
         direct = {(row["layer"], row["head"]): row["direct"] for row in rows}
-    nodes: list[dict[str, Any]] = [
-        {"id": f"prefix.{i}", "kind": "token", "token": own.tokens[own.n_bos + i]}
-        for i in range(own.l_pre if not own.soft else 0)
-    ]
+    names = [*own.tokens[own.n_bos : own.n_bos + own.l_pre]]
+    if own.soft:
+        names = [f"soft {i + 1}" for i in range(own.soft)]
+    nodes: list[dict[str, Any]] = [{"id": "prefix", "kind": "prefix"}]
+    nodes += [{"id": f"prefix.{i}", "kind": "token", "token": name} for i, name in enumerate(names)]
     edges: list[dict[str, Any]] = []
     for row in _records(kept):
         layer, head = row["layer"], row["head"]
-        node = f"{layer}.{head}"
-        nodes.append({"id": node, "kind": "head", "layer": layer, "head": head})
-        interval = [row["low"], row["high"]]
-        edges.append({"from": "prefix", "to": node, "lost": row["effect"], "interval": interval})
+        node, interval = f"{layer}.{head}", [row["low"], row["high"]]
+        role = "carries" if row["effect"] > 0 else "works against"
+        nodes.append({"id": node, "kind": "head", "layer": layer, "head": head, "role": role})
+        edge = {"from": "prefix", "to": node, "lost": row["effect"], "interval": interval}
+        edges.append(edge | ({"p_max": row["p_max"]} if claims else {}))
         if (layer, head) in direct:
             edges.append({"from": node, "to": "logits", "direct": direct[layer, head]})
+    shown = {node["id"] for node in nodes}
+    for row in _records(found.edges.frame()):
+        if (node := _name(row)) in shown:
+            interval = [row["low"], row["high"]]
+            edge = {"from": f"prefix.{row['position']}", "to": node, "lost": row["effect"]}
+            edges.append(edge | {"interval": interval})
     nodes.append({"id": "logits", "kind": "logits"})
     return {
         "prompt": case.prompt,
         "tokens": list(own.tokens),
         "prefix": list(own.prefix),
         "metric": found.heads.metric,
+        "units": {"lost": "nats a step", "direct": "logits a step"},
+        "claims": claims,
         "nodes": nodes,
         "edges": edges,
     }
@@ -342,18 +415,14 @@ def patterns(model: Model, case: Case, heads: Heads) -> dict[str, Any]:
 
 
 def _agreement(found: Study) -> pd.DataFrame:
-    from scipy.stats import spearmanr
-
     exact = {unit.heads[0]: i for i, unit in enumerate(found.heads.units)}
     effects = found.question.by_prompt(found.heads.effects).mean(0)
     rows = []
     for name, table in found.others.items():
         places = [exact[unit.heads[0]] for unit in table.units]
         other = table.question.by_prompt(table.effects).mean(0)
-        rows.append((name, len(places), float(spearmanr(effects[places], other)[0])))
-    rows.append(
-        ("attention on the prefix", effects.size, float(spearmanr(effects, found.mass.ravel())[0]))
-    )
+        rows.append((name, len(places), spearman(effects[places], other)))
+    rows.append(("attention on the prefix", effects.size, spearman(effects, found.mass.ravel())))
     if found.gradient is not None:
         worth = found.gradient[1]
         rows.append(("gradient (cut_hat)", worth.heads, worth.cut_hat))
@@ -361,8 +430,8 @@ def _agreement(found: Study) -> pd.DataFrame:
         rows_of = {
             (row["layer"], row["head"]): row["direct"] for row in _records(found.writes.frame())
         }
-        direct = [rows_of[unit.heads[0]] for unit in found.heads.units]
-        rows.append(("direct effect", effects.size, float(spearmanr(effects, direct)[0])))
+        direct = np.array([rows_of[unit.heads[0]] for unit in found.heads.units])
+        rows.append(("direct effect", effects.size, spearman(effects, direct)))
     return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
 
 
@@ -372,15 +441,16 @@ def _answer(found: Study) -> str:
     table = heads.frame()
     score = _records(found.control[RAW].interval("js", None))[0]
     parts = [
-        f"On {counted(n, 'prompt')}, the prefixes of {names} differ by {score['mean']:.3g} nats a"
-        f" step (js, [{score['low']:.3g}, {score['high']:.3g}])."
+        f"On {counted(n, 'prompt')}, the predictions behind the prefixes of {names} are"
+        f" {_with_interval(score['mean'], score['low'], score['high'])} nats a step apart (js)."
     ]
     if n < FEW:
-        best = ", ".join(_name(row) for row in _records(table.head(5)))
+        largest = table[(table["effect"] > 0) & ~table["below_noise"]].head(5)
+        best = ", ".join(_name(row) for row in _records(largest))
         parts.append(
-            f"The largest losses are without heads {best}. With fewer than {FEW} prompts these are"
-            " numbers, and no claim is made."
+            f"The losses are largest without heads {best}." if best else "No head carries control."
         )
+        parts.append(f"With fewer than {FEW} prompts these are numbers, and no claim is made.")
     else:
         carriers = heads.carriers()
         named = ", ".join(_name(row) for row in _records(carriers.head(8)))
@@ -392,80 +462,118 @@ def _answer(found: Study) -> str:
             )
         else:
             parts.append(f"No head of {len(table)} carries control for sure (family-wise p < .05).")
+        against = table[(table["p_max"] < 0.05) & (table["effect"] < 0) & ~table["below_noise"]]
+        if len(against):
+            named = ", ".join(_name(row) for row in _records(against[::-1].head(5)))
+            more = f": {named}" + (", ..." if len(against) > 5 else "")
+            parts.append(f"{counted(len(against), 'head')} against it{more}.")
         parts.append(
             f"Halves of the prompts agree on the order of heads with rank correlation"
             f" {heads.split_half:.2f}."
         )
+        if n < SAFE:
+            parts.append(
+                f"With fewer than {SAFE} prompts weak heads are missed, and the effects of the"
+                " heads named here are somewhat too large, because the same prompts chose them."
+            )
     if found.curve is not None:
         left = {(row["kind"], row["heads"]): row for row in _records(found.curve.frame())}
         sizes = [size for size in SIZES if ("without", size) in left]
         if sizes:
             size = 8 if 8 in sizes else sizes[-1]
-            without, only = left["without", size], left["only", size]
+            what = "preference for the attribute's words" if found.curve.metric == "lex" else "js"
+            part = {kind: left[kind, size] for kind in ("without", "only")}
+            shares = {
+                kind: _with_interval(row["left"], row["low"], row["high"], ".0%")
+                for kind, row in part.items()
+            }
+            turned = " (below 0: it turns round)" if part["without"]["left"] < 0 else ""
             parts.append(
-                f"Without the best {size} (chosen in one half of the prompts, judged in the other)"
-                f" {without['left']:.0%} of the control is left"
-                f" [{without['low']:.0%}, {without['high']:.0%}]; with these alone"
-                f" {only['left']:.0%} [{only['low']:.0%}, {only['high']:.0%}]."
+                f"Without the best {counted(size, 'head')} (chosen in one half of the prompts,"
+                f" judged in the other) {shares['without']} of the {what} is left{turned}; with"
+                f" these alone {shares['only']}."
             )
     agreed = {row["ranking"]: row["spearman"] for row in _records(found.agreement())}
     mass = agreed["attention on the prefix"]
-    parts.append(f"Attention on the prefix ranks heads with correlation {mass:.2f}.")
     parts.append(
-        "Not tested: what MLPs do with it, paths from head to head, other prefixes and texts longer"
-        f" than {max(case.n for case in found.question.cases)} tokens."
+        f"A ranking of heads by their attention on the prefix has rank correlation {mass:.2f} with"
+        " this one."
     )
+    untested = ["what MLPs do with it", "paths from head to head", "other prefixes and prompts"]
+    if found.writes is None:
+        untested.append("what heads write")
+    if found.gradient is None:
+        untested.append("the gradient's order")
+    longest = max(case.n for case in found.question.cases)
+    parts.append(f"Not tested: {', '.join(untested)}, and texts longer than {longest} tokens.")
     return " ".join(parts)
 
 
 def write_page(found: Study) -> str:
     """The page of a study."""
     heads = found.heads
+    n_again = len(next(iter(found.others.values())).units)
     sections = [
         Section(
             "How strong the control is, step by step",
             "On texts that the model wrote without a prefix. js is the distance between the"
-            " branches' predictions; lex says how much more each favours its own words. Texts"
-            " written behind a prefix (table) already say what it wants.",
+            " branches' predictions; lex says how much more each favours its own words. The table"
+            " compares texts that were written behind a prefix: they already say what it wants.",
             found.control[RAW].plot(),
             _score_table(found.control),
         ),
         Section(
             "Layers and KV heads",
-            "Control lost where no head of a layer sees the prefix, at any query after it.",
+            "How much js is lost when heads cannot see the prefix, at any query after it. The"
+            " figure shows whole layers, the table the KV heads with the largest loss.",
             _layers(found.tables["layer"]),
-            _rounded(_head_table(found.tables["kv"]).head(8)),
+            _table_of(found.tables["kv"]).head(8),
         ),
         Section(
             "Heads",
-            "Control lost where one head does not see the prefix. Red heads carry it, blue ones"
-            " work against it. Shares are of lex, where shares add up; p is corrected for the"
-            " number of heads.",
+            "How much is lost when one head cannot see the prefix. Red heads carry control, blue"
+            " ones work against it."
+            + (" Shares are of lex, because shares of lex add up." if _has_lex(heads) else "")
+            + " p is corrected for the number of heads.",
             heads.plot(),
-            _rounded(_head_table(heads).head(16)),
+            _table_of(heads).head(16),
+        ),
+        Section(
+            "The same heads, knocked out in other ways",
+            "Lost js of the best heads: their keys hidden (cut), their values set to zero, or keys"
+            " and values taken from the opposite prefix (resample) or the mean of all. cut,"
+            " last_query hides the prefix from the last token of the prompt and the text alone;"
+            " cut, query from the predicting query alone.",
+            None,
+            _ways(found),
         ),
         Section(
             "Attention is not control",
-            "Each head's attention on the prefix, and what is lost without it. The table compares"
-            " other rankings with the exact one."
+            "Each head's attention on the prefix, and how much is lost without it. The table"
+            " compares other rankings with this one. The first rows are about"
+            f" {counted(n_again, 'head')}, of which half were chosen because their effect is large:"
+            " this makes their correlation larger."
             + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
             _against_mass(found),
             _rounded(found.agreement()),
         ),
         Section(
             "Tokens of the prefix",
-            "Control lost where no head sees one of its tokens.",
-            found.tables["position"].plot(),
-            _rounded(_with_tokens(found)),
+            "How much js is lost when no head can see one of its tokens (figure), and when one of"
+            " the best heads cannot (table).",
+            _positions(found),
+            _token_table(found),
         ),
     ]
     if found.curve is not None:
+        metric = found.curve.metric
         sections.append(
             Section(
                 "Heads together",
-                "The share of control that is left without the best heads, with them alone, without"
-                " random ones, and without those that attend most. Heads are chosen in one half of"
-                " the prompts and judged in the other.",
+                f"The share of {metric} that is left without the best heads, with these alone,"
+                " without random ones, and without those that attend most. Heads are chosen in one"
+                " half of the prompts and judged in the other."
+                + (" Below 0 the preference for the words turns round." if metric == "lex" else ""),
                 found.curve.plot(),
                 _rounded(found.curve.frame()),
             )
@@ -477,7 +585,7 @@ def write_page(found: Study) -> str:
                 "Direct effects: what a head's reading of the prefix adds to the words of its"
                 " attribute. A head that writes for other heads has none.",
                 found.writes.plot(),
-                _rounded(_words(found.writes)),
+                _words(found.writes),
             )
         )
     name = found.facts["model"].split(" ")[0]
@@ -505,16 +613,57 @@ def _rounded(table: pd.DataFrame) -> pd.DataFrame:
     return table.map(shown)
 
 
-def _head_table(table: KnockOut) -> pd.DataFrame:
-    """What a reader needs of a table of knock-outs."""
-    frame = table.frame()
+def _with_interval(mean: float, low: float, high: float, form: str = ".3g") -> str:
+    """A number and, if it is known, its interval."""
+    shown = f"{mean:{form}}"
+    return shown if np.isnan(low) else f"{shown} [{low:{form}}, {high:{form}}]"
+
+
+def _has_lex(table: KnockOut) -> bool:
+    return "lex" in table.others
+
+
+def _table_of(table: KnockOut) -> pd.DataFrame:
+    """What a reader needs of a table of knock-outs, as texts."""
     names = list(table.units[0].where)
-    if "lex" in table.others:
-        lex = table.with_metric("lex").frame().set_index(names)
-        for name in ("share", "share_low", "share_high"):
-            frame[name] = [lex.loc[tuple(key), name] for key in frame[names].to_numpy()]
-    kept = ["effect", "low", "high", "share", "share_low", "share_high", "p_max"]
-    return frame[[*names, *kept, "rank", "rank_low", "rank_high", "below_noise"]]
+    frame = table.frame()
+    columns = {f"lost {table.metric}": _intervals(frame, "effect", "low", "high")}
+    shares = frame
+    if _has_lex(table):
+        shares = table.with_metric("lex").frame()
+        shares = frame[names].merge(shares, on=names, how="left")
+    of = "lex" if _has_lex(table) else table.metric
+    columns[f"share of {of}"] = _intervals(shares, "share", "share_low", "share_high", ".1%")
+    if table.n_prompts >= FEW:
+        columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]
+    columns["rank"] = _intervals(frame, "rank", "rank_low", "rank_high", ".0f")
+    shown = frame[names].astype(str).assign(**columns)
+    if frame["below_noise"].any():
+        shown["noise"] = ["below" if below else "" for below in frame["below_noise"]]
+    return shown
+
+
+def _intervals(frame: pd.DataFrame, mean: str, low: str, high: str, form: str = ".3g") -> list[str]:
+    rows = frame[[mean, low, high]].to_numpy(float).tolist()
+    return [_with_interval(a, b, c, form) for a, b, c in rows]
+
+
+def _ways(found: Study) -> pd.DataFrame:
+    """The best heads under every replacement and phase."""
+    rows = []
+    by_head = {
+        name: {_name(row): row for row in _records(table.frame())}
+        for name, table in {"cut": found.heads, **found.others}.items()
+    }
+    for layer, head in found.heads.best(EDGES):
+        own = f"{layer}.{head}"
+        shown = {
+            name: _with_interval(rows_of[own]["effect"], rows_of[own]["low"], rows_of[own]["high"])
+            for name, rows_of in by_head.items()
+            if own in rows_of
+        }
+        rows.append({"head": own, **shown})
+    return pd.DataFrame(rows)
 
 
 def _score_table(scores: dict[str, Control]) -> pd.DataFrame:
@@ -522,32 +671,61 @@ def _score_table(scores: dict[str, Control]) -> pd.DataFrame:
     for source, each in scores.items():
         row: dict[str, Any] = {"texts written behind": source}
         for metric in each.values:
-            whole = _records(each.interval(metric, None))[0]
-            row[metric] = f"{whole['mean']:.3g} [{whole['low']:.3g}, {whole['high']:.3g}]"
+            found = _records(each.interval(metric, None))[0]
+            row[metric] = _with_interval(found["mean"], found["low"], found["high"])
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _with_tokens(found: Study) -> pd.DataFrame:
-    table = found.tables["position"].frame()
-    case = found.question.cases[0]
-    for name, each in zip(case.names, case.layouts, strict=True):
-        if not each.soft:
-            tokens = [each.tokens[each.n_bos + i].replace("Ġ", " ") for i in table["position"]]
-            table.insert(1, f"token, {name}", [repr(token) for token in tokens])
-    return table
+def _tokens(case: Case) -> list[str]:
+    """The prefix's tokens at each position: one for each attribute where they differ."""
+    own = case.layouts[0]
+    if own.soft:
+        return [f"soft {i + 1}" for i in range(own.soft)]
+    by_branch = [each.tokens[each.n_bos : each.n_bos + each.l_pre] for each in case.layouts]
+    return [
+        " / ".join(dict.fromkeys(repr(token.replace("Ġ", " ")) for token in at))
+        for at in zip(*by_branch, strict=True)
+    ]
+
+
+def _positions(found: Study) -> Drawing:
+    frame = found.tables["position"].frame().sort_values("position")
+    names = _tokens(found.question.cases[0])
+    figure = new_figure(5.4, 0.8 + 0.26 * len(frame))
+    axes = figure.subplots()
+    at = np.arange(len(frame))[::-1]
+    errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]
+    axes.barh(at, frame["effect"], color="#0072B2", height=0.6)
+    axes.errorbar(frame["effect"], at, xerr=errors, fmt="none", ecolor="0.3", lw=0.8)
+    axes.axvline(0, color="0.6", lw=0.6)
+    axes.set_yticks(at, names)
+    plain_axes(axes, lost(found.tables["position"].metric), "")
+    return figure
+
+
+def _token_table(found: Study) -> pd.DataFrame:
+    """What is lost when a head cannot see a token: a row for every head, a column for every
+    token."""
+    names = _tokens(found.question.cases[0])
+    rows: dict[str, dict[str, str]] = {}
+    for row in sorted(_records(found.edges.frame()), key=lambda row: row["position"]):
+        shown = _with_interval(row["effect"], row["low"], row["high"])
+        rows.setdefault(_name(row), {})[f"{row['position']}: {names[row['position']]}"] = shown
+    order = [f"{layer}.{head}" for layer, head in found.heads.best(EDGES)]
+    return pd.DataFrame([{"head": name, **rows[name]} for name in order])
 
 
 def _words(found: Writes) -> pd.DataFrame:
     rows = []
     table = found.frame()
-    for row in _records(table[table["size"] > 0].head(6)):
+    large = table["direct"].abs() > 1e-3 * table["direct"].abs().max()
+    for row in _records(table[large].head(6)):
         best, worst = found.words(row["layer"], row["head"], 6)
-        head = _name(row)
-        numbers = {"direct": row["direct"], "low": row["low"], "high": row["high"]}
+        direct = _with_interval(row["direct"], row["low"], row["high"])
         words = {"promotes": best, "demotes": worst}
         shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
-        rows.append({"head": head, **numbers, **shown})
+        rows.append({"head": _name(row), "direct, logits a step": direct, **shown})
     return pd.DataFrame(rows)
 
 
@@ -560,7 +738,7 @@ def _layers(table: KnockOut) -> Drawing:
     axes.errorbar(frame["layer"], frame["effect"], yerr=errors, fmt="none", ecolor="0.3", lw=0.8)
     axes.axhline(0, color="0.6", lw=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    plain_axes(axes, "layer", f"lost {table.metric}, nats a step")
+    plain_axes(axes, "layer", lost(table.metric))
     return figure
 
 
@@ -572,10 +750,11 @@ def _against_mass(found: Study) -> Drawing:
     axes = figure.subplots()
     axes.axhline(0, color="0.7", lw=0.6)
     axes.scatter(mass, table["effect"], s=9, color="#0072B2", lw=0)
-    for i in (*range(min(6, len(rows))), len(rows) - 1):
+    told = [i for i, row in enumerate(rows) if not row["below_noise"]]
+    for i in dict.fromkeys((*told[:6], *told[-2:])):
         axes.annotate(_name(rows[i]), (mass[i], rows[i]["effect"]), fontsize=7, xytext=(3, 2),
                       textcoords="offset points")  # fmt: skip
-    plain_axes(axes, "attention on the prefix", f"lost {found.heads.metric}, nats a step")
+    plain_axes(axes, "attention on the prefix", lost(found.heads.metric))
     return figure
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from lapa2_interp.cli.options import ModelClass, Several, Unshown
+from lapa2_interp.cli.options import Several, Unshown
 from lapa2_interp.machine import Dtype
 
 
@@ -23,16 +23,16 @@ def circuits(
     seed: int = 1,
     dtype: Dtype = "float32",
     device: str | None = None,
-    model_class: ModelClass = "TransformerBridge",
+    model_class: Literal["TransformerBridge", "TransformersModel"] = "TransformerBridge",
     trust_remote_code: bool = False,
 ) -> None:
     """Find the heads that carry a task's control, and write a page about them.
 
     The same texts are read behind opposite prefixes. What a prefix does to the next token is the
-    control; what is lost where a head does not see the prefix is what that head carries. Layers, KV
-    heads, heads and tokens of the prefix are knocked out one by one, the best heads also in other
-    ways and together, and what heads write is read directly. Every finished unit is kept: the same
-    command goes on where it stopped. For example
+    control. How much of it is lost when a head cannot see the prefix is what that head carries.
+    Layers, KV heads, heads and tokens of the prefix are knocked out one by one. The best heads are
+    also knocked out in other ways, and several at a time, and what heads write is read directly.
+    Finished knock-outs are kept: the same command goes on where it stopped. For example
 
         lapa2 circuits planted --task sentiment --out results/planted
         lapa2 circuits smollm2-135m --task sentiment --out results/circuits
@@ -45,7 +45,8 @@ def circuits(
         prompt: Prompts, instead of the task's. Fewer than 8 give numbers and no claims.
         tokens: Tokens of each text that are scored.
         samples: Texts of each prompt.
-        best: Heads that other replacements and phases are tried on, beside as many random ones.
+        best: How many of the best heads are tested again with the other replacements and phases. As
+            many random heads are added.
         seed: Of the texts.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.

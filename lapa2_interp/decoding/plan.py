@@ -19,7 +19,7 @@ from lapa2_interp.decoding.arrange import Arrangement, arrange
 from lapa2_interp.decoding.sampling import uniforms
 from lapa2_interp.errors import MethodError, ModelError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model, is_bridge, model_card
+from lapa2_interp.loaded import Model, is_bridge, kv_heads, model_card
 from lapa2_interp.methods import Method, Prepared, PrepareKit, Soft
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.soft_prefix import SoftName, SoftPrefix, find_prefix
@@ -248,8 +248,8 @@ def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...
 def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
     """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
     keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
-    heads = getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
-    row_bytes = 2 * model.cfg.n_layers * heads * model.cfg.d_head * model.cfg.dtype.itemsize * keys
+    width = kv_heads(model) * model.cfg.d_head
+    row_bytes = 2 * model.cfg.n_layers * width * model.cfg.dtype.itemsize * keys
     # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
     # again.
     positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0

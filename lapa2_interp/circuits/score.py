@@ -17,12 +17,12 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.circuits.metrics import Metric, metrics_by_name
+from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.errors import CircuitError, one_of
 from lapa2_interp.loaded import Model
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.progress import progress_bar
+from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import bounds
 
 
@@ -55,6 +55,9 @@ class Control:
     def interval(self, metric: str, by: str | None = "step") -> pd.DataFrame:
         """Means of a metric with 95 % intervals over prompts: by step, by source, or (None) of all.
 
+        Every step of every text has the same weight. A knock-out gives it to every prompt: the two
+        differ a little where texts have several lengths.
+
         Raises:
             CircuitError: The metric was not computed, or there is no such column.
         """
@@ -72,11 +75,6 @@ class Control:
             rows.append(row | {"n": len(part), "prompts": part["prompt"].nunique()})
         return pd.DataFrame(rows)
 
-    def per_prompt(self, metric: str) -> pd.Series:
-        """The mean over steps and texts of each prompt."""
-        means = self.question.by_prompt(np.nanmean(self.values[metric], axis=1))
-        return pd.Series(means, list(dict.fromkeys(self.question.prompts)))
-
     def plot(self, metrics: Sequence[str] | None = None) -> Drawing:
         """Every metric against the step, with 95 % bands."""
         shown = list(self.values) if metrics is None else list(metrics)
@@ -91,7 +89,7 @@ class Control:
             )
             axes.axhline(0, color="0.7", lw=0.6)
             axes.set_title(metric, fontsize=9)
-            plain_axes(axes, "step", "nats")
+            plain_axes(axes, "step", "nats" if metric in METRICS else "")
         return figure
 
 
@@ -99,7 +97,7 @@ def control(
     model: Model,
     about: About,
     *,
-    metrics: Sequence[str] | Mapping[str, Metric] | None = None,
+    metrics: str | Metric | Sequence[str] | Mapping[str, Metric] | None = None,
     augmentation: Augmentation | None = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
@@ -110,14 +108,14 @@ def control(
     Args:
         model: A TransformerBridge, with hooks of one's own if there are any, or a
             `TransformersModel`.
-        about: A task by name or value, cases, or a `Question`.
-        metrics: Names of `METRICS`, or functions of `Predictions` by name; by default all that can
-            be computed.
+        about: A task by name or value, a case or several, or a `Question`.
+        metrics: A name of `METRICS` or several, a function of `Predictions`, or functions by name;
+            by default all that can be computed.
         augmentation: What acts in every branch.
         at_once: Texts read together; changes nothing but memory and time.
         progress: A bar to advance by steps read.
         settings: For a task, as `make_cases`: attribute, prompts, texts, source, tokens, samples,
-            seed.
+            seed. For cases, words={name: token ids}, which lex needs.
 
     Raises:
         CircuitError: Prefixes of different lengths, an unknown metric, or one that lacks words.
@@ -128,20 +126,8 @@ def control(
     longest = max(case.n for case in question.cases)
     values = {name: np.full((len(question.cases), longest), np.nan) for name in chosen}
     total = sum(case.n * len(case.names) for case in question.cases)
-    own = progress_bar(total, "control", "step") if progress is None else None
-    try:
-        for _, group, found in answers(
-            model,
-            question,
-            [None],
-            chosen,
-            augmentation,
-            own if progress is None else progress,
-            at_once,
-        ):
+    with given_bar(progress, total, "control", "step") as bar:
+        for _, group, found in answers(model, question, [None], chosen, augmentation, bar, at_once):
             for name, each in found.items():
-                values[name][group, : each.shape[1]] = each.cpu().numpy()
-    finally:
-        if own is not None:
-            own.close()
+                values[name][group, : each.shape[1]] = each.double().cpu().numpy()
     return Control(question, values)

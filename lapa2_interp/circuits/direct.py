@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -36,11 +36,12 @@ from lapa2_interp.attention.hooked import PATTERN, augmented
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.circuits.question import About, Question
-from lapa2_interp.errors import CircuitError
+from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.errors import CircuitError, one_of
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, packed_model, plain_network
+from lapa2_interp.loaded import Model, is_bridge, kv_heads, packed_model, plain_network
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import progress_bar
+from lapa2_interp.progress import given_bar
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.stats import bounds
 
@@ -62,8 +63,9 @@ class Writes:
         others: The rest of the sum [case branch step other]: MLPs, attention biases, the embedding
             and the final norm's bias (`OTHERS`).
         total: The logit difference that they sum to [case branch step].
-        mass: Attention on each part.
-        size: Its value-weighted form: the length of what is written from the part.
+        mass: Attention on each part, a share from 0 to 1.
+        size: Its value-weighted form: the Euclidean length of what is written from the part into
+            the residual stream, before the final norm.
         written: What each head writes from the prefix of the target minus the others, as the final
             norm passes it on, mean over cases and steps [layer head d_model].
         unembed: The model's unembedding and tokenizer, for `words`.
@@ -91,6 +93,11 @@ class Writes:
                 "part": list(PARTS),
                 "other": list(OTHERS),
                 "prompt": ("sample", list(self.question.prompts)),
+            }
+            | {
+                name: np.arange(n)
+                for name, n in zip(axes, self.direct.shape, strict=True)
+                if name not in ("branch", "part")
             },
         )
 
@@ -102,21 +109,27 @@ class Writes:
     def frame(self) -> pd.DataFrame:
         """A row for every head, largest direct effect first.
 
-        Columns: direct (from the prefix, target minus opposite, mean over steps), its 95 % interval
-        over prompts and its share of the whole logit difference; direct_all (from all parts); mass
-        and size of the prefix, mean over branches.
+        Columns: direct (from the prefix, target minus opposite, mean over steps), in logits, with
+        its 95 % interval over prompts; its share of the whole logit difference, with its interval
+        (NaN where the branches do not differ); direct_all (from all parts); mass and size of the
+        prefix, mean over branches.
         """
         prefix = self._control(self.direct[..., 0])  # prompt layer head
         every = self._control(self.direct.sum(-1))
         low, high = bounds(prefix, np.arange(len(prefix)))
-        whole = self._control(self.total).mean(0)
+        whole = self._control(self.total)
         n_layers, n_heads = prefix.shape[1:]
+        share = [np.full(n_layers * n_heads, np.nan)] * 3
+        if whole.any():
+            share = list(share_interval(prefix.reshape(len(prefix), -1), whole))
         layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
         columns = {
             "direct": prefix.mean(0),
             "low": low,
             "high": high,
-            "share": prefix.mean(0) / whole,
+            "share": share[0],
+            "share_low": share[1],
+            "share_high": share[2],
             "direct_all": every.mean(0),
             "mass": np.nanmean(self.mass[..., 0], axis=(0, 1, 2)),
             "size": np.nanmean(self.size[..., 0], axis=(0, 1, 2)),
@@ -144,7 +157,17 @@ class Writes:
 
     def words(self, layer: int, head: int, n: int = 10) -> tuple[list[str], list[str]]:
         """The tokens that a head's reading of the prefix promotes most, and those that it demotes
-        most."""
+        most.
+
+        Raises:
+            CircuitError: The model has no such head.
+        """
+        n_layers, n_heads = self.written.shape[:2]
+        if not (0 <= layer < n_layers and 0 <= head < n_heads):
+            raise CircuitError(
+                f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1},"
+                f" heads 0-{n_heads - 1}"
+            )
         weights, tokenizer = self.unembed
         written = torch.from_numpy(self.written[layer, head]).to(weights)
         logits = written @ weights
@@ -195,6 +218,8 @@ def writes(
             f" {type(model).__name__}"
         )
     question = Question.of(model, about, **settings)
+    if along not in get_args(Along):
+        raise CircuitError(one_of("direction", along, get_args(Along)))
     if along == "lex" and len(question.words) < 2:
         raise CircuitError("along lex needs the words of each attribute; give along='text'")
     shape = (len(question.cases), len(question.cases[0].names), max(c.n for c in question.cases))
@@ -207,8 +232,7 @@ def writes(
     total = np.full(shape, np.nan)
     written = np.zeros((*heads, model.cfg.d_model))
     weights = _Weights(model)
-    own = progress_bar(len(question.cases), "writes", "text") if progress is None else None
-    try:
+    with given_bar(progress, len(question.cases), "writes", "text") as bar:
         for i, case in enumerate(question.cases):
             with torch.no_grad(), packed_model(model):
                 found = _read(model, case, augmentation)
@@ -218,12 +242,7 @@ def writes(
             others[i, :, : case.n] = direct["others"].cpu().numpy()
             total[i, :, : case.n] = direct["total"].cpu().numpy()
             written += direct["written"].cpu().numpy() / len(question.cases)
-            for bar in (progress, own):
-                if bar is not None:
-                    bar.update()
-    finally:
-        if own is not None:
-            own.close()
+            bar.update()
     unembed = (weights.unembed.detach().cpu(), model.tokenizer)
     return Writes(question, others=others, total=total, written=written, unembed=unembed, **arrays)
 
@@ -232,14 +251,21 @@ class _Weights:
     """What turns outputs of heads into logits."""
 
     def __init__(self, model: Model) -> None:
-        self.out = model.W_O  # layer head d_head d_model
-        self.unembed = model.W_U  # d_model vocab
-        self.unembed_bias = model.b_U  # vocab
+        self.out = _wide(model.W_O)  # layer head d_head d_model
+        self.unembed = _wide(model.W_U)  # d_model vocab
+        self.unembed_bias = _wide(model.b_U)  # vocab
         norm = model.ln_final.original_component
-        self.gamma = norm.weight  # d_model
-        self.beta = getattr(norm, "bias", None)
+        beta = getattr(norm, "bias", None)
+        self.gamma = _wide(norm.weight)  # d_model
+        self.beta = None if beta is None else _wide(beta)
         self.centres = isinstance(norm, torch.nn.LayerNorm)
-        self.biases = [block.attn.o.original_component.bias for block in model.blocks]
+        biases = [block.attn.o.original_component.bias for block in model.blocks]
+        self.biases = [None if each is None else _wide(each) for each in biases]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In at least float32: sums of parts lose too much in half precision."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass
@@ -285,9 +311,7 @@ def _read(model: Model, case: Case, augmentation: Augmentation | None) -> _Readi
         "generated": slots >= own.prompt.stop,
     }
     mask = torch.stack([masks[name] for name in PARTS], dim=1)  # key part
-    group = model.cfg.n_heads // (
-        getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
-    )
+    group = model.cfg.n_heads // kv_heads(model)
     values: dict[int, Tensor] = {}
     parts: list[Tensor] = []
     mass: list[Tensor] = []
@@ -301,13 +325,13 @@ def _read(model: Model, case: Case, augmentation: Augmentation | None) -> _Readi
         values[layer] = whole_value.repeat_interleave(group, dim=2)
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> None:
-        steps = pattern[:, :, -case.n :]  # branch head step key
+        steps = _wide(pattern[:, :, -case.n :])  # branch head step key
         split = steps[..., None] * mask.to(steps)  # branch head step key part
         parts.append(torch.einsum("bhqkp,bkhd->bqhpd", split, values.pop(layer).to(steps)))
         mass.append(split.sum(3).transpose(1, 2))
 
     def add(tensor: Tensor, hook: Any, name: str) -> None:
-        kept = tensor[:, -case.n :]
+        kept = _wide(tensor[:, -case.n :])
         seen[name] = seen[name] + kept if name in seen else kept
 
     hooks: list[tuple[str, Any]] = []
@@ -323,7 +347,7 @@ def _read(model: Model, case: Case, augmentation: Augmentation | None) -> _Readi
         ("ln_final.hook_scale", _named(add, "scale")),
     ]
     with augmented(model, augmentation, list(case.layouts)), model.hooks(fwd_hooks=hooks):
-        logits = model(**inputs)[:, -case.n :]
+        logits = _wide(model(**inputs)[:, -case.n :])
     return _Reading(
         parts, mass, seen["mlp"], seen["embedding"], seen["final"], seen["scale"], logits
     )

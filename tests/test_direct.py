@@ -8,9 +8,9 @@ from test_circuits import cases_of, planted_question, question, words_of
 
 from lapa2_interp import Augmentation, Layout
 from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.direct import OTHERS, PARTS, writes
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.question import Question
-from lapa2_interp.circuits.writes import OTHERS, PARTS, writes
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.planted import NEGATIVE, POSITIVE, planted
 

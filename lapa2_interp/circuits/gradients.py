@@ -27,7 +27,6 @@ Gradients need the hooks of a TransformerBridge, and float32 or float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,16 +46,16 @@ from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN, SCORES, augmented
 from lapa2_interp.augmentation import Augmentation, Phase
 from lapa2_interp.circuits.cases import Case, batches
-from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.edits import Heads, read_raw
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.question import About, Question
-from lapa2_interp.circuits.statistics import ranks
+from lapa2_interp.circuits.statistics import ranks, spearman
 from lapa2_interp.errors import CircuitError, counted, one_of
 from lapa2_interp.layout import Span
 from lapa2_interp.loaded import Model, is_bridge, plain_network
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import progress_bar
+from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import bounds
 
 ESTIMATES = ("cut_hat", "slope")
@@ -134,6 +133,10 @@ class Attribution:
             columns |= {f"{by}_rank_low": order.low, f"{by}_rank_high": order.high}
         return pd.DataFrame(columns).sort_values("cut_hat_rank", ignore_index=True)
 
+    def interval(self) -> pd.DataFrame:
+        """Each head's cut_hat with its 95 % interval over prompts, largest first."""
+        return self.frame()[["layer", "head", "cut_hat", "cut_hat_low", "cut_hat_high"]]
+
     def plot(self) -> Drawing:
         """Maps of both estimates, each with its own scale."""
         n_layers, n_heads = self.cut_hats.shape[1:]
@@ -158,7 +161,7 @@ def attribution(
     model: Model,
     about: About,
     *,
-    metric: str | Mapping[str, Metric] = "js",
+    metric: str | Metric | Mapping[str, Metric] = "js",
     augmentation: Augmentation | None = None,
     at_once: int = 1,
     progress: tqdm | None = None,
@@ -189,7 +192,7 @@ def attribution(
     slopes = np.full((n, n_layers, n_heads, longest), np.nan)
     cut_hats = np.zeros((n, n_layers, n_heads))
     steps = sum(case.n * len(case.names) for case in question.cases)
-    with _bar(steps, "attribution", progress) as bar:
+    with given_bar(progress, steps, "attribution", "step") as bar:
         for group in batches(question.cases, at_once):
             cases = [question.cases[i] for i in group]
             l_pre, n_branches = cases[0].layouts[0].l_pre, len(cases[0].names)
@@ -217,7 +220,7 @@ def integrated(
     about: About,
     heads: Sequence[Sequence[int]],
     *,
-    metric: str | Mapping[str, Metric] = "js",
+    metric: str | Metric | Mapping[str, Metric] = "js",
     nodes: int = 5,
     augmentation: Augmentation | None = None,
     at_once: int = 8,
@@ -258,7 +261,8 @@ def integrated(
     items = [(i, k) for i in range(len(unit.heads)) for k in range(nodes)]
     found = np.zeros((len(question.cases), len(unit.heads)))
     steps = sum(case.n * len(case.names) for case in question.cases)
-    with _bar(steps * len(items), "integrated gradients", progress) as bar:
+    total = steps * len(items)
+    with given_bar(progress, total, "integrated gradients", "step") as bar:
         for number, case in enumerate(question.cases):
             for first in range(0, len(items), at_once):
                 part = items[first : first + at_once]
@@ -360,8 +364,8 @@ def recall(found: Attribution, exact: KnockOut, n: int = 24) -> Recall:
     return Recall(
         len(pairs),
         n,
-        _spearman(cut_hats, effects),
-        _spearman(slopes, effects),
+        spearman(cut_hats, effects),
+        spearman(slopes, effects),
         len(shared) / n,
         pairs[rest[0]] if rest else None,
         float(effects[rest[0]]) if rest else 0.0,
@@ -405,7 +409,7 @@ def prefiltered(
     n: int = 24,
     random: int = 24,
     seed: int = 0,
-    metric: str | Mapping[str, Metric] = "js",
+    metric: str | Metric | Mapping[str, Metric] = "js",
     how: str = "cut",
     phase: Phase = "all_queries",
     also: Sequence[str] | None = None,
@@ -482,8 +486,8 @@ def _check(model: Model, augmentation: Augmentation | None) -> None:
         )
 
 
-def _one_metric(asked: str | Mapping[str, Metric]) -> tuple[str, Metric]:
-    chosen = metrics_by_name([asked] if isinstance(asked, str) else asked)
+def _one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
+    chosen = metrics_by_name(asked)
     if len(chosen) != 1:
         raise CircuitError(
             f"gradients are of one metric; found {counted(len(chosen), 'metric')}: "
@@ -497,16 +501,6 @@ def _gradients() -> Iterator[None]:
     """Gradients are recorded, whatever the caller's mode."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-@contextmanager
-def _bar(total: int, label: str, given: tqdm | None) -> Iterator[tqdm]:
-    """The bar that was given, or one of one's own, closed at the end."""
-    if given is not None:
-        yield given
-        return
-    with progress_bar(total, label, "step") as own:
-        yield own
 
 
 def _read(
@@ -565,7 +559,10 @@ def _control(
 ) -> Float[Tensor, " item"]:
     """The control of each text, its mean over steps."""
     text = torch.tensor([case.text for case in cases], device=logits.device)
-    raw = _raw(model, cases) if name == "from_raw" else None
+    raw = None
+    if name == "from_raw":  # no bias changes it, so there is nothing to differentiate
+        with torch.no_grad():
+            raw = read_raw(model, cases)
     control = metric(Predictions(logits, text, raw, question.words)).mean(1)
     if not control.requires_grad:
         raise CircuitError(
@@ -573,21 +570,6 @@ def _control(
             " that torch can differentiate, without detach, argmax or item"
         )
     return control
-
-
-def _raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:
-    """The texts without a prefix: no bias changes them, so there is nothing to differentiate."""
-    found = []
-    with torch.no_grad():
-        for case in cases:
-            if case.raw is None:
-                raise CircuitError(
-                    f"the case behind {case.prompt!r} has no raw layout, which metric from_raw"
-                    " needs; make it with Case.of, or use another metric"
-                )
-            ids = torch.tensor([[*case.raw.ids, *case.text[:-1]]], device=model.cfg.device)
-            found.append(model(ids, logits_to_keep=case.n)[:, -case.n :])
-    return torch.cat(found)
 
 
 def _chosen(model: Model, heads: Heads) -> Bool[Tensor, "layer item head"]:
@@ -619,12 +601,3 @@ def without(
     rest[..., span.start : span.stop] = 0
     left = rest.sum(3, keepdim=True) + torch.where(sink > ROUNDING, sink, 0.0)
     return rest / left.clamp_min(torch.finfo(pattern.dtype).tiny)
-
-
-def _spearman(one: Float[np.ndarray, " head"], other: Float[np.ndarray, " head"]) -> float:
-    from scipy.stats import rankdata
-
-    both = [rankdata(each) for each in (one, other)]
-    if len(one) < 2 or min(each.std() for each in both) == 0:
-        return math.nan
-    return float(np.corrcoef(*both)[0, 1])
