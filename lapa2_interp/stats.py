@@ -9,13 +9,13 @@ cover 82 %): then the interval is Student's, on the prompts' means.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
@@ -50,16 +50,20 @@ def resampled_means(
     sums = np.zeros((len(names), *values.shape[1:]))
     np.add.at(sums, codes, values)
     sizes, n = np.bincount(codes), len(names)
-    rng, means = np.random.default_rng(seed), []
+    means = [
+        np.tensordot(picks, sums, axes=1) / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1))
+        for picks in resampled(n, resamples, seed)
+    ]
+    return np.concatenate(means)
+
+
+def resampled(n: int, resamples: int, seed: int) -> Iterator[Int[np.ndarray, "draw n"]]:
+    """How often each of n things is in each bootstrap resample, a chunk of resamples at a time."""
+    rng = np.random.default_rng(seed)
     for first in range(0, resamples, size := max(1, CHUNK // n)):
         count = min(size, resamples - first)
         drawn = rng.integers(0, n, (count, n)) + n * np.arange(count)[:, None]
-        picks = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
-        means.append(
-            np.tensordot(picks, sums, axes=1)
-            / (picks @ sizes).reshape(-1, *[1] * (values.ndim - 1))
-        )
-    return np.concatenate(means)
+        yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
 
 
 def tails(clusters: int) -> list[float]:

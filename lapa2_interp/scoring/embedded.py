@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 WEIGHTS = Path(__file__).parent / "weights"
+LINEAR = ".npz"
+"""What follows the task in the name of a linear classifier's file."""
 COLUMNS = 2**18
 """Hashed columns of each of the two sets of n-grams."""
 
 
-class ScorerCard(BaseModel):
-    """What an embedded scorer is and what it reaches."""
+class Card(BaseModel):
+    """What the cards of all trained scorers state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,14 +52,58 @@ class ScorerCard(BaseModel):
     """Corpora it was trained on, with counts."""
     examples: int
     """Texts and pieces of text."""
-    c: float
-    """Inverse strength of the L2 penalty."""
-    held_out: dict[str, float]
-    """Results on text it was not trained on, by corpus and measure."""
     sha256: str
     """sha256 of the weights' file."""
     made: datetime
     versions: dict[str, str]
+
+
+class ScorerCard(Card):
+    """What a linear scorer is and what it reaches."""
+
+    c: float
+    """Inverse strength of the L2 penalty."""
+    held_out: dict[str, float]
+    """Results on text it was not trained on, by corpus and measure."""
+
+
+AnyCard = TypeVar("AnyCard", bound=Card)
+
+
+def tasks_in(folder: Path, ending: str) -> list[str]:
+    """The tasks whose scorers are in a folder, by what follows the task in the name of a file."""
+    return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
+
+
+def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: str) -> AnyCard:
+    """The card beside a scorer's weights, `<task><ending>`.
+
+    Args:
+        form: The card's class.
+        kind: What such scorers are called in messages.
+
+    Raises:
+        ScoringError: There is none for the task, or its files are damaged.
+    """
+    file = folder / f"{task}{ending}"
+    card_file = file.with_suffix(".json")
+    if not card_file.is_file():
+        known = tasks_in(folder, ending)
+        raise ScoringError(
+            one_of(f"{kind} scorer", task, known)
+            if known
+            else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
+        )
+    try:
+        card = form.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
+        raise ScoringError(
+            f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
+        )
+    return card
 
 
 def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
@@ -125,8 +171,39 @@ class Linear:
         return shifted / shifted.sum(axis=1, keepdims=True)
 
 
-class EmbeddedScorer(Scorer):
-    """A classifier that ships with the package.
+@runtime_checkable
+class Probabilistic(Protocol):
+    """A classifier of texts."""
+
+    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
+        """P(label | text), rows summing to 1; at least one text, none blank."""
+
+
+class TaskScorer(Scorer):
+    """The probabilities that a classifier gives to the labels of its task.
+
+    Args:
+        kind: What such scorers are called in their version.
+    """
+
+    name = "accuracy"
+
+    def __init__(self, classifier: Probabilistic, card: Card, kind: str) -> None:
+        self.classifier, self.card = classifier, card
+        self.columns = card.labels
+        self.version = f"{kind} {card.task} {card.sha256[:12]}"
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        texts = [item.text for item in items if item.text.strip()]
+        rows = iter(self.classifier.probabilities(texts) if texts else ())
+        return [
+            tuple(map(float, next(rows))) if item.text.strip() else Skipped("empty text")
+            for item in items
+        ]
+
+
+class EmbeddedScorer(TaskScorer):
+    """A linear classifier that ships with the package.
 
     Args:
         task: sentiment, topic or detox.
@@ -136,34 +213,33 @@ class EmbeddedScorer(Scorer):
         ScoringError: There is none for the task, or its files are damaged.
     """
 
-    name = "accuracy"
     batch_size = 2048
 
     def __init__(self, task: str, folder: Path = WEIGHTS) -> None:
-        self.linear, self.card = load_linear(task, folder)
-        self.columns = self.card.labels
-        self.version = f"embedded {task} {self.card.sha256[:12]}"
-
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        probabilities = self.linear.probabilities([item.text for item in items])
-        return [
-            tuple(map(float, row)) if item.text.strip() else Skipped("empty text")
-            for item, row in zip(items, probabilities, strict=True)
-        ]
+        super().__init__(*load_linear(task, folder), "embedded")
 
 
-class EmbeddedToxicity(EmbeddedScorer):
-    """P(toxic) of the detox classifier; `toxicity` in [0, 1]."""
+class ToxicityOf(Scorer):
+    """P(toxic) of a classifier that has a label toxic; `toxicity` in [0, 1]."""
 
     name = "toxicity"
+    columns = ("toxicity",)
 
-    def __init__(self, folder: Path = WEIGHTS) -> None:
-        super().__init__("detox", folder)
-        self.columns = ("toxicity",)
+    def __init__(self, classifier: TaskScorer) -> None:
+        self.classifier = classifier
+        self.version, self.batch_size = classifier.version, classifier.batch_size
+        self.at = classifier.columns.index("toxic")
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        at = self.card.labels.index("toxic")
-        return [row if isinstance(row, Skipped) else (row[at],) for row in super().score(items)]
+        rows = self.classifier.score(items)
+        return [row if isinstance(row, Skipped) else (row[self.at],) for row in rows]
+
+
+class EmbeddedToxicity(ToxicityOf):
+    """P(toxic) of the linear detox classifier."""
+
+    def __init__(self, folder: Path = WEIGHTS) -> None:
+        super().__init__(EmbeddedScorer("detox", folder))
 
 
 def train_linear(
@@ -208,7 +284,7 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Scorer
     """Write `<task>.npz` (float16 weights) and its card."""
     import sklearn
 
-    file = folder / f"{task}.npz"
+    file = folder / f"{task}{LINEAR}"
     weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
     with whole_file(file) as fresh:
         np.savez_compressed(fresh, weights=weights, rarity=rarity, bias=linear.bias)
@@ -230,20 +306,7 @@ def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, ScorerCard]:
     Raises:
         ScoringError: There is none for the task, or its files are damaged.
     """
-    card_file, file = folder / f"{task}.json", folder / f"{task}.npz"
-    if not card_file.is_file():
-        raise ScoringError(
-            one_of("embedded scorer", task, sorted(each.stem for each in folder.glob("*.json")))
-        )
-    try:
-        card = ScorerCard.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
-    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
-        raise ScoringError(
-            f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
-        )
-    with np.load(file, allow_pickle=False) as stored:
+    card = load_card(ScorerCard, "embedded", task, folder, LINEAR)
+    with np.load(folder / f"{task}{LINEAR}", allow_pickle=False) as stored:
         wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
         return Linear(card.labels, **wide), card

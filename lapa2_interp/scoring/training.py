@@ -36,6 +36,12 @@ class Graded:
     scores: tuple[float, ...]
     source: str
 
+    @property
+    def sha256(self) -> str:
+        """sha256 of the texts and scores."""
+        rows = zip(self.scores, self.texts, strict=True)
+        return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
+
 
 def read_graded(path: Path, test: bool) -> Graded:
     """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their
@@ -168,10 +174,7 @@ def make_scorer_files(
 
     Args:
         labels: The task's attributes.
-        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says
-            how much its texts count.
-        graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as
-            above.
+        data, test, graded: As `read_data` takes them.
         c: Inverse strength of the L2 penalty, > 0.
         out: Folder of the weights and the card.
 
@@ -181,19 +184,58 @@ def make_scorer_files(
     """
     if not 0 < c < math.inf:
         raise ScoringError(f"--c must be a positive number, found {c:g}")
-    if out.exists() and not out.is_dir():
-        raise ScoringError(f"--out {out} is a file; give a folder")
+    found = read_data(labels, data, test, graded, out)
     return train_scorer(
         task,
         labels,
+        found.corpora,
+        found.tests,
+        out,
+        graded=found.graded,
+        graded_tests=found.graded_tests,
+        c=c,
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a scorer is trained on, with the weights of the texts, and tested on."""
+
+    corpora: Sequence[tuple[Corpus, float]]
+    tests: Sequence[Corpus]
+    graded: Sequence[tuple[Graded, float]]
+    graded_tests: Sequence[Graded]
+
+
+def read_data(
+    labels: Sequence[str],
+    data: Sequence[str],
+    test: Sequence[str],
+    graded: Sequence[str],
+    out: Path,
+) -> Data:
+    """Read corpora by name.
+
+    Args:
+        labels: The task's attributes.
+        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says
+            how much its texts count.
+        graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as
+            above.
+        out: The folder that will hold the scorer.
+
+    Raises:
+        ScoringError: A weight out of range, or `out` is a file.
+        DataError: A corpus cannot be read.
+    """
+    if out.exists() and not out.is_dir():
+        raise ScoringError(f"--out {out} is a file; give a folder")
+    files = [(Path(path), weight) for path, weight in map(_weighted, graded)]
+    return Data(
         [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)],
         [read_corpus(source, labels, "test") for source in test],
-        out,
-        graded=[
-            (read_graded(Path(path), test=False), weight) for path, weight in map(_weighted, graded)
-        ],
-        graded_tests=[read_graded(Path(path), test=True) for path, _ in map(_weighted, graded)],
-        c=c,
+        [(read_graded(path, test=False), weight) for path, weight in files],
+        [read_graded(path, test=True) for path, _ in files],
     )
 
 
