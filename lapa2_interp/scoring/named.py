@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import NAMES, Scorer
+from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.perspective import Perspective
@@ -30,12 +31,14 @@ class Options:
 def make_scorer(name: str, model: str, options: Options) -> Scorer:
     """The scorer of a NAME or NAME=MODEL option."""
     match name, model:
-        case "accuracy", "" | "embedded":
+        case "accuracy", "" | "embedded" | "linear" | "adapter":
             if options.task is None:
                 raise ScoringError(
                     "the embedded classifiers belong to tasks: give --task sentiment, topic or"
                     " detox"
                 )
+            if model == "adapter":
+                return AdapterScorer(options.task, device=options.device)
             return EmbeddedScorer(options.task)
         case "accuracy", _:
             return Classifier(
@@ -53,8 +56,10 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                 options.generator,
                 trust_remote_code=options.trust_remote_code,
             )
-        case "toxicity", "" | "embedded":
+        case "toxicity", "" | "embedded" | "linear":
             return EmbeddedToxicity()
+        case "toxicity", "adapter":
+            return AdapterToxicity(device=options.device)
         case "toxicity", "perspective":
             return Perspective()
         case "toxicity", _:

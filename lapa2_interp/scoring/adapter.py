@@ -1,0 +1,352 @@
+"""Scorers that read with a small language model: SmolLM2's lower layers with low-rank adapters, and
+a linear head.
+
+1. A text's tokens pass BOS first, then the lower layers of SmolLM2. Every linear layer W of these
+   has an adapter: it computes (W + scale B A) x, with B A of low rank.
+2. The states after the last of these layers are scaled to root mean square 1. The head sees their
+   mean over the text's tokens, and the last token's.
+3. A text of more than 128 tokens is read in the fewest windows of nearly equal length, and their
+   logits are averaged, weighted by their lengths.
+
+Only adapters and head are on disk. Loading adds B A to the weights, so reading costs what the plain
+layers cost. `adapter_training` trains them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.layout import text_markers
+from lapa2_interp.models import load_transformers, move
+from lapa2_interp.models.smollm2 import SMOLLM2
+from lapa2_interp.packed import packed
+from lapa2_interp.scoring.embedded import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ADAPTER = "-adapter.safetensors"
+"""What follows the task in the name of an adapter's file."""
+LONGEST = 128
+"""Tokens of the longest window, BOS left out."""
+AT_ONCE = 4096
+"""Padded tokens that are read at once."""
+
+
+class AdapterRecipe(BaseModel):
+    """What decides a training, besides its texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int = Field(20, ge=1)
+    """Layers that are read, from below."""
+    first: int = Field(4, ge=0)
+    """The lowest layer with adapters; those below it are read without gradients."""
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    """The scale of B A is alpha / rank."""
+    passes: int = Field(3, ge=1)
+    per_pass: int = Field(8000, ge=1)
+    """Texts of each corpus in a pass, at most."""
+    shortest: int = Field(8, ge=1)
+    """Tokens of the shortest drawn window; the longest has `LONGEST`."""
+    tokens_per_batch: int = Field(1024, ge=LONGEST)
+    """Padded tokens of a batch, at most."""
+    lr: float = Field(2e-4, gt=0)
+    """Highest learning rate of the adapters."""
+    head_lr: float = Field(1e-3, gt=0)
+    """Highest learning rate of the head."""
+    weight_decay: float = Field(0.01, ge=0)
+    warmup: float = Field(0.05, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises; it falls in the others."""
+    clip: float = Field(1.0, gt=0)
+    seed: int = Field(0, ge=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the products in training; scores are computed in float32."""
+
+    @model_validator(mode="after")
+    def _check(self) -> AdapterRecipe:
+        if self.first >= self.layers:
+            raise ValueError(
+                f"first must be below layers, {self.layers}, so that a layer has adapters; found"
+                f" {self.first}"
+            )
+        if self.shortest > LONGEST:
+            raise ValueError(f"shortest must be at most {LONGEST}, found {self.shortest}")
+        return self
+
+
+class HeldOut(BaseModel):
+    """A row of `agreement.agreement` about a corpus that was not trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str
+    measure: str
+    length: str
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+class AdapterCard(Card):
+    """What an adapter scorer is and what it reaches."""
+
+    base: str
+    """The model whose layers are read."""
+    base_weights: str
+    """Where its weights come from."""
+    recipe: AdapterRecipe
+    tokens: int
+    """Tokens of the windows it was trained on, repeated ones counted again."""
+    seconds: float
+    """Time of the training."""
+    held_out: tuple[HeldOut, ...]
+
+
+class Reader(nn.Module):
+    """The lower layers of a language model, and a head on [mean | last] of their states.
+
+    Args:
+        network: A transformers causal model of Llama's make; it is taken apart.
+        layers: Layers to keep.
+        labels: Logits per text.
+
+    Raises:
+        ScoringError: The network has fewer layers, or is of another make.
+    """
+
+    def __init__(self, network: Any, layers: int, labels: int) -> None:
+        super().__init__()
+        base = network.base_model
+        if not hasattr(base, "layers") or not hasattr(base, "norm"):
+            raise ScoringError(
+                f"adapters need a model of Llama's make, such as {SMOLLM2}; found"
+                f" {type(network).__name__}"
+            )
+        if len(base.layers) < layers:
+            raise ScoringError(
+                f"--layers must be at most {len(base.layers)}, the model's; found {layers}"
+            )
+        network.set_attn_implementation("sdpa")
+        base.layers = base.layers[:layers]
+        base.norm = nn.Identity()
+        self.base = base
+        self.head = nn.Linear(2 * base.config.hidden_size, labels)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, ids: Int[Tensor, "text slot"], lengths: Int[Tensor, " text"]
+    ) -> Float[Tensor, "text label"]:
+        """Logits of texts.
+
+        Args:
+            ids: BOS, the text, and any padding. The attention is causal, so that no token sees the
+                padding behind it.
+            lengths: Tokens of each text, BOS left out; at least 1.
+        """
+        states = self.base(input_ids=ids, use_cache=False).last_hidden_state.float()
+        states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
+        slots = torch.arange(ids.shape[1], device=ids.device)
+        own = (slots > 0) & (slots <= lengths[:, None])
+        mean = (states * own[..., None]).sum(1) / lengths[:, None]
+        last = states[torch.arange(len(ids), device=ids.device), lengths]
+        return self.head(torch.cat([mean, last], dim=1))
+
+
+def open_reader(
+    base: str, layers: int, labels: int, device: str | None = None
+) -> tuple[Reader, PreTrainedTokenizerBase, str]:
+    """A reader with an empty head, its tokenizer, and where the base's weights come from."""
+    network, tokenizer, weights = load_transformers(base)
+    reader = Reader(network, layers, labels).requires_grad_(False)
+    move(reader, device)
+    return reader.eval(), tokenizer, weights
+
+
+def token_rows(
+    texts: Sequence[Sequence[int]], start: int, device: Any
+) -> tuple[Int[Tensor, "text slot"], Int[Tensor, " text"]]:
+    """Token ids behind BOS, right-padded with it, and their lengths, as a `Reader` takes them."""
+    width = max(map(len, texts))
+    rows = [[start, *text, *[start] * (width - len(text))] for text in texts]
+    return torch.tensor(rows, device=device), torch.tensor([len(t) for t in texts], device=device)
+
+
+def windows_of(ids: Sequence[int]) -> list[Sequence[int]]:
+    """Token ids in the fewest windows of at most `LONGEST`, whose lengths differ by 1 at most."""
+    count = -(-len(ids) // LONGEST)
+    edges = [len(ids) * i // count for i in range(count + 1)]
+    return [ids[first:stop] for first, stop in pairwise(edges)]
+
+
+def batches_of(
+    lengths: Sequence[int] | Int[np.ndarray, " text"], budget: int
+) -> Iterator[list[int]]:
+    """Numbers of texts, in order, in batches of at most `budget` padded tokens (one text at
+    least)."""
+    batch: list[int] = []
+    longest = 0
+    for i, length in enumerate(lengths):
+        if batch and max(longest, length) * (len(batch) + 1) > budget:
+            yield batch
+            batch, longest = [], 0
+        batch.append(i)
+        longest = max(longest, int(length))
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A reader whose adapters are part of its weights."""
+
+    reader: Reader
+    tokenizer: PreTrainedTokenizerBase
+
+    @torch.no_grad()
+    def logits(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
+        """Logits of texts, none blank; those of a long text are a mean over its windows."""
+        windows, owners = [], []
+        for owner, ids in enumerate(
+            self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+        ):
+            for window in windows_of(ids):
+                windows.append(window)
+                owners.append(owner)
+        order = sorted(range(len(windows)), key=lambda i: len(windows[i]))
+        start, device = text_markers(self.tokenizer).start, self.reader.head.weight.device
+        sums = np.zeros((len(texts), self.reader.head.out_features))
+        tokens = np.zeros(len(texts))
+        with packed(self.reader.base):
+            for batch in batches_of([len(windows[i]) for i in order], AT_ONCE):
+                chosen = [order[i] for i in batch]
+                found = self.reader(*token_rows([windows[i] for i in chosen], start, device))
+                for i, row in zip(chosen, found.double().cpu().numpy(), strict=True):
+                    sums[owners[i]] += len(windows[i]) * row
+                    tokens[owners[i]] += len(windows[i])
+        return sums / tokens[:, None]
+
+    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
+        """P(label | text), rows summing to 1; at least one text, none blank."""
+        logits = self.logits(texts)
+        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def save_adapter(
+    tensors: Mapping[str, Tensor], folder: Path, task: str, **facts: Any
+) -> AdapterCard:
+    """Write `<task>-adapter.safetensors` and its card.
+
+    Args:
+        tensors: Per linear layer its A and B, such as "layers.4.mlp.up_proj.a" [rank, in] and
+            "layers.4.mlp.up_proj.b" [out, rank], and "head.weight" and "head.bias". The matrices of
+            the adapters are rounded to float16.
+        facts: The card's other fields.
+    """
+    kept = {
+        name: value.detach()
+        .cpu()
+        .to(torch.float32 if name.startswith("head.") else torch.float16)
+        .contiguous()
+        for name, value in tensors.items()
+    }
+    file = folder / f"{task}{ADAPTER}"
+    with whole_file(file) as fresh:
+        save_file(kept, fresh)
+    card = AdapterCard(
+        task=task,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        made=datetime.now(UTC),
+        **facts,
+    )
+    write_text(file.with_suffix(".json"), card.model_dump_json(indent=1) + "\n")
+    return card
+
+
+def load_adapter(
+    task: str, folder: Path = WEIGHTS, device: str | None = None
+) -> tuple[Adapter, AdapterCard]:
+    """A task's adapter, added to the weights of its base, and its card.
+
+    Args:
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+
+    Raises:
+        ScoringError: There is none for the task, its files are damaged, or the base has other
+            weights than it was trained on.
+    """
+    card = load_card(AdapterCard, "adapter", task, folder, ADAPTER)
+    file, recipe = folder / f"{task}{ADAPTER}", card.recipe
+    reader, tokenizer, weights = open_reader(card.base, recipe.layers, len(card.labels), device)
+    if weights != card.base_weights:
+        raise ScoringError(
+            f"{file} belongs to {card.base} with {card.base_weights}; found {weights}: train it"
+            " again: `lapa2 scorers train`"
+        )
+    own = dict(reader.named_parameters())
+    try:
+        stored = load_file(file)
+        reader.head.load_state_dict(
+            {name: stored.pop(f"head.{name}") for name in ("weight", "bias")}
+        )
+        with torch.no_grad():
+            for name in [each.removesuffix(".a") for each in stored if each.endswith(".a")]:
+                weight = own[f"base.{name}.weight"]
+                a, b = (stored.pop(f"{name}.{part}").to(weight) for part in "ab")
+                weight.add_(b @ a, alpha=recipe.alpha / recipe.rank)
+    except (SafetensorError, KeyError, RuntimeError, OSError) as error:
+        raise ScoringError(
+            f"{file} does not fit {card.base} ({' '.join(str(error).split())[:120]}); train it"
+            " again: `lapa2 scorers train`"
+        ) from error
+    if stored:
+        raise ScoringError(
+            f"{file} has a tensor {next(iter(stored))!r} that belongs to no layer; train it again:"
+            " `lapa2 scorers train`"
+        )
+    return Adapter(reader, tokenizer), card
+
+
+class AdapterScorer(TaskScorer):
+    """The probabilities that an adapter gives to the labels of its task.
+
+    Args:
+        task: sentiment, topic or detox.
+        folder: Where its weights are.
+        device: As `load_adapter` takes it.
+
+    Raises:
+        ScoringError: There is none for the task, or its files are damaged.
+    """
+
+    batch_size = 256
+
+    def __init__(self, task: str, folder: Path = WEIGHTS, device: str | None = None) -> None:
+        super().__init__(*load_adapter(task, folder, device), "adapter")
+
+
+class AdapterToxicity(ToxicityOf):
+    """P(toxic) of the detox adapter."""
+
+    def __init__(self, folder: Path = WEIGHTS, device: str | None = None) -> None:
+        super().__init__(AdapterScorer("detox", folder, device))

@@ -1,0 +1,535 @@
+"""Train adapter scorers (`adapter`) with peft.
+
+1. A pass draws at most `per_pass` texts of each corpus, another part of it in each pass. Of each
+   text it reads one window (`window_of`), since generations are short and end anywhere.
+2. The loss is the soft cross-entropy against each text's shares of the labels, times the text's
+   weight. Every text counts alike in it, whatever batch it is in.
+3. AdamW, linear warm-up and decay, clipped gradients. Batches hold texts of similar length.
+4. Adapters and head are rounded and written, loaded as a scorer loads them, and tested on corpora
+   that were not trained on.
+
+Everything a step does follows from (seed, pass, step), so a run that was killed and resumed gives
+the same result as one that was not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import pickle
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from pydantic import ValidationError
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lapa2_interp import __version__
+from lapa2_interp.errors import ScoringError, first_problem
+from lapa2_interp.files import ASIDE, whole_file
+from lapa2_interp.layout import text_markers
+from lapa2_interp.models.smollm2 import SMOLLM2
+from lapa2_interp.progress import progress_bar, shown_time
+from lapa2_interp.scoring import Item, run_scorer
+from lapa2_interp.scoring.adapter import (
+    ADAPTER,
+    LONGEST,
+    AdapterCard,
+    AdapterRecipe,
+    AdapterScorer,
+    HeldOut,
+    Reader,
+    batches_of,
+    open_reader,
+    save_adapter,
+    token_rows,
+)
+from lapa2_interp.scoring.agreement import agreement, rows_of
+from lapa2_interp.scoring.training import Graded, read_data
+from lapa2_interp.tasks.corpora import Corpus
+
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of a layer that have adapters."""
+KEEP_EVERY = 180.0
+"""Seconds between checkpoints."""
+BLOCK = 16
+"""Batches, about, whose texts are sorted by length together."""
+CUT_SHORT, LEAST_LEFT = 1 / 3, 4
+"""Share of the texts shorter than their window that are cut, and the tokens that stay."""
+
+
+# --- what is read
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tokenised texts of one corpus.
+
+    Attributes:
+        texts: Token ids, without BOS.
+        shares: How much each text belongs to each label, rows summing to 1.
+        weight: Weight of each of its texts.
+    """
+
+    texts: Sequence[Int[np.ndarray, " _"]]
+    shares: Float[np.ndarray, "text label"]
+    weight: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The windows of one pass, and their order.
+
+    Attributes:
+        batches: Numbers of windows.
+    """
+
+    windows: Sequence[Int[np.ndarray, " _"]]
+    shares: Float[np.ndarray, "window label"]
+    weights: Float[np.ndarray, " window"]
+    batches: Sequence[Sequence[int]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the windows, BOS left out."""
+        return sum(map(len, self.windows))
+
+
+def window_of(
+    ids: Int[np.ndarray, " token"], shortest: int, rng: np.random.Generator
+) -> Int[np.ndarray, " part"]:
+    """The part of a text that is read in a pass.
+
+    A length is drawn, log-uniform from `shortest` to `LONGEST`. A longer text gives a window of
+    this length, from its beginning (probability 1/2) or from anywhere. A text that is not longer is
+    read whole, but one in three is cut after a token, at least 4 tokens from its beginning.
+    """
+    length = round(math.exp(rng.uniform(math.log(shortest), math.log(LONGEST))))
+    if len(ids) > length:
+        first = 0 if rng.random() < 0.5 else int(rng.integers(len(ids) - length + 1))
+        return ids[first : first + length]
+    if len(ids) > LEAST_LEFT and rng.random() < CUT_SHORT:
+        return ids[: int(rng.integers(LEAST_LEFT, len(ids)))]
+    return ids
+
+
+def drawn(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
+    """The texts of a pass: the next `per_pass` of an endless row of shuffled corpora."""
+    count = min(n, per_pass)
+    chosen: list[int] = []
+    for at in range(number * count, (number + 1) * count):
+        cycle, place = divmod(at, n)
+        if not chosen or place == 0:
+            order = np.random.default_rng([*seed, cycle]).permutation(n)
+        chosen.append(int(order[place]))
+    return chosen
+
+
+def make_pass(sources: Sequence[Source], recipe: AdapterRecipe, number: int) -> Pass:
+    """A pass's windows, in batches of similar length and random order."""
+    windows, shares, weights = [], [], []
+    rng = np.random.default_rng([recipe.seed, 1, number])
+    for i, source in enumerate(sources):
+        for text in drawn(len(source.texts), recipe.per_pass, number, (recipe.seed, 2, i)):
+            windows.append(window_of(source.texts[text], recipe.shortest, rng))
+            shares.append(source.shares[text])
+            weights.append(source.weight)
+    order = rng.permutation(len(windows))
+    mean = max(1.0, float(np.mean([len(window) for window in windows])))
+    size = max(1, round(BLOCK * recipe.tokens_per_batch / mean))
+    batches = []
+    for first in range(0, len(order), size):
+        block = sorted(order[first : first + size], key=lambda t: len(windows[t]))
+        for batch in batches_of([len(windows[t]) for t in block], recipe.tokens_per_batch):
+            batches.append([int(block[t]) for t in batch])
+    mixed = [batches[t] for t in rng.permutation(len(batches))]
+    return Pass(windows, np.array(shares), np.array(weights), mixed)
+
+
+# --- the training
+
+
+class Training:
+    """One training: a reader with peft's adapters, its optimiser, and where it stands.
+
+    Attributes:
+        step, tokens, seconds: Steps done, the tokens they read, and the time they took.
+        plan: What decides the result; a checkpoint of another plan is refused.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        start: int,
+        sources: Sequence[Source],
+        recipe: AdapterRecipe,
+        checkpoint: Path,
+        plan: dict[str, Any],
+    ) -> None:
+        self.reader, self.start, self.sources, self.recipe = reader, start, sources, recipe
+        self.checkpoint, self.plan = checkpoint, plan
+        self.device = reader.head.weight.device
+        add_adapters(reader, recipe)
+        self.parameters = {
+            name: each for name, each in reader.named_parameters() if each.requires_grad
+        }
+        head = list(reader.head.parameters())
+        low_rank = [each for name, each in self.parameters.items() if not name.startswith("head.")]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": low_rank, "top": recipe.lr}, {"params": head, "top": recipe.head_lr}],
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+        )
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Steps and tokens of every pass."""
+        passes = [make_pass(self.sources, self.recipe, i) for i in range(self.recipe.passes)]
+        return [(len(each.batches), each.tokens) for each in passes]
+
+    @property
+    def total(self) -> int:
+        """Steps of all passes."""
+        return sum(steps for steps, _ in self.sizes)
+
+    def run(self, bar: tqdm) -> None:
+        """Train to the end; the bar counts tokens."""
+        kept = perf_counter()
+        first = 0
+        for number, (steps, _) in enumerate(self.sizes):
+            if self.step < first + steps:
+                now = make_pass(self.sources, self.recipe, number)
+                for batch in now.batches[self.step - first :]:
+                    began = perf_counter()
+                    loss, read = self._train_step(now, batch)
+                    self.seconds += perf_counter() - began
+                    bar.update(read)
+                    bar.set_postfix_str(f"loss {loss:.3f}")
+                    if perf_counter() - kept > KEEP_EVERY or self.step == self.total:
+                        self.keep()
+                        kept = perf_counter()
+            first += steps
+
+    def rate(self) -> float:
+        """Tokens per second of a batch, from passes there and back that change nothing."""
+        now = make_pass(self.sources, self.recipe, 0)
+        batch = sorted(now.batches, key=lambda each: len(now.windows[each[0]]))[
+            len(now.batches) // 2
+        ]
+        seconds = math.inf
+        for _ in range(2):  # the first one also prepares
+            began = perf_counter()
+            self.loss(now, batch).backward()
+            self.optimizer.zero_grad()
+            seconds = perf_counter() - began
+        return sum(len(now.windows[t]) for t in batch) / seconds
+
+    def loss(self, now: Pass, batch: Sequence[int]) -> Float[Tensor, ""]:
+        """Weighted soft cross-entropy, over the texts of a mean batch."""
+        ids, lengths = token_rows([now.windows[t].tolist() for t in batch], self.start, self.device)
+        bf16 = self.recipe.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            logits = self.reader(ids, lengths)
+        shares, weights = (
+            torch.tensor(each[list(batch)], dtype=torch.float32, device=self.device)
+            for each in (now.shares, now.weights)
+        )
+        each = -(shares * logits.float().log_softmax(1)).sum(1)
+        return (weights * each).sum() * len(now.batches) / float(now.weights.sum())
+
+    def _train_step(self, now: Pass, batch: Sequence[int]) -> tuple[float, int]:
+        """Loss and tokens of the step."""
+        warm = max(1, round(self.recipe.warmup * self.total))
+        rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["top"] * rate
+        loss = self.loss(now, batch)
+        if not loss.isfinite():
+            raise ScoringError(
+                f"the loss is {loss.item()} at step {self.step}; train with another --seed, or with"
+                " --dtype float32"
+            )
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters.values(), self.recipe.clip)
+        self.optimizer.step()
+        read = sum(len(now.windows[t]) for t in batch)
+        self.step += 1
+        self.tokens += read
+        return loss.item(), read
+
+    def keep(self) -> None:
+        """Write the checkpoint."""
+        state = {
+            "plan": self.plan,
+            "parameters": {name: each.detach() for name, each in self.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+        with whole_file(self.checkpoint) as fresh:
+            torch.save(state, fresh)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one.
+
+        Raises:
+            ScoringError: It is damaged, or of another plan.
+        """
+        if not self.checkpoint.is_file():
+            return
+        try:
+            state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+            plan = state["plan"]
+        except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+            raise ScoringError(
+                f"{self.checkpoint} is damaged ({' '.join(str(error).split())[:80]}); delete it to"
+                " begin again"
+            ) from error
+        if plan != self.plan:
+            changed = [name for name in self.plan if plan.get(name) != self.plan[name]]
+            raise ScoringError(
+                f"{self.checkpoint} is an unfinished training with another {', '.join(changed)};"
+                " repeat that command to resume it, delete the file, or choose another --out"
+            )
+        with torch.no_grad():
+            for name, each in self.parameters.items():
+                each.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Adapters and head by the names they have on disk."""
+        ends = {".lora_A.default.weight": ".a", ".lora_B.default.weight": ".b", "": ""}
+        found = {}
+        for name, each in self.parameters.items():
+            end = next(end for end in ends if name.endswith(end))
+            found[name.removeprefix("base.").removesuffix(end) + ends[end]] = each.detach()
+        return found
+
+
+def add_adapters(reader: Reader, recipe: AdapterRecipe) -> None:
+    """Put peft's adapters around a reader's linear layers; they and the head alone want gradients.
+
+    Raises:
+        ScoringError: peft is missing.
+    """
+    peft = _peft()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(
+                r=recipe.rank,
+                lora_alpha=recipe.alpha,
+                target_modules=list(PARTS),
+                layers_to_transform=list(range(recipe.first, recipe.layers)),
+            ),
+            reader,
+        )
+    reader.head.requires_grad_(True)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ScoringError(
+            f"training adapters needs the peft package ({error}): pip install lapa2-interp[train]"
+        ) from None
+    return peft
+
+
+# --- from corpora to a card
+
+
+def train_adapter(
+    task: str,
+    labels: Sequence[str],
+    corpora: Sequence[tuple[Corpus, float]],
+    tests: Sequence[Corpus],
+    folder: Path,
+    recipe: AdapterRecipe,
+    *,
+    graded: Sequence[tuple[Graded, float]] = (),
+    graded_tests: Sequence[Graded] = (),
+    base: str = SMOLLM2,
+    device: str | None = None,
+) -> AdapterCard:
+    """Train one adapter and write its weights and card, resuming a killed run that is there.
+
+    Args:
+        labels: In the order of its probabilities; of two labels, graded scores count for the
+            second.
+        corpora: Each with the weight of its texts.
+        tests: Corpora that are never trained on, for the card.
+        graded, graded_tests: Toxicity scores.
+        base: The model whose layers are read.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+
+    Raises:
+        ScoringError: No text, peft is missing, the folder holds a finished adapter or another
+            training, or the loss is not a number.
+    """
+    file = folder / f"{task}{ADAPTER}"
+    if file.with_suffix(".json").exists():
+        raise ScoringError(f"{file} is finished; choose another --out, or remove it to train again")
+    if not corpora and not graded:
+        raise ScoringError("there is no text to train on; give --data")
+    if graded and len(labels) != 2:
+        raise ScoringError(
+            f"graded scores need a task of two labels; {task} has {', '.join(labels)}: leave out"
+            " --graded"
+        )
+    reader, tokenizer, weights = open_reader(base, recipe.layers, len(labels), device)
+
+    def tokenised(texts: Sequence[str]) -> list[Int[np.ndarray, " _"]]:
+        rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+        return [np.array(row, dtype=np.int32) for row in rows]
+
+    sources = []
+    for corpus, weight in corpora:
+        texts = [text for label in labels for text in corpus.texts[label]]
+        shares = np.repeat(np.eye(len(labels)), [len(corpus.texts[k]) for k in labels], axis=0)
+        sources.append(Source(tokenised(texts), shares, weight))
+    for each, weight in graded:
+        scores = np.array(each.scores)
+        sources.append(
+            Source(tokenised(each.texts), np.stack([1 - scores, scores], axis=1), weight)
+        )
+    plan = {
+        "task": task,
+        "labels": list(labels),
+        "base": f"{base} {weights}",
+        "recipe": recipe.model_dump(mode="json"),
+        "data": [[corpus.sha256, weight] for corpus, weight in corpora]
+        + [[each.sha256, weight] for each, weight in graded],
+    }
+    checkpoint = folder / f"{task}-adapter.checkpoint"
+    start = text_markers(tokenizer).start
+    training = Training(reader, start, sources, recipe, checkpoint, plan)
+    training.resume()
+    _train(training, task)
+    facts: dict[str, Any] = {
+        "labels": tuple(labels),
+        "data": _data_lines(corpora, graded),
+        "examples": sum(len(source.texts) for source in sources),
+        "versions": {
+            "lapa2_interp": __version__,
+            **{
+                name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")
+            },
+        },
+        "base": base,
+        "base_weights": weights,
+        "recipe": recipe,
+        "tokens": training.tokens,
+        "seconds": round(training.seconds, 1),
+    }
+    tensors = training.tensors()
+    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
+        save_adapter(tensors, Path(aside), task, held_out=(), **facts)
+        scorer = AdapterScorer(task, Path(aside), device)
+        held_out = _results(scorer, tests, graded_tests)
+    card = save_adapter(tensors, folder, task, held_out=held_out, **facts)
+    checkpoint.unlink()
+    return card
+
+
+def _train(training: Training, task: str) -> None:
+    tokens = sum(tokens for _, tokens in training.sizes)
+    if training.step < training.total:
+        rate = training.rate()
+        windows = sum(min(len(s.texts), training.recipe.per_pass) for s in training.sources)
+        print(
+            f"adapter {task}: {training.recipe.passes} passes of {windows} windows,"
+            f" {training.total} steps, {tokens} tokens, {training.tokens} of them done; about"
+            f" {shown_time((tokens - training.tokens) / rate)} at {rate:.0f} tokens/s; kill and"
+            " repeat the command to go on later",
+            file=sys.stderr,
+        )
+    with progress_bar(tokens, f"adapter {task}", initial=training.tokens) as bar:
+        training.run(bar)
+
+
+def _data_lines(
+    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[Graded, float]]
+) -> tuple[str, ...]:
+    lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
+    lines += [
+        f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded
+    ]
+    return tuple(lines)
+
+
+def _results(
+    scorer: AdapterScorer, tests: Sequence[Corpus], graded_tests: Sequence[Graded]
+) -> tuple[HeldOut, ...]:
+    """What a loaded scorer reaches on corpora it was not trained on."""
+    labels = list(scorer.columns)
+    compared: list[tuple[str, Sequence[str], Any, list[str]]] = [
+        (
+            corpus.source,
+            [text for label in labels for text in corpus.texts[label]],
+            [label for label in labels for _ in corpus.texts[label]],
+            labels,
+        )
+        for corpus in tests
+    ]
+    compared += [(each.source, each.texts, each.scores, labels[1:2]) for each in graded_tests]
+    rows: list[HeldOut] = []
+    for source, texts, truth, columns in compared:
+        numbers = run_scorer(scorer, [Item(text) for text in texts])
+        table = agreement(numbers[columns], truth, texts)
+        rows += [HeldOut.model_validate(row) for row in rows_of(table, source)]
+    return tuple(rows)
+
+
+def make_adapter_files(
+    task: str,
+    labels: Sequence[str],
+    data: Sequence[str],
+    test: Sequence[str],
+    graded: Sequence[str],
+    out: Path,
+    settings: Mapping[str, Any],
+) -> AdapterCard:
+    """Read corpora by name, train an adapter on them, and write it: `train_adapter`, as the command
+    has it.
+
+    Args:
+        labels: The task's attributes.
+        data, test, graded: As `training.read_data` takes them.
+        out: Folder of the weights and the card.
+        settings: Fields of `AdapterRecipe` that are not to have their default.
+
+    Raises:
+        ScoringError: A value out of range, and as `train_adapter`.
+        DataError: A corpus cannot be read.
+    """
+    try:
+        recipe = AdapterRecipe.model_validate(dict(settings))
+    except ValidationError as error:
+        raise ScoringError(first_problem(error)) from error
+    _peft()
+    found = read_data(labels, data, test, graded, out)
+    return train_adapter(
+        task,
+        labels,
+        found.corpora,
+        found.tests,
+        out,
+        recipe,
+        graded=found.graded,
+        graded_tests=found.graded_tests,
+    )

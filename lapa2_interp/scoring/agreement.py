@@ -1,0 +1,229 @@
+"""How far a scorer's numbers agree with labels, or with graded scores that people or Perspective
+gave.
+
+Labels: accuracy of the likeliest label, AUC where there are two, and the calibration of the
+likeliest label's probability. Graded scores in [0, 1]: Spearman's correlation, AUC for scores above
+one half, and the calibration of the number itself.
+
+The calibration error is sum_b (n_b / n) |mean prediction in b - mean truth in b| over ten bins of
+equal width. Intervals are 95 % bootstrap intervals over texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float, Int, Num
+
+from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.stats import FEW, resampled, tails
+
+LENGTHS = {"1-15": (0, 16), "16-39": (16, 40), "40-119": (40, 120), "120 and more": (120, np.inf)}
+"""Classes of length by words, each from one number to before another."""
+BINS = 10
+MIDDLE = 0.5
+"""A text with a higher graded score counts as positive for the AUC."""
+
+Measure = Callable[[Num[np.ndarray, "draw text"]], Float[np.ndarray, " draw"]]
+"""From how often each text is in each draw to a number per draw; NaN where it is not defined."""
+
+
+def agreement(
+    numbers: pd.DataFrame,
+    truth: Sequence[str] | Sequence[float],
+    texts: Sequence[str],
+    resamples: int = 1000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Compare a scorer's numbers with the truth.
+
+    Args:
+        numbers: Of every text; the columns are labels with their probabilities, or for graded
+            scores one column in [0, 1].
+        truth: The label of every text, or its graded score in [0, 1].
+        texts: The texts, whose words are counted.
+
+    Returns:
+        One row per measure and class of length: measure (accuracy, AUC, Spearman, calibration
+        error), length ("all", and the classes of `LENGTHS` that have texts), value, low, high (NaN
+        with fewer than 8 texts), n. The value is NaN where a measure is not defined, as an AUC of
+        one label.
+
+    Raises:
+        ScoringError: No text, or truth that does not fit the columns or is out of range.
+    """
+    graded, true, values = _matched(numbers, truth)
+    words = np.array([len(text.split()) for text in texts])
+    rows = []
+    for length, (low, high) in {"all": (0, np.inf), **LENGTHS}.items():
+        chosen = (words >= low) & (words < high)
+        if not (n := int(chosen.sum())):
+            continue
+        some, of_some = values[chosen], true[chosen]
+        if graded:
+            measures = {
+                "Spearman": _spearman(some[:, 0], of_some),
+                "AUC": _auc(some[:, 0], of_some > MIDDLE),
+            }
+        else:
+            measures = {"accuracy": _mean(some.argmax(axis=1) == of_some)}
+            if some.shape[1] == 2:
+                measures["AUC"] = _auc(some[:, 1], of_some == 1)
+        measures["calibration error"] = _calibration_error(*_calibrated(graded, some, of_some))
+        for measure, compute in measures.items():
+            value = float(compute(np.ones((1, n)))[0])
+            rows.append((measure, length, value, *_bounds(compute, value, n, resamples, seed), n))
+    return pd.DataFrame(rows, columns=["measure", "length", "value", "low", "high", "n"])
+
+
+def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -> pd.DataFrame:
+    """The calibration curve: one row per bin that has texts, with from, to, prediction (mean),
+    truth (mean score, or share of right labels) and n.
+
+    Args:
+        numbers, truth: As in `agreement`.
+
+    Raises:
+        ScoringError: As `agreement`.
+    """
+    graded, true, values = _matched(numbers, truth)
+    predicted, found = _calibrated(graded, values, true)
+    rows = []
+    for number in np.unique(bins := _bins(predicted)):
+        inside = bins == number
+        rows.append(
+            (
+                number / BINS,
+                (number + 1) / BINS,
+                float(predicted[inside].mean()),
+                float(found[inside].mean()),
+                int(inside.sum()),
+            )
+        )
+    return pd.DataFrame(rows, columns=["from", "to", "prediction", "truth", "n"])
+
+
+def rows_of(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
+    """The defined rows of a table of `agreement`, as a card holds them."""
+    rows = table.dropna(subset="value").assign(data=data).astype(object)
+    return rows.where(rows.notna(), None).to_dict("records")
+
+
+def _matched(
+    numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]
+) -> tuple[bool, Num[np.ndarray, " text"], Float[np.ndarray, "text column"]]:
+    """Whether the truth is graded; scores or numbers of labels; the scorer's numbers."""
+    values = numbers.to_numpy(dtype=np.float64)
+    columns = [str(name) for name in numbers.columns]
+    if not len(values):
+        raise ScoringError("there is no text to compare; give a file that has some")
+    if len(truth) != len(values):
+        raise ScoringError(f"{len(values)} texts have numbers and {len(truth)} have a truth")
+    if all(isinstance(each, str) for each in truth):
+        if wrong := [each for each in truth if each not in columns]:
+            raise ScoringError(one_of("label", wrong[0], columns))
+        return False, np.array([columns.index(str(each)) for each in truth]), values
+    if len(columns) != 1:
+        raise ScoringError(
+            f"graded scores are compared with one number per text; found {', '.join(columns)}: give"
+            " a toxicity scorer, or labels"
+        )
+    scores = np.asarray(truth, dtype=np.float64)
+    if not ((scores >= 0) & (scores <= 1)).all():
+        wrong_score = scores[~((scores >= 0) & (scores <= 1))][0]
+        raise ScoringError(f"graded scores must lie in [0, 1]; found {wrong_score:g}")
+    return True, scores, values
+
+
+def _calibrated(
+    graded: bool, values: Float[np.ndarray, "text column"], true: Num[np.ndarray, " text"]
+) -> tuple[Float[np.ndarray, " text"], Float[np.ndarray, " text"]]:
+    """What is predicted of every text, and what is true of it."""
+    if graded:
+        return values[:, 0], true
+    return values.max(axis=1), (values.argmax(axis=1) == true).astype(np.float64)
+
+
+def _bounds(
+    compute: Measure, value: float, n: int, resamples: int, seed: int
+) -> tuple[float, float]:
+    if n < FEW or np.isnan(value):
+        return np.nan, np.nan
+    draws = np.concatenate([compute(picks) for picks in resampled(n, resamples, seed)])
+    low, high = np.nanpercentile(draws, tails(n))
+    return float(low), float(high)
+
+
+# --- measures
+
+
+def _mean(right: Bool[np.ndarray, " text"]) -> Measure:
+    return lambda picks: picks @ right / picks.sum(axis=1)
+
+
+def _auc(values: Float[np.ndarray, " text"], positive: Bool[np.ndarray, " text"]) -> Measure:
+    """P(a positive text has the higher number), ties counted one half, from the positive texts' sum
+    of ranks."""
+
+    def compute(picks: Num[np.ndarray, "draw text"]) -> Float[np.ndarray, " draw"]:
+        of_positive = picks * positive
+        yes = of_positive.sum(axis=1)
+        no = picks.sum(axis=1) - yes
+        above = (of_positive * _ranks(values, picks)).sum(axis=1) - yes * (yes + 1) / 2
+        return _ratio(above, yes * no)
+
+    return compute
+
+
+def _spearman(one: Float[np.ndarray, " text"], other: Float[np.ndarray, " text"]) -> Measure:
+    """The correlation of ranks, ties at their mean rank."""
+
+    def compute(picks: Num[np.ndarray, "draw text"]) -> Float[np.ndarray, " draw"]:
+        # The mean rank of n texts is (n + 1) / 2.
+        middle = (picks.sum(axis=1, keepdims=True) + 1) / 2
+        a, b = (_ranks(each, picks) - middle for each in (one, other))
+        spread = np.sqrt((picks * a * a).sum(axis=1) * (picks * b * b).sum(axis=1))
+        return _ratio((picks * a * b).sum(axis=1), spread)
+
+    return compute
+
+
+def _calibration_error(
+    predicted: Float[np.ndarray, " text"], true: Float[np.ndarray, " text"]
+) -> Measure:
+    in_bin = np.eye(BINS)[_bins(predicted)]  # text bin
+
+    def compute(picks: Num[np.ndarray, "draw text"]) -> Float[np.ndarray, " draw"]:
+        # n_b |mean prediction - mean truth| is the absolute value of the sum of their differences.
+        gaps = np.abs(picks @ (in_bin * (predicted - true)[:, None]))
+        return gaps.sum(axis=1) / picks.sum(axis=1)
+
+    return compute
+
+
+def _bins(predicted: Float[np.ndarray, " text"]) -> Int[np.ndarray, " text"]:
+    return np.minimum((predicted * BINS).astype(int), BINS - 1)
+
+
+def _ranks(
+    values: Float[np.ndarray, " text"], picks: Num[np.ndarray, "draw text"]
+) -> Float[np.ndarray, "draw text"]:
+    """Rank of every text among the texts of each draw, repeated ones counted; ties have their mean
+    rank."""
+    order = np.argsort(values, kind="stable")
+    new = np.diff(values[order], prepend=np.nan) != 0
+    counts = np.add.reduceat(picks[:, order], np.flatnonzero(new), axis=1)
+    ranks = counts.cumsum(axis=1) - (counts - 1) / 2
+    found = np.empty(picks.shape)
+    found[:, order] = ranks[:, new.cumsum() - 1]
+    return found
+
+
+def _ratio(
+    above: Float[np.ndarray, " draw"], below: Num[np.ndarray, " draw"]
+) -> Float[np.ndarray, " draw"]:
+    """NaN where the divisor is 0."""
+    return np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)
