@@ -115,6 +115,25 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
     return figure
 
 
+def calibration_curves(curves: pd.DataFrame) -> Drawing:
+    """What scorers predict against what is true, bin by bin; larger marks have more texts.
+
+    Args:
+        curves: From `agreement.calibration`, with a column `scorer`.
+    """
+    figure = new_figure(3.6, 3.6)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="#999999", lw=0.8, ls=":")
+    for colour, (scorer, curve) in zip(COLOURS, curves.groupby("scorer", sort=False), strict=False):
+        axes.plot(curve["prediction"], curve["truth"], color=colour, lw=1.2, label=scorer)
+        size = 4 + 60 * curve["n"] / curve["n"].sum()
+        axes.scatter(curve["prediction"], curve["truth"], s=size, color=colour, lw=0)
+    plain_axes(axes, "mean prediction", "mean truth")
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7)
+    return figure
+
+
 def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     """Attention on BOS and on every prefix token, by arm, with 95 % intervals.
 

@@ -1,10 +1,12 @@
-"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets | answers`."""
+"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | check |
+sheets | answers`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="scorers",
-    help="List and train scorers; make and read sheets for human raters.",
+    help="List, train and check scorers; make and read sheets for human raters.",
     help_format="plaintext",
 )
 
@@ -106,36 +108,56 @@ def score(
 
 @app.command(name="list")
 def list_scorers() -> None:
-    """List the scorers, and what the embedded ones reach on held-out text."""
-    from lapa2_interp.scoring.embedded import WEIGHTS, load_linear
+    """List the scorers, and what the trained ones reach on held-out text."""
+    from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
+    from lapa2_interp.scoring.embedded import LINEAR, WEIGHTS, load_card, load_linear, tasks_in
 
     for name, what in NAMES.items():
         print(f"{name:<11} {what}")
     print("\nembedded classifiers (linear, hashed n-grams), on text they were not trained on")
-    for file in sorted(WEIGHTS.glob("*.json")):
-        _, card = load_linear(file.stem)
-        found = ", ".join(f"{measure} {value:.3f}" for measure, value in card.held_out.items())
-        print(f"  {card.task:<10} {', '.join(card.labels):<35} {found}")
+    for task in tasks_in(WEIGHTS, LINEAR):
+        linear = load_linear(task)[1]
+        found = ", ".join(f"{measure} {value:.3f}" for measure, value in linear.held_out.items())
+        print(f"  {task:<10} {', '.join(linear.labels):<35} {found}")
+    if adapters := tasks_in(WEIGHTS, ADAPTER):
+        print("\nadapters on a small language model, on text they were not trained on")
+    for task in adapters:
+        card = load_card(AdapterCard, "adapter", task, WEIGHTS, ADAPTER)
+        found = ", ".join(
+            f"{row.data} {row.measure} {row.value:.3f}"
+            for row in card.held_out
+            if row.length == "all"
+        )
+        print(f"  {task:<10} {', '.join(card.labels):<35} {found}")
 
 
 @app.command
 def train(
     *,
     task: str,
+    kind: Literal["linear", "adapter"] = "linear",
     data: Annotated[tuple[str, ...], Unshown],
     test: Annotated[tuple[str, ...], Unshown] = (),
     graded: Annotated[tuple[str, ...], Unshown] = (),
-    c: float = 3.0,
+    c: float | None = None,
+    passes: int | None = None,
+    per_pass: int | None = None,
+    rank: int | None = None,
+    layers: int | None = None,
+    seed: int | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
     out: Path,
 ) -> None:
-    """Train an embedded classifier for a task: a linear model on hashed n-grams.
+    """Train a classifier for a task: a linear model on hashed n-grams, or adapters on SmolLM2.
 
-    For example
+    A linear model takes minutes. Adapters take hours on a CPU; the same command resumes. For example
 
         lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
+        lapa2 scorers train --task sentiment --kind adapter --data imdb --data sst2=2 --test sst2 --out results/scorers
 
     Args:
         task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
+        kind: linear, or adapter (needs the extra `train`).
         data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
             with fields text and label; repeat the option for more. =WEIGHT after it says how much
             its texts count, such as sst2=3.
@@ -143,19 +165,124 @@ def train(
         graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for
             toxicity: four fifths of its rows are learned, the rest tests the correlation. =WEIGHT
             as above.
-        c: Inverse strength of the L2 penalty.
+        c: Inverse strength of the L2 penalty (linear; default: 3).
+        passes: Passes over the corpora (adapter; default: 3).
+        per_pass: Texts of each corpus in a pass, at most; each pass takes other ones (adapter;
+            default: 8000).
+        rank: Rank of the adapters (adapter; default: 8).
+        layers: Layers that are read, from below (adapter; default: 20).
+        seed: Seed of the adapters and the order of texts (adapter; default: 0).
+        dtype: Precision of the training's products; bfloat16 is faster where the processor has
+            units for it (adapter; default: float32).
         out: Folder of the weights and the card.
     """  # noqa: E501
     from lapa2_interp.methods import load_task
+    from lapa2_interp.scoring.adapter_training import make_adapter_files
     from lapa2_interp.scoring.training import make_scorer_files
 
+    of_adapters = {
+        "passes": passes,
+        "per_pass": per_pass,
+        "rank": rank,
+        "layers": layers,
+        "seed": seed,
+        "dtype": dtype,
+    }
+    own: dict[str, dict[str, Any]] = {"linear": {"c": c}, "adapter": of_adapters}
+    for other, options in own.items():
+        for name, value in options.items():
+            if other != kind and value is not None:
+                raise ScoringError(
+                    f"--{name.replace('_', '-')} belongs to --kind {other}; leave it out, or give"
+                    f" --kind {other}"
+                )
     chosen = load_task(task)
-    card = make_scorer_files(chosen.name, tuple(chosen.attributes), data, test, graded, c, out)
-    for line in card.data:
-        print(line)
+    labels = tuple(chosen.attributes)
+    if kind == "adapter":
+        given = {name: value for name, value in of_adapters.items() if value is not None}
+        adapter = make_adapter_files(chosen.name, labels, data, test, graded, out, given)
+        _show_training(adapter.data, out / f"{chosen.name}-adapter.safetensors")
+        for row in adapter.held_out:
+            print(f"{row.data} {row.measure}, {row.length}: {row.value:.4f} (n {row.n})")
+        return
+    card = make_scorer_files(chosen.name, labels, data, test, graded, 3.0 if c is None else c, out)
+    _show_training(card.data, out / f"{chosen.name}.npz")
     for name, value in card.held_out.items():
         print(f"{name}: {value:.4f}")
-    print(f"{out / chosen.name}.npz, {(out / f'{chosen.name}.npz').stat().st_size / 1e6:.2f} MB")
+
+
+def _show_training(data: Sequence[str], file: Path) -> None:
+    for line in data:
+        print(line)
+    print(f"{file}, {file.stat().st_size / 1e6:.2f} MB")
+
+
+@app.command
+def check(
+    file: Path,
+    /,
+    *,
+    scorer: Annotated[tuple[str, ...], Several] = ("linear",),
+    column: str = "text",
+    label: str | None = None,
+    score: str | None = None,
+    rtp: bool = False,
+    task: str | None = None,
+    out: Path | None = None,
+    cache: Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+) -> None:
+    """Compare scorers with the labels or graded scores of a file, by length of text.
+
+    For labels: accuracy, AUC where there are two, and the error of calibration. For graded scores
+    in [0, 1]: Spearman's correlation, AUC for scores above 0.5, and the error of calibration.
+    Intervals are 95 % bootstrap intervals over texts. For example
+
+        lapa2 scorers check reviews.csv --label label --task sentiment --scorer linear adapter
+        lapa2 scorers check rtp.jsonl --rtp --scorer linear adapter --out results/check
+
+    Args:
+        file: A .jsonl, .csv or .parquet file, also compressed.
+        scorer: linear, adapter, or NAME=MODEL as in `lapa2 score`; one or several.
+        column: The column of texts.
+        label: The column of labels.
+        score: The column of graded scores.
+        rtp: The file has rows of RealToxicityPrompts with Perspective's scores; its test rows are
+            read.
+        task: The task of linear and adapter on labels: sentiment, topic or detox.
+        out: Also write agreement.csv, calibration.csv and calibration.png into this new folder.
+        cache: Folder that keeps every score (default: in the user's cache).
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with a model.
+        force: Replace an earlier folder of tables.
+    """
+    from lapa2_interp.runs.check_scorers import check_scorers
+
+    found = check_scorers(
+        file,
+        scorer,
+        column=column,
+        label=label,
+        score=score,
+        rtp=rtp,
+        task=task,
+        out=out,
+        cache=cache,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        force=force,
+    )
+    for (measure, length), part in found.groupby(["measure", "length"], sort=False):
+        print(f"{measure}, {length} words (n {part['n'].iloc[0]})")
+        for name, value, low, high in zip(
+            part["scorer"], part["value"], part["low"], part["high"], strict=True
+        ):
+            interval = "" if low != low else f" [{low:.3f}, {high:.3f}]"
+            print(f"  {value:.3f}{interval:<17} {name}")
+    if out is not None:
+        print(f"tables in {out}")
 
 
 @app.command

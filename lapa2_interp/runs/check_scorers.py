@@ -1,0 +1,132 @@
+"""How far scorers agree with the labels or graded scores of a file, by length of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.files import cache_folder, new_folder
+from lapa2_interp.plots import calibration_curves
+from lapa2_interp.runs.texts import read_texts
+from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
+from lapa2_interp.scoring.agreement import agreement, calibration
+from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.training import read_graded
+
+KINDS = ("linear", "adapter")
+"""Scorers whose name, accuracy or toxicity, follows from the file's truth."""
+TOXIC, NONTOXIC = "toxic", "nontoxic"
+
+
+def check_scorers(
+    file: Path,
+    scorers: Sequence[str],
+    *,
+    column: str = "text",
+    label: str | None = None,
+    score: str | None = None,
+    rtp: bool = False,
+    task: str | None = None,
+    out: Path | None = None,
+    cache: Path | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+) -> pd.DataFrame:
+    """Compare scorers with what a file says of its texts.
+
+    Args:
+        file: A .jsonl, .csv or .parquet file.
+        scorers: linear, adapter, or names of `scoring.NAMES`, each plain or as NAME=MODEL.
+        column: The column of texts.
+        label, score, rtp: Exactly one: the column of labels; the column of graded scores in [0, 1];
+            rows of RealToxicityPrompts, whose test rows are read.
+        out: Also write agreement.csv, calibration.csv and calibration.png into this new folder. The
+            other arguments are as the options of `lapa2 scorers check`.
+
+    Returns:
+        A column `scorer`, and those of `agreement.agreement`.
+
+    Raises:
+        ScoringError: The file cannot be read, or a scorer does not fit what it says.
+        DataError: It is no file of RealToxicityPrompts.
+        RunError: `out` cannot be written.
+    """
+    texts, truth = _read(file, column, label, score, rtp)
+    options = Options(task=task, device=device, trust_remote_code=trust_remote_code)
+    tables, curves = [], []
+    with Cache(cache or cache_folder() / "scores") as store:
+        for each in scorers:
+            name, _, model = each.partition("=")
+            if each in KINDS:
+                name, model = ("toxicity" if label is None else "accuracy"), each
+            with closing(make_scorer(name, model, options)) as scorer:
+                numbers = run_scorer(scorer, [Item(text) for text in texts], store)
+                numbers, known = _columns(numbers, scorer, label is not None)
+            found = [value for value, is_known in zip(truth, known, strict=True) if is_known]
+            read = [text for text, is_known in zip(texts, known, strict=True) if is_known]
+            title = f"{name} ({scorer.version})"
+            tables.append(agreement(numbers, found, read).assign(scorer=title))
+            curves.append(calibration(numbers, found).assign(scorer=title))
+    table, curve = (
+        pd.concat(parts, ignore_index=True).pipe(
+            lambda whole: whole[["scorer", *whole.columns.drop("scorer")]]
+        )
+        for parts in (tables, curves)
+    )
+    if out is not None:
+        with new_folder(out, force, lambda folder: (folder / "agreement.csv").is_file()) as folder:
+            table.to_csv(folder / "agreement.csv", index=False)
+            curve.to_csv(folder / "calibration.csv", index=False)
+            calibration_curves(curve).savefig(folder / "calibration.png")
+    return table
+
+
+def _read(
+    file: Path, column: str, label: str | None, score: str | None, rtp: bool
+) -> tuple[Sequence[str], Sequence[Any]]:
+    """Texts, and their labels or scores."""
+    if (label is not None) + (score is not None) + rtp != 1:
+        raise ScoringError(
+            "say what the texts are compared with, by one of --label COLUMN, --score COLUMN and"
+            " --rtp"
+        )
+    if rtp:
+        graded = read_graded(file, test=True)
+        return graded.texts, graded.scores
+    if file.is_dir():
+        raise ScoringError(f"{file} is a folder; give a file with labels or scores")
+    ((table, _),) = read_texts(file, column)
+    wanted, option = (label, "--label") if label is not None else (score, "--score")
+    if wanted not in table:
+        raise ScoringError(f"{one_of('column', wanted, table.columns)} ({option})")
+    table = table[table[wanted].notna()]
+    if label is not None:
+        return list(table["text"]), list(table[label].astype(str))
+    numbers = pd.to_numeric(table[score], errors="coerce")
+    if numbers.isna().any():
+        raise ScoringError(
+            f"--score {score}: {table[score][numbers.isna()].iloc[0]!r} is not a number; for labels"
+            " give --label"
+        )
+    return list(table["text"]), numbers.astype(float).tolist()
+
+
+def _columns(
+    numbers: pd.DataFrame, scorer: Scorer, labelled: bool
+) -> tuple[pd.DataFrame, Sequence[bool]]:
+    """A scorer's numbers as they are compared, and which texts have them.
+
+    A toxicity is compared with labels as the probabilities of nontoxic and toxic.
+    """
+    known = numbers["skipped"] == ""
+    found = numbers.loc[known, list(scorer.columns)]
+    if labelled and scorer.columns == ("toxicity",):
+        toxic = found["toxicity"]
+        found = pd.DataFrame({NONTOXIC: 1 - toxic, TOXIC: toxic})
+    return found, known.tolist()
