@@ -178,7 +178,12 @@ class Training:
         self.reader, self.start, self.sources, self.recipe = reader, start, sources, recipe
         self.checkpoint, self.plan = checkpoint, plan
         self.device = reader.head.weight.device
+        reader.base.set_attn_implementation("eager")  # for windows as short as these the fastest
         add_adapters(reader, recipe)
+        if recipe.dtype == "bfloat16":
+            for each in reader.base.parameters():
+                if not each.requires_grad:
+                    each.data = each.data.bfloat16()
         self.parameters = {
             name: each for name, each in reader.named_parameters() if each.requires_grad
         }
@@ -214,7 +219,7 @@ class Training:
                     loss, read = self._train_step(now, batch)
                     self.seconds += perf_counter() - began
                     bar.update(read)
-                    bar.set_postfix_str(f"loss {loss:.3f}")
+                    bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                     if perf_counter() - kept > KEEP_EVERY or self.step == self.total:
                         self.keep()
                         kept = perf_counter()
@@ -248,7 +253,7 @@ class Training:
         return (weights * each).sum() * len(now.batches) / float(now.weights.sum())
 
     def _train_step(self, now: Pass, batch: Sequence[int]) -> tuple[float, int]:
-        """Loss and tokens of the step."""
+        """The step's mean loss, over the weights of its texts, and its tokens."""
         warm = max(1, round(self.recipe.warmup * self.total))
         rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
         for group in self.optimizer.param_groups:
@@ -266,7 +271,8 @@ class Training:
         read = sum(len(now.windows[t]) for t in batch)
         self.step += 1
         self.tokens += read
-        return loss.item(), read
+        share = float(now.weights[list(batch)].sum() / now.weights.sum()) * len(now.batches)
+        return loss.item() / share, read
 
     def keep(self) -> None:
         """Write the checkpoint."""
@@ -450,9 +456,10 @@ def _train(training: Training, task: str) -> None:
     tokens = sum(tokens for _, tokens in training.sizes)
     if training.step < training.total:
         rate = training.rate()
+        passes = "1 pass" if training.recipe.passes == 1 else f"{training.recipe.passes} passes"
         windows = sum(min(len(s.texts), training.recipe.per_pass) for s in training.sources)
         print(
-            f"adapter {task}: {training.recipe.passes} passes of {windows} windows,"
+            f"adapter {task}: {passes} of {windows} windows,"
             f" {training.total} steps, {tokens} tokens, {training.tokens} of them done; about"
             f" {shown_time((tokens - training.tokens) / rate)} at {rate:.0f} tokens/s; kill and"
             " repeat the command to go on later",
