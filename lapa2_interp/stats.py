@@ -104,7 +104,10 @@ def bounds(
 
 
 def mean_interval(
-    values: Sequence[float] | np.ndarray, clusters: Labels, resamples: int = 2000, seed: int = 0
+    values: Sequence[float] | np.ndarray | pd.Series,
+    clusters: Labels,
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> Interval:
     """Mean of values with its 95 % interval over clusters.
 
@@ -154,9 +157,9 @@ class Difference:
 
 
 def paired_difference(
-    before: Sequence[float] | np.ndarray,
+    before: Sequence[float] | np.ndarray | pd.Series,
     before_clusters: Labels,
-    after: Sequence[float] | np.ndarray,
+    after: Sequence[float] | np.ndarray | pd.Series,
     after_clusters: Labels,
     resamples: int = 4000,
     seed: int = 0,

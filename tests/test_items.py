@@ -29,6 +29,7 @@ from lapa2_interp.paper.bench import Bench
 from lapa2_interp.paper.claims import Claim
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
+from lapa2_interp.runs import read
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,7 @@ def run(tmp_path_factory):
         patched.setattr(
             transformer, "load_transformers", functools.cache(transformer.load_transformers)
         )
+        patched.setattr(read, "read_trace", functools.cache(read.read_trace))
         yield folder
 
 

@@ -9,6 +9,7 @@ says what was loaded.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -235,6 +236,16 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+@functools.cache
+def reading_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer to read texts with. It is loaded once and shared, so nothing may change it.
+
+    Raises:
+        ModelError: As `load_tokenizer`.
+    """
+    return load_tokenizer(name)
 
 
 def source_of(name: str) -> str | Path:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import RunError, ScoringError
-from lapa2_interp.models import load_tokenizer
+from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS
 from lapa2_interp.paper.reported import METRICS
 from lapa2_interp.paper.tables import ARM, KEYS
@@ -151,7 +151,7 @@ class ItemData:
         found = pd.concat(frames, ignore_index=True)
         if parts == 1:
             return found.assign(part=0)
-        return in_parts(found, parts, load_tokenizer(str(group["model"].iloc[0])))
+        return in_parts(found, parts, reading_tokenizer(str(group["model"].iloc[0])))
 
     def _few(self, samples: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
         """The first samples of every prompt, as many as make about `perplexity_texts` an arm."""
@@ -210,4 +210,4 @@ class ItemData:
         asked = next(
             (each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), ""
         )
-        return load_tokenizer(asked) if asked else None
+        return reading_tokenizer(asked) if asked else None

@@ -26,7 +26,7 @@ import pandas as pd
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
-from lapa2_interp.models import load_tokenizer
+from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import template
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
@@ -486,7 +486,6 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
     groups = _groups(run)
     length = sum(cell.length for arms in groups.values() for cell in arms.values())
     n_prompts = max(1, min(PROMPTS, room // (TOKEN_BYTES * max(1, length))))
-    tokenizers: dict[str, PreTrainedTokenizerBase] = {}
     shown: list[dict[str, Any]] = []
     for labels, arms in groups.items():
         prompts = list(
@@ -494,12 +493,9 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         )[:n_prompts]
         columns = []
         for arm, cell in arms.items():
-            if cell.model not in tokenizers:
-                tokenizers[cell.model] = load_tokenizer(cell.model)
-            columns.append(
-                {"arm": arm, "cell": cell.key}
-                | text_column(run.cell(cell.key), prompts, tokenizers[cell.model])
-            )
+            tokenizer = reading_tokenizer(cell.model)
+            shown_texts = text_column(run.cell(cell.key), prompts, tokenizer)
+            columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})
     data: dict[str, Any] = {"unit": UNIT, "groups": shown}

@@ -13,7 +13,7 @@ import pandas as pd
 from lapa2_interp.errors import ScoringError, counted, one_of
 from lapa2_interp.files import cache_folder, new_folder
 from lapa2_interp.machine import tell_if_slow
-from lapa2_interp.models import load_tokenizer
+from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import NAMES, Cache, human
@@ -90,7 +90,7 @@ def score(
             samples = at_lengths(samples, manifest, lengths)
         if parts > 1:
             samples = in_parts(
-                samples, parts, load_tokenizer(manifest.model.name) if manifest else None
+                samples, parts, reading_tokenizer(manifest.model.name) if manifest else None
             )
         options = Options(
             task=task or (manifest.task if manifest else None),
@@ -132,7 +132,7 @@ def _score(
             notify(f"{each}: {sum(len(samples) for samples, _ in sets)} texts")
             if name == "distinct":
                 together = pd.concat([samples for samples, _ in sets], ignore_index=True)
-                cells.append(distinct_cells(together, load_tokenizer(model) if model else None))
+                cells.append(distinct_cells(together, reading_tokenizer(model) if model else None))
                 continue
             found = []
             for samples, options in sets:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.models import load_tokenizer
+from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import load_run
 
@@ -96,7 +96,7 @@ def at_lengths(
     long = [length for length in lengths if length > manifest.length]
     if long:
         raise ScoringError(f"the run's texts have {manifest.length} tokens; {long[0]} is longer")
-    tokenizer = load_tokenizer(manifest.model.name)
+    tokenizer = reading_tokenizer(manifest.model.name)
     frames = []
     for length in sorted(set(lengths)):
         texts = []
