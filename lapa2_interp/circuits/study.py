@@ -457,16 +457,26 @@ def _answer(found: Study) -> str:
         if len(carriers):
             more = f", the largest first: {named}" + (", ..." if len(carriers) > 8 else "")
             parts.append(
-                f"{counted(len(carriers), 'head')} of {len(table)} carry control"
+                f"{counted(len(carriers), 'head')} of {len(table)}"
+                f" {'carries' if len(carriers) == 1 else 'carry'} control"
                 f" (family-wise p < .05){more}."
             )
         else:
             parts.append(f"No head of {len(table)} carries control for sure (family-wise p < .05).")
+        places = _readers_of_place(found)
+        if places:
+            one = len(places) == 1
+            parts.append(
+                f"{'Head' if one else 'Heads'} {', '.join(places)} of these"
+                f" {'reads' if one else 'read'} where the prefix is and not what it says: with the"
+                " opposite prefix's keys and values instead (resample) nothing is lost."
+            )
         against = table[(table["p_max"] < 0.05) & (table["effect"] < 0) & ~table["below_noise"]]
         if len(against):
             named = ", ".join(_name(row) for row in _records(against[::-1].head(5)))
             more = f": {named}" + (", ..." if len(against) > 5 else "")
-            parts.append(f"{counted(len(against), 'head')} against it{more}.")
+            verb = "works" if len(against) == 1 else "work"
+            parts.append(f"{counted(len(against), 'head')} {verb} against it{more}.")
         parts.append(
             f"Halves of the prompts agree on the order of heads with rank correlation"
             f" {heads.split_half:.2f}."
@@ -527,7 +537,7 @@ def write_page(found: Study) -> str:
             "How much js is lost when heads cannot see the prefix, at any query after it. The"
             " figure shows whole layers, the table the KV heads with the largest loss.",
             _layers(found.tables["layer"]),
-            _table_of(found.tables["kv"]).head(8),
+            _table_of(found.tables["kv"], 8),
         ),
         Section(
             "Heads",
@@ -536,14 +546,14 @@ def write_page(found: Study) -> str:
             + (" Shares are of lex, because shares of lex add up." if _has_lex(heads) else "")
             + " p is corrected for the number of heads.",
             heads.plot(),
-            _table_of(heads).head(16),
+            _table_of(heads, 16),
         ),
         Section(
             "The same heads, knocked out in other ways",
             "Lost js of the best heads: their keys hidden (cut), their values set to zero, or keys"
             " and values taken from the opposite prefix (resample) or the mean of all. cut,"
             " last_query hides the prefix from the last token of the prompt and the text alone;"
-            " cut, query from the predicting query alone.",
+            " cut, query from the predicting query alone. Intervals are in the CSV files.",
             None,
             _ways(found),
         ),
@@ -575,7 +585,7 @@ def write_page(found: Study) -> str:
                 " half of the prompts and judged in the other."
                 + (" Below 0 the preference for the words turns round." if metric == "lex" else ""),
                 found.curve.plot(),
-                _rounded(found.curve.frame()),
+                _together(found.curve),
             )
         )
     if found.writes is not None:
@@ -623,10 +633,10 @@ def _has_lex(table: KnockOut) -> bool:
     return "lex" in table.others
 
 
-def _table_of(table: KnockOut) -> pd.DataFrame:
-    """What a reader needs of a table of knock-outs, as texts."""
+def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
+    """What a reader needs of the n largest effects of a table, as texts."""
     names = list(table.units[0].where)
-    frame = table.frame()
+    frame = table.frame().head(n)
     columns = {f"lost {table.metric}": _intervals(frame, "effect", "low", "high")}
     shares = frame
     if _has_lex(table):
@@ -648,6 +658,17 @@ def _intervals(frame: pd.DataFrame, mean: str, low: str, high: str, form: str = 
     return [_with_interval(a, b, c, form) for a, b, c in rows]
 
 
+def _readers_of_place(found: Study) -> list[str]:
+    """Heads among the first 8 carriers that lose at most a tenth of their effect when they read the
+    opposite prefix instead: what they write does not depend on the attribute."""
+    swapped = {_name(row): row for row in _records(found.others["resample"].frame())}
+    return [
+        _name(row)
+        for row in _records(found.heads.carriers().head(8))
+        if _name(row) in swapped and swapped[_name(row)]["high"] < row["effect"] / 10
+    ]
+
+
 def _ways(found: Study) -> pd.DataFrame:
     """The best heads under every replacement and phase."""
     rows = []
@@ -658,12 +679,10 @@ def _ways(found: Study) -> pd.DataFrame:
     for layer, head in found.heads.best(EDGES):
         own = f"{layer}.{head}"
         shown = {
-            name: _with_interval(rows_of[own]["effect"], rows_of[own]["low"], rows_of[own]["high"])
-            for name, rows_of in by_head.items()
-            if own in rows_of
+            name: rows_of[own]["effect"] for name, rows_of in by_head.items() if own in rows_of
         }
         rows.append({"head": own, **shown})
-    return pd.DataFrame(rows)
+    return _rounded(pd.DataFrame(rows))
 
 
 def _score_table(scores: dict[str, Control]) -> pd.DataFrame:
@@ -687,6 +706,15 @@ def _tokens(case: Case) -> list[str]:
         " / ".join(dict.fromkeys(repr(token.replace("Ġ", " ")) for token in at))
         for at in zip(*by_branch, strict=True)
     ]
+
+
+def _together(curve: JointCurve) -> pd.DataFrame:
+    """What is left: a row for every number of heads, a column for every kind."""
+    rows: dict[int, dict[str, str]] = {}
+    for row in _records(curve.frame()):
+        left = _with_interval(row["left"], row["low"], row["high"], ".0%")
+        rows.setdefault(row["heads"], {})[row["kind"]] = left
+    return pd.DataFrame([{"heads": n, **rows[n]} for n in sorted(rows)])
 
 
 def _positions(found: Study) -> Drawing:
