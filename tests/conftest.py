@@ -1,7 +1,6 @@
-"""Shared fixtures. Signatures of the package are checked at run time, axis names included, in a third
-of the tests: this nearly doubles the time of what calls many small functions. Which third depends
-on a test's name alone, and is another one beside a HookedTransformer; LAPA2_TYPES=all checks
-all."""
+"""Shared fixtures. Signatures of the package are checked at run time, axis names included, in one of
+eight tests: this doubles the time of what calls many small functions. Which ones depends on a
+test's name alone, and they are others beside a HookedTransformer; LAPA2_TYPES=all checks all."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ collect_ignore = (
 
 
 def pytest_runtest_setup(item):
-    third = crc32(item.nodeid.split("/")[-1].encode()) % 3 == int(HAS_HOOKED)
-    checked = third or os.environ.get("LAPA2_TYPES") == "all"
+    drawn = crc32(item.nodeid.split("/")[-1].encode()) % 8 == int(HAS_HOOKED)
+    checked = drawn or os.environ.get("LAPA2_TYPES") == "all"
     jaxtyping.config.update("jaxtyping_disable", not checked)
 
 
@@ -146,15 +145,14 @@ def run_of(model, method, task, attributes, prompts, augmentations=(None,), **se
 
 def real_once(cases, length):
     """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow
-    but for one per method."""
-    seen, found = set(), []
+    but for the first."""
+    found = []
     for case in cases:
-        marks = [pytest.mark.slow] if case[0] in seen else []
+        marks = [pytest.mark.slow] if found else []
         found += [
             (*case, "tiny-llama", 30),
             pytest.param(*case, "smollm2-135m", length, marks=marks),
         ]
-        seen.add(case[0])
     return found
 
 

@@ -138,6 +138,7 @@ def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(
     assert_equal(tmp_path / "run", here)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(
     machines, grid, monkeypatch, tmp_path, capsys

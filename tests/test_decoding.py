@@ -117,9 +117,7 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
-@pytest.mark.parametrize(
-    "augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
-)
+@pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1)])
 def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
     model = load(tiny, "float32", model_class)
     settings = {"augmentation": augmentation, "seed": 3, "trace": "none"}

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -38,9 +39,20 @@ def tiny(out: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def proxy() -> Iterator[socket.socket]:
+    """What would answer every request of `made`."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.settimeout(0.0)
+        yield listening
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, proxy: socket.socket) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("demo") / "run"
-    done = call(*tiny(out))
+    address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+    done = call(*tiny(out), http_proxy=address, https_proxy=address, HF_HUB_OFFLINE="0")
     assert done.returncode == 0, done.stderr
     return out, done.stderr
 
@@ -188,7 +200,6 @@ def test_repeated_it_makes_only_the_page(made):
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
-@pytest.mark.alone
 def test_interrupted_it_says_that_it_goes_on_and_does(made, tmp_path):
     out = tmp_path / "run"
     # What runs in the background of a script ignores SIGINT, and so would its children.
@@ -261,16 +272,8 @@ def test_every_method_has_a_shipped_example_with_its_origin():
         assert {"model", "weights", "machine", "command", "dtype"} <= set(each)
 
 
-def test_it_asks_the_network_for_nothing(made, tmp_path):
-    """All of it, where every request would be answered by a proxy that counts."""
-    with socket.socket() as proxy:
-        proxy.bind(("127.0.0.1", 0))
-        proxy.listen()
-        proxy.settimeout(0.0)
-        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        done = call(
-            *tiny(tmp_path / "run"), http_proxy=address, https_proxy=address, HF_HUB_OFFLINE="0"
-        )
-        assert done.returncode == 0, done.stderr
-        with pytest.raises(BlockingIOError):
-            proxy.accept()
+def test_it_asks_the_network_for_nothing(made, proxy):
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+    with socket.create_connection(proxy.getsockname()):  # a request would have been seen
+        proxy.accept()[0].close()

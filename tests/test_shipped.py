@@ -73,7 +73,7 @@ def test_shipped_prefixes_steer(tmp_path):
     ("task", "files"),
     [
         ("sentiment", ["sentiment/sst2_valid", "sentiment/imdb_test"]),
-        ("topic", ["topic/agnews_test"]),
+        pytest.param("topic", ["topic/agnews_test"], marks=pytest.mark.slow),
         ("detox", ["toxicity/jigsaw_test"]),
     ],
 )

@@ -182,7 +182,6 @@ TARGET = Augmentation(alpha=1, law="target", tau=0.3)
 @pytest.mark.parametrize(
     ("method", "rule"),
     [
-        ("prefix", Augmentation(alpha=1.0)),
         ("preadd", Augmentation(alpha=1.0)),
         ("soft", Augmentation(alpha=1.0)),
         ("prefix", TARGET),
