@@ -1,10 +1,10 @@
-# make demo | reproduce | gallery | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes
+# make demo | reproduce | gallery | circuits | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery test test-portable test-hooked lint types notebooks check prefixes clean
+.PHONY: demo reproduce gallery circuits test test-portable test-hooked lint types notebooks check prefixes clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -74,6 +74,16 @@ prefixes: $(VENV)/.run-installed
 gallery: reproduce
 	mkdir -p figures/$(SCALE)
 	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
+
+# The committed tables and pages of figures/circuits: which heads carry the control. Two hours of two cores; stop and repeat as you like.
+CIRCUITS := planted sentiment topic
+circuits: $(VENV)/.run-installed
+	$(VENV)/bin/lapa2 circuits planted --out results/circuits/planted
+	$(VENV)/bin/lapa2 circuits smollm2-135m --task sentiment --out results/circuits/sentiment
+	$(VENV)/bin/lapa2 circuits smollm2-135m --task topic --tokens 16 --best 8 --out results/circuits/topic
+	$(foreach each,$(CIRCUITS),mkdir -p figures/circuits/$(each) && \
+		cp results/circuits/$(each)/*.csv results/circuits/$(each)/report.html results/circuits/$(each)/circuit.json \
+		results/circuits/$(each)/heads.json results/circuits/$(each)/question.json figures/circuits/$(each)/ &&) true
 
 # The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no
 # lock for all platforms can name. uv where it is found; pip takes over where uv does not reach what pip is set up for.

@@ -16,16 +16,19 @@
 # layer, then a KV head, then a head, then a token of the prefix.
 #
 # Sweeps here are small: 8 prompts, 16 tokens, and the heads of the three best layers. The whole
-# table of SmolLM2 comes with the repository (`figures/circuits/`), made by
+# table of SmolLM2 comes with the repository (`figures/circuits/sentiment`), made by
 # `lapa2 circuits smollm2-135m --task sentiment --out results/circuits`.
 
 # %%
 import os
 import sys
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 
+import lapa2_interp
 from lapa2_interp import load_model, load_task
 from lapa2_interp.circuits import Question, joint_curve, knock_out, prefix_mass, units_of
 from lapa2_interp.models.planted import planted
@@ -93,6 +96,19 @@ print(
 heads.with_metric("lex").frame().head(5).round(4)
 
 # %% [markdown]
+# The whole table: every head, 15 prompts, 32 tokens. Its order of the heads above is compared with
+# theirs.
+
+# %%
+shipped = Path(lapa2_interp.__file__).parents[1] / "figures" / "circuits" / "sentiment" / "head.csv"
+if options.model == "smollm2-135m" and shipped.is_file():
+    whole_table = pd.read_csv(shipped).set_index(["layer", "head"])
+    small = heads.frame().set_index(["layer", "head"])["effect"]
+    agreed = small.corr(whole_table["effect"].loc[small.index], method="spearman")
+    print(f"rank correlation with the whole table: {agreed:.2f}")
+    print(whole_table[["effect", "low", "high", "lex_share", "p_max"]].head(12).round(4))
+
+# %% [markdown]
 # ## Attention against effect
 
 # %%
@@ -120,7 +136,9 @@ rows.round(4)
 # ## Another replacement gives another number
 #
 # `cut` blocks the keys, and the attention goes elsewhere. `resample` puts the opposite prefix's
-# keys and values in their place. The best heads should be the best either way.
+# keys and values in their place. A head that loses much under `cut` and nothing under `resample`
+# reads where the prefix is and not what it says: without it, it reads something else, and that
+# disturbs more than what is missing.
 
 # %%
 few = [unit for unit in heads.units if unit.heads[0] in set(heads.best(6))]

@@ -61,6 +61,11 @@ NAMES = {
         "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or"
         " folder)"
     ),
+    "masked": (
+        "accuracy, where the words of all prefixes are hidden from the classifier; =MODEL as for"
+        " accuracy"
+    ),
+    "echo": "share of texts that say a word of their own prefix",
     "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
     "distinct": (
         "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)"
@@ -86,6 +91,7 @@ class Scorer(ABC):
         version: What else decides its numbers: model and weights, service, prompt. Numbers of two
             versions never share a table.
         columns: Names of its numbers.
+        classifies: Its columns are labels, and the largest number is its answer.
         needs: Fields of an item that enter the score besides the text.
         batch_size: Items given at once.
     """
@@ -93,6 +99,7 @@ class Scorer(ABC):
     name: str
     version: str
     columns: tuple[str, ...]
+    classifies: bool = False
     needs: tuple[str, ...] = ()
     batch_size: int = 32
 

@@ -187,6 +187,7 @@ class TaskScorer(Scorer):
     """
 
     name = "accuracy"
+    classifies = True
 
     def __init__(self, classifier: Probabilistic, card: Card, kind: str) -> None:
         self.classifier, self.card = classifier, card

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import NAMES, Scorer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.perspective import Perspective
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
+from lapa2_interp.tasks import Task, read_task
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                 device=options.device,
                 trust_remote_code=options.trust_remote_code,
             )
+        case "echo", "":
+            return Echo(prefix_words(_task(options)))
+        case "masked", _:
+            inner = make_scorer("accuracy", model, options)
+            return Masked(inner, prefix_words(_task(options)))
         case "perplexity", _:
             chosen = model or "smollm2-135m"
             return Perplexity(
@@ -84,3 +91,9 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
             "distinct-n describes a set of texts and has no number for one; give another scorer"
         )
     raise ScoringError(one_of("scorer", name, NAMES))
+
+
+def _task(options: Options) -> Task:
+    if options.task is None:
+        raise ScoringError("the words of prefixes belong to a task: give --task")
+    return read_task(options.task)

@@ -21,7 +21,9 @@ KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "ar
 """Columns that make cells, where a table has them."""
 TOXIC = 0.5
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("accuracy", "toxicity", "toxicity max", "toxic prompts"), (0.0, 1.0)),
+    **dict.fromkeys(
+        ("accuracy", "masked", "echo", "toxicity", "toxicity max", "toxic prompts"), (0.0, 1.0)
+    ),
     **dict.fromkeys(("acc", "tox"), (0.0, 100.0)),
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
 }
@@ -46,7 +48,7 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
         Item(text, prompt, attribute)
         for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
     ]
-    if scorer.name == "accuracy":
+    if scorer.classifies:
         wrong = sorted(set(samples["attribute"]) - set(scorer.columns))
         if wrong:
             raise ScoringError(
@@ -56,9 +58,9 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
             )
     scored = run_scorer(scorer, items, cache)
     numbers = scored[list(scorer.columns)]
-    if scorer.name == "accuracy":
+    if scorer.classifies:
         right = (numbers.fillna(-1).idxmax(axis=1) == samples["attribute"].to_numpy()).astype(float)
-        numbers = pd.DataFrame({"accuracy": right.where(numbers.notna().all(axis=1))})
+        numbers = pd.DataFrame({scorer.name: right.where(numbers.notna().all(axis=1))})
     own = samples.reset_index(drop=True)
     frames = [
         own.assign(

@@ -132,6 +132,7 @@ class Classifier(Scorer):
             raise ScoringError(f"{model}: {one_of('label', column, self.labels)}")
         self.column = column
         self.columns = self.labels if column is None else (name,)
+        self.classifies = column is None
         # Multi-label heads (as toxicity models have) give each label a probability of its own.
         self.several = (
             self.network.config.problem_type == "multi_label_classification" or len(own) == 1

@@ -1,0 +1,99 @@
+"""Echo: texts that say the words of their prefix, and classifiers that cannot see them.
+
+A prefix such as "Very positive:" may make a model write "positive", and a classifier may go by that
+word alone. So a table of accuracies has beside it
+
+    echo      the share of texts that say a word of their own prefix
+    masked    accuracy where the words of all prefixes are hidden from the classifier
+
+The words are those of an attribute's hard prefix, and its name, that no other attribute has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.tasks import Task
+
+WORD = re.compile(r"\w+")
+MASK = "..."
+"""What stands in the place of a hidden word."""
+
+
+def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
+    """By attribute, the words in small letters of its prefix and name that no other attribute
+    has."""
+    own = {
+        name: dict.fromkeys(WORD.findall(f"{attribute.prefix} {name}".lower()))
+        for name, attribute in task.attributes.items()
+    }
+    return {
+        name: tuple(
+            word
+            for word in words
+            if not any(word in others for other, others in own.items() if other != name)
+        )
+        for name, words in own.items()
+    }
+
+
+class Echo(Scorer):
+    """1 where a text says a word of its own prefix, else 0.
+
+    Args:
+        words: By attribute, as `prefix_words` gives them.
+    """
+
+    name = "echo"
+    columns = ("echo",)
+    needs = ("attribute",)
+    batch_size = 2048
+
+    def __init__(self, words: Mapping[str, Sequence[str]]) -> None:
+        self.words = {name: frozenset(each) for name, each in words.items()}
+        self.version = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        return [self._score(item) for item in items]
+
+    def _score(self, item: Item) -> Score:
+        if not item.text.strip():
+            return Skipped("empty text")
+        if item.attribute not in self.words:
+            raise ScoringError(one_of("attribute", item.attribute, self.words))
+        said = set(WORD.findall(item.text.lower()))
+        return (float(bool(said & self.words[item.attribute])),)
+
+
+class Masked(Scorer):
+    """A classifier that sees `MASK` in the place of every word of every prefix.
+
+    Args:
+        inner: The classifier.
+        words: By attribute, as `prefix_words` gives them.
+    """
+
+    name = "masked"
+
+    def __init__(self, inner: Scorer, words: Mapping[str, Sequence[str]]) -> None:
+        hidden = sorted({word for each in words.values() for word in each})
+        self.inner = inner
+        self.hidden = re.compile(rf"\b({'|'.join(map(re.escape, hidden))})\b", re.IGNORECASE)
+        self.columns, self.classifies = inner.columns, inner.classifies
+        self.batch_size = inner.batch_size
+        self.version = f"{inner.version}, without {' '.join(hidden)}"
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        return self.inner.score(
+            [replace(item, text=self.hidden.sub(MASK, item.text)) for item in items]
+        )
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+__all__ = ["MASK", "Echo", "Masked", "prefix_words"]

@@ -1,0 +1,88 @@
+"""Echo: which words are a prefix's own, who says them, and what a classifier sees without them."""
+
+import pandas as pd
+import pytest
+
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.scoring import Item, Scorer, Skipped, run_scorer
+from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
+from lapa2_interp.scoring.embedded import EmbeddedScorer
+from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.tables import cell_table, score_table
+from lapa2_interp.tasks import read_task
+
+WORDS = {"calm": ("calm",), "angry": ("angry", "furious")}
+
+
+class Seen(Scorer):
+    """Keeps what it is given."""
+
+    name, version, columns, classifies = "accuracy", "seen 1", ("calm", "angry"), True
+
+    def __init__(self):
+        self.texts = []
+
+    def score(self, items):
+        self.texts += [item.text for item in items]
+        return [(0.9, 0.1)] * len(items)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("sentiment", {"positive": ("positive",), "negative": ("negative",)}),
+        ("topic", {"world": ("world",), "sports": ("sports",), "business": ("business",)}),
+    ],
+)
+def test_words_are_those_that_no_other_prefix_has(task, expected):
+    found = prefix_words(read_task(task))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_word_of_every_prefix_is_no_echo():
+    words = prefix_words(read_task("detox"))
+    assert "toxic" in words["toxic"]
+    assert not set(words["toxic"]) & set(words["nontoxic"])
+
+
+def test_echo_is_a_whole_word_of_ones_own_prefix():
+    items = [
+        Item("Calm, she said.", attribute="calm"),
+        Item("She calmly said.", attribute="calm"),
+        Item("CALM and angry", attribute="angry"),
+        Item("calm", attribute="angry"),
+        Item("  ", attribute="angry"),
+    ]
+    table = run_scorer(Echo(WORDS), items)
+    assert table["echo"].tolist()[:4] == [1.0, 0.0, 1.0, 0.0]
+    assert table["skipped"].tolist()[4] == "empty text"
+    with pytest.raises(ScoringError, match="unknown attribute 'clam'; .* did you mean 'calm'"):
+        Echo(WORDS).score([Item("a", attribute="clam")])
+
+
+def test_a_masked_classifier_sees_none_of_the_words():
+    inner = Seen()
+    masked = Masked(inner, WORDS)
+    assert masked.score([Item("Furious? Calm calmly!")]) == [(0.9, 0.1)]
+    assert inner.texts == ["...? ... calmly!"]
+    assert masked.version == "seen 1, without angry calm furious"
+    frame = pd.DataFrame({"text": ["calm"] * 3, "prompt": ["a", "b", "c"],
+                          "attribute": ["calm", "calm", "angry"], "arm": ["x"] * 3})  # fmt: skip
+    cells = cell_table(score_table(frame, masked)).set_index("attribute")
+    assert set(cells["metric"]) == {"masked"}
+    assert cells["mean"].to_dict() == pytest.approx({"calm": 1.0, "angry": 0.0, "all": 2 / 3})
+
+
+def test_scorers_by_name():
+    options = Options(task="sentiment")
+    echo, masked = make_scorer("echo", "", options), make_scorer("masked", "", options)
+    assert isinstance(echo, Echo)
+    text = "This is positive. A lovely film with a fine cast."
+    own = EmbeddedScorer("sentiment")
+    (found,), (plain,) = masked.score([Item(text)]), own.score([Item(text)])
+    hidden = own.score([Item(text.replace("positive", "..."))])
+    assert [found] == hidden
+    assert found != plain
+    assert masked.score([Item("")]) == [Skipped("empty text")]
+    with pytest.raises(ScoringError, match="give --task"):
+        make_scorer("echo", "", Options())
