@@ -493,6 +493,20 @@ def test_treebank_sentences_are_written_as_people_do():
         assert detokenise(given) == expected
 
 
+def test_paradetox_pairs_are_labelled_texts(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    rows = [
+        {"toxic": "a damn mess", "neutral": ["a mess", "a muddle"]},
+        {"toxic": "shut up", "neutral": []},
+        {"toxic": "what a fool", "neutral": "what a person"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = read_corpus(str(file), ["nontoxic", "toxic"])
+    assert found.texts["toxic"] == ("a damn mess", "shut up", "what a fool")
+    assert found.texts["nontoxic"] == ("a mess", "what a person")
+    assert found.blank == 1
+
+
 def test_corpora_report_what_they_leave_out(tmp_path):
     file = tmp_path / "texts.csv"
     file.write_text(

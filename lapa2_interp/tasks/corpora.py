@@ -2,7 +2,8 @@
 hub, or files of your own.
 
 A file is JSON lines, CSV or Parquet with the fields `text` and `label` (.xz, .gz, .bz2 and .zip are
-read as they are).
+read as they are). ParaDetox's fields `toxic` and `neutral` become texts with the labels toxic and
+nontoxic.
 """
 
 from __future__ import annotations
@@ -149,9 +150,23 @@ def _from_file(path: Path) -> pd.DataFrame:
             f"{one_of('corpus', str(path), HUB)}, or a file that ends in {', '.join(READERS)}"
         )
     try:
-        return READERS[kinds[-1]](path)
+        return _from_pairs(READERS[kinds[-1]](path))
     except (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
+
+
+def _from_pairs(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table of toxic sentences and their neutral ones as labelled texts; any other as it is. Of
+    several neutral sentences the first is taken."""
+    if not {"toxic", "neutral"} <= set(frame):
+        return frame
+    first = frame["neutral"].map(
+        lambda each: each if isinstance(each, str) else next(iter(each), "")
+    )
+    pairs = {"toxic": frame["toxic"], "nontoxic": first}
+    return pd.concat(
+        [pd.DataFrame({"text": texts, "label": name}) for name, texts in pairs.items()]
+    )
 
 
 def _from_hub(name: str, split: str) -> pd.DataFrame:
