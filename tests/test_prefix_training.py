@@ -1,6 +1,7 @@
 """Training: losses on hand-made numbers, folding, what a short real training does, and that
 resuming changes nothing."""
 
+import json
 import math
 
 import numpy as np
