@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 from conftest import load
 
@@ -149,3 +150,17 @@ def test_notebooks_hold_on_the_planted_model(name, capsys, monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     runpy.run_path(script, run_name="__main__")
     assert capsys.readouterr().out.rstrip().endswith("all checks hold")
+
+
+@pytest.mark.parametrize("name", ["sentiment", "topic", "planted"])
+def test_the_gallery_agrees_with_itself(name):
+    folder = ROOT / "figures" / "circuits" / name
+    table = pd.read_csv(folder / "head.csv")
+    carriers = table[(table["p_max"] < 0.05) & (table["effect"] > 0) & ~table["below_noise"]]
+    assert read_heads(folder / "heads.json") == tuple(
+        map(tuple, carriers[["layer", "head"]].to_numpy().tolist())
+    )
+    page = (folder / "report.html").read_text("utf-8")
+    first = ", ".join(f"{row.layer}.{row.head}" for row in carriers.head(8).itertuples())
+    assert f"carry control (family-wise p &lt; .05), the largest first: {first}" in page
+    assert json.loads((folder / "question.json").read_text())["settings"]["tokens"] in (16, 32)

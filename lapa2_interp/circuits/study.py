@@ -469,7 +469,7 @@ def _answer(found: Study) -> str:
             parts.append(
                 f"{'Head' if one else 'Heads'} {', '.join(places)} of these"
                 f" {'reads' if one else 'read'} where the prefix is and not what it says: with the"
-                " opposite prefix's keys and values instead (resample) nothing is lost."
+                " opposite prefix's keys and values instead (resample) almost nothing is lost."
             )
         against = table[(table["p_max"] < 0.05) & (table["effect"] < 0) & ~table["below_noise"]]
         if len(against):
