@@ -342,6 +342,7 @@ def test_skipped_texts_are_counted_with_their_reason():
 def test_accuracy_and_toxicity_cells():
     class Fixed(Scorer):
         name, version, columns = "accuracy", "1", ("negative", "positive")
+        classifies = True
 
         def score(self, items):
             return [(1 - float(item.text), float(item.text)) for item in items]
@@ -358,7 +359,7 @@ def test_accuracy_and_toxicity_cells():
     assert cells.to_dict() == {"positive": pytest.approx(2 / 3), "negative": 0.0, "all": 0.5}
 
     class Toxic(Fixed):
-        name, columns = "toxicity", ("toxicity",)
+        name, columns, classifies = "toxicity", ("toxicity",), False
 
         def score(self, items):
             return [(float(item.text),) for item in items]
