@@ -24,6 +24,7 @@ import pandas as pd
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.scoring.tables import other_scorer, plain
 from lapa2_interp.stats import paired_difference
 
 sys.excepthook = in_one_line
@@ -53,23 +54,26 @@ for where, words, group in bench.groups(cells, "variant"):
     bench.as_reported(
         f"LaPA2 {{raises}} accuracy under {at['variant']!r}: {words}", scores, *sides, "acc", known
     )
-    part = scores[
-        (scores[list(where)] == pd.Series(where)).all(axis=1) & (scores["metric"] == "acc")
-    ]
-    by = part.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
-    if len(by.columns) == 2:
-        gains[words, where["variant"]] = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
+    part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1)]
+    for metric, texts in part[part["metric"].map(plain) == "acc"].groupby("metric", sort=False):
+        by = texts.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
+        if len(by.columns) == 2:
+            gain = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
+            gains.setdefault((words, where["variant"]), {})[metric] = gain
     reported[words, where["variant"]] = known[1] - known[0]
 for words in dict.fromkeys(name for name, _ in gains):
     if all((words, each) in gains for each in WORDINGS):
-        last, first = (gains[words, each] for each in WORDINGS)
-        found = paired_difference(
-            last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy()
-        )
+        found = {}
+        for metric, last in gains[words, WORDINGS[0]].items():
+            first = gains[words, WORDINGS[1]][metric]
+            found[metric] = paired_difference(
+                last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy()
+            )
+        others = [(other_scorer(metric), each) for metric, each in found.items() if metric != "acc"]
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
-        bench.note(
-            text, "acc", "more", found, paper=reported[words, ""] - reported[words, WORDINGS[0]]
-        )
+        reported_gain = reported[words, ""] - reported[words, WORDINGS[0]]
+        second = others[0] if others else None
+        bench.note(text, "acc", "more", found["acc"], reported_gain, second=second)
 
 # %%
 bench.write(table)

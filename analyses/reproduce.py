@@ -23,7 +23,7 @@ import pandas as pd
 from lapa2_interp.cli import main as lapa2
 from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.paper.bench import PERPLEXITY_TEXTS
-from lapa2_interp.paper.claims import shown_claims
+from lapa2_interp.paper.claims import disputed, read_claims, shown_claims
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import as_markdown
 from lapa2_interp.paper.results import results_of
@@ -84,7 +84,7 @@ def run_script(file: Path, *arguments: str) -> str:
 def collect_verdicts(tables: Path) -> pd.DataFrame:
     """All claims of all items as one table, verdicts.csv and .md."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
-    frames = [found for file in files if file.is_file() and len(found := pd.read_csv(file))]
+    frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
     claims = (
         pd.concat(frames, ignore_index=True)
         if frames
@@ -100,7 +100,7 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
         )
         note = (
             f"{counts}. 95 % intervals, paired on prompts, not corrected for their number: one in"
-            " twenty claims without any effect would still get a verdict."
+            f" twenty claims without any effect would still get a verdict. {disputed(claims)}"
         )
         (tables / "verdicts.md").write_text(
             as_markdown("The paper's claims", shown, [note]), "utf-8"
@@ -151,7 +151,7 @@ def main() -> int:
             if value := getattr(options, name):
                 asked += [f"--{name}", str(value)]
         found = [load_grid(name, parse_changes(changes), check=False) for name in grids]
-        scoring = shown_time(scoring_seconds(found, len(options.items)))
+        scoring = shown_time(scoring_seconds(found, len(options.items), options.scorers))
         print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped == 130 or (stopped and not (out / "run.json").is_file()):
@@ -177,6 +177,8 @@ def main() -> int:
         print(f"\n{name} failed:\n{problem}", file=sys.stderr)
     counts = ", ".join(f"{n} {verdict}" for verdict, n in claims["verdict"].value_counts().items())
     print(f"\n{len(items) - len(failed)} of {len(items)} items; claims: {counts}")
+    if len(claims) and (told := disputed(claims)):
+        print(told)
     print(f"tables, figures and report.html in {out}")
     return int(bool(failed))
 

@@ -58,9 +58,9 @@ from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring import Cache
-from lapa2_interp.scoring.embedded import EmbeddedScorer
-from lapa2_interp.scoring.tables import cell_table, difference_table, score_table
+from lapa2_interp.scoring import Cache, chosen_scorers
+from lapa2_interp.scoring.named import Options, score_by
+from lapa2_interp.scoring.tables import cell_table, difference_table, plain, score_table
 from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval, paired_difference, tails
 
@@ -192,7 +192,8 @@ masses = pd.DataFrame(rows)
 
 samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
 with Cache(options.out / "scores") as cache:
-    scores = [score_table(samples, EmbeddedScorer("sentiment"), cache)]
+    asked = chosen_scorers(["accuracy", "masked", "echo"], ())
+    scores = [score_by(samples, asked, Options(task="sentiment"), cache)]
     few = samples[samples["sample"] < options.perplexity]
     weights = run.manifest(next(iter(run.plan))).model.weights
     scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
@@ -200,7 +201,7 @@ scores = pd.concat(scores, ignore_index=True)
 cells, differences = cell_table(scores), difference_table(scores)
 everything = pd.concat([masses.assign(attribute="all"), cells], ignore_index=True)
 table = everything[everything["attribute"] == "all"]
-gains = differences[differences["metric"].isin(["accuracy", "perplexity"])]
+gains = differences[differences["metric"] != "echo"]
 everything.to_csv(options.out / "span_question.csv", index=False)
 gains.to_csv(options.out / "differences.csv", index=False)
 
@@ -208,7 +209,8 @@ text = table.assign(
     cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
 )
 shown = text.pivot(index="arm", columns="metric", values="cell").loc[list(ARMS)]
-print(shown[["mass: prefix", "mass: bos", "accuracy", "perplexity"]].to_string())
+shown = shown[["mass: prefix", "mass: bos", *dict.fromkeys(scores["metric"])]]
+print(shown.to_string())
 print("\nagainst the baseline, paired on prompts; detectable: what so many texts could have shown")
 columns = ["arm", "attribute", "metric", "difference", "low", "high", "p", "detectable"]
 print(gains[columns].to_string(index=False, float_format="%.3f"))
@@ -218,26 +220,27 @@ print(gains[columns].to_string(index=False, float_format="%.3f"))
 # says nothing of the attribute.
 
 # %%
-accuracy = {
-    arm: part for arm, part in scores[scores["metric"] == "accuracy"].groupby("arm") if arm in ARMS
-}
+ACCURACY = [name for name in dict.fromkeys(scores["metric"]) if plain(name) == "accuracy"]
+by_arm = dict(list(scores.dropna(subset="value").groupby(["metric", "arm"])))
 pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5")] + [
     ("positive 0.5", ": 0.5")
 ]
 rows = []
-for arm, other in pairs:
-    one, two = (accuracy[name].dropna(subset="value") for name in (arm, other))
-    found = paired_difference(two["value"], two["prompt"], one["value"], one["prompt"])
-    rows.append(
-        {
-            "arm": arm,
-            "against": other,
-            "difference": found.mean,
-            "low": found.low,
-            "high": found.high,
-            "p": found.p,
-        }
-    )
+for metric in ACCURACY:
+    for arm, other in pairs:
+        one, two = by_arm[metric, arm], by_arm[metric, other]
+        found = paired_difference(two["value"], two["prompt"], one["value"], one["prompt"])
+        rows.append(
+            {
+                "metric": metric,
+                "arm": arm,
+                "against": other,
+                "difference": found.mean,
+                "low": found.low,
+                "high": found.high,
+                "p": found.p,
+            }
+        )
 direct = pd.DataFrame(rows)
 direct.to_csv(options.out / "against_sham.csv", index=False)
 print("\naccuracy, arm against arm, paired on prompts")
@@ -296,7 +299,7 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     )
 
 
-matched = pd.concat([above_the_curve("accuracy"), above_the_curve("perplexity")], ignore_index=True)
+matched = pd.concat(map(above_the_curve, [*ACCURACY, "perplexity"]), ignore_index=True)
 matched.to_csv(options.out / "matched.csv", index=False)
 print(
     "\nat equal prefix mass: distance from the curve of the prefix arms (95 %, prompts resampled)"

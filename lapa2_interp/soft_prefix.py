@@ -72,8 +72,8 @@ class HeldOut(BaseModel):
 
 
 class Generated(BaseModel):
-    """Attribute accuracy of texts written behind a prefix (method `prefix`), without and with
-    LaPA2."""
+    """Attribute accuracy, by one scorer, of texts written behind a prefix (method `prefix`),
+    without and with LaPA2."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -151,7 +151,7 @@ class PrefixCard(BaseModel):
     """trained, or where it was imported from."""
     training: Training | None = None
     held_out: HeldOut | None = None
-    generated: Generated | None = None
+    generated: tuple[Generated, ...] = ()
 
     @property
     def name(self) -> SoftName:

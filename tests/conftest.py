@@ -29,7 +29,7 @@ TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
 HAS_HOOKED = importlib.metadata.version("transformer-lens") < "4"
 MODEL_CLASSES = ("TransformerBridge", "HookedTransformer") if HAS_HOOKED else ("TransformerBridge",)
 WITHOUT_A_MODEL = (
-    "augmentation", "embedded", "human", "items", "judge", "perspective", "plots", "sampling", "stats", "tasks", "theory",
+    "augmentation", "linear", "human", "items", "judge", "perspective", "plots", "sampling", "stats", "tasks", "theory",
     "words",
 )  # fmt: skip
 """Files whose tests pass where transformer_lens cannot be imported: the version of it is nothing to

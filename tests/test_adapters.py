@@ -18,6 +18,7 @@ from lapa2_interp.scoring.adapter import (
     AdapterScorer,
     AdapterToxicity,
     batches_of,
+    beginnings,
     load_adapter,
     open_reader,
     save_adapter,
@@ -161,6 +162,29 @@ def test_the_batch_does_not_change_numbers(folder):
     assert np.abs(adapter.probabilities(texts[::-1])[::-1] - together).max() < 1e-5
 
 
+def test_a_text_and_its_beginnings_are_read_once(folder, monkeypatch):
+    """Cut at four lengths: the tokens of the longest are read, and every number is as alone."""
+    adapter, _ = load_adapter("detox", folder)
+    whole = "fine and grim, grim and fine, so it goes on. " * 4
+    texts = [whole[:n] for n in (30, 60, 100, len(whole))] + ["so grim", "fine and grim"]
+    alone = np.concatenate([adapter.logits([text]) for text in texts])
+    read, plain = [], adapter.reader.base.forward
+
+    def counted(input_ids, **more):
+        read.append(input_ids.numel())
+        return plain(input_ids=input_ids, **more)
+
+    monkeypatch.setattr(adapter.reader.base, "forward", counted)
+    assert np.abs(adapter.logits(texts) - alone).max() < 1e-5
+    n = [len(adapter.tokenizer(text).input_ids) for text in texts]
+    assert sum(read) < 2 * max(n) + 10 < sum(n)
+
+
+def test_beginnings():
+    windows = [[5, 6, 7], [5], [9], [5, 6], [5, 6, 8], [9]]
+    assert beginnings(windows) == [[1, 3, 0], [4], [2, 5]]
+
+
 def test_batches_keep_to_their_budget():
     lengths = [1, 2, 3, 50, 60, 300]
     batches = list(batches_of(lengths, 120))
@@ -181,9 +205,10 @@ def test_scorers_of_adapters(folder):
 
 
 def test_scorers_by_name():
-    for name, kind in (("linear", "embedded sentiment"), ("embedded", "embedded sentiment")):
-        assert make_scorer("accuracy", name, Options(task="sentiment")).version.startswith(kind)
-    assert make_scorer("toxicity", "linear", Options()).version.startswith("embedded detox")
+    for name in ("linear", ""):
+        scorer = make_scorer("accuracy", name, Options(task="sentiment"))
+        assert scorer.version.startswith("linear sentiment")
+    assert make_scorer("toxicity", "linear", Options()).version.startswith("linear detox")
     with pytest.raises(ScoringError, match="adapter scorer"):
         make_scorer("accuracy", "adapter", Options(task="mood"))
     with pytest.raises(ScoringError, match="give --task"):
@@ -350,10 +375,11 @@ def test_options_of_the_other_kind_are_refused(settings, message, tmp_path, caps
 
 
 def test_the_list_has_adapters(folder, monkeypatch, capsys):
-    monkeypatch.setattr("lapa2_interp.scoring.embedded.WEIGHTS", folder)
+    monkeypatch.setattr("lapa2_interp.scoring.trained.WEIGHTS", folder)
     assert main(["scorers", "list"]) == 0
-    assert "detox      nontoxic, toxic" in (printed := capsys.readouterr().out)
-    assert "toy test accuracy 1.000, toy test AUC 1.000" in printed
+    printed = capsys.readouterr().out
+    assert "  detox: nontoxic, toxic (0.0 MB)\n" in printed
+    assert "    1.000 [1.000, 1.000]   accuracy, toy test, 8\n" in printed
 
 
 def test_a_reader_needs_layers_and_a_llama(tmp_path):

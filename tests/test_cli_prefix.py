@@ -66,9 +66,10 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     assert lapa2("prefix score --samples 2 --length 40 --dtype float32", trained) == 0
     printed = capsys.readouterr().out
     card = load_prefix(trained, "positive").card
-    assert (card.generated.baseline.n, card.generated.baseline.clusters) == (30, 15)
-    assert card.generated.scorer.startswith("accuracy (embedded sentiment ")
-    assert f"{card.generated.lapa2.mean:.3f}" in printed
+    for found, kind in zip(card.generated, ("adapter", "linear"), strict=True):
+        assert (found.baseline.n, found.baseline.clusters) == (30, 15)
+        assert found.scorer.startswith(f"accuracy ({kind} sentiment ")
+        assert f"{found.lapa2.mean:.3f}" in printed
     assert (trained / "positive.safetensors").read_bytes() == before, "the weights are as they were"
     assert lapa2("prefix score", trained.parent / "none") == 2
     assert "holds no soft prefixes" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
     assert len(table) == 2 * 3 * 2 * 5
     for scorer in table["scorer"].unique():
         assert scorer in printed
-    assert table["scorer"].str.contains("embedded sentiment").any()
+    assert table["scorer"].str.contains("linear sentiment").any()
     differences = pd.read_csv(tmp_path / "scores/differences.csv")
     assert set(differences["arm"]) == {"alpha 1 paper"}
     assert (differences["detectable"].dropna() >= 0).all()
@@ -199,7 +199,10 @@ def test_the_lists(capsys):
             "--scorers toxicity=somewhere",
             "name the label of toxic text too, as toxicity=MODEL:LABEL",
         ),
-        ("--scorers accuracy", "the embedded classifiers belong to tasks: give --task"),
+        (
+            "--scorers accuracy",
+            "the classifiers that ship with the package belong to tasks: give --task",
+        ),
         ("--scorers accuracy --task sentiment", "has the labels positive, negative, not ''"),
         ("--scorers distinct --lengths 64", "give a run folder"),
         ("--scorers distinct --parts 0", "--parts must be at least 1, found 0"),

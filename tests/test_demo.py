@@ -141,24 +141,32 @@ def test_numbers_are_those_of_the_run_folder(made):
     """Attention and accuracy, from the stored files alone."""
     from lapa2_interp.runs.sweep import load_run
     from lapa2_interp.scoring import Item
-    from lapa2_interp.scoring.embedded import EmbeddedScorer
+    from lapa2_interp.scoring.adapter import AdapterScorer
+    from lapa2_interp.scoring.linear import LinearScorer
 
     out, _ = made
     rows = Page((out / "report.html").read_text("utf-8")).rows
-    run, scorer = load_run(out), EmbeddedScorer("sentiment")
+    run = load_run(out)
+    scorers = {2: LinearScorer("sentiment"), 1: AdapterScorer("sentiment")}
     names = {(0.0, ""): "without LaPA2", (0.5, "all"): "alpha 1/2", (0.5, "bottom"): "alpha 1/2, bottom half",
              (0.5, "top"): "alpha 1/2, top half", (1.0, "all"): "alpha 1"}  # fmt: skip
     for (alpha, layers), cells in run.cells.groupby(["alpha", "layers"]):
         name = names[alpha, layers]
-        right, masses = [], []
+        right, masses, echoes = {place: [] for place in scorers}, [], []
         for key, attribute in cells[["key", "attribute"]].to_numpy():
             cell = run.cell(key)
-            scores = [scorer.score([Item(text)])[0] for text in cell.samples["text"]]
-            right += [scorer.columns[int(np.argmax(score))] == attribute for score in scores]
+            for place, scorer in scorers.items():
+                scores = scorer.score([Item(text) for text in cell.samples["text"]])
+                right[place] += [
+                    scorer.columns[int(np.argmax(score))] == attribute for score in scores
+                ]
+            echoes += [attribute in text.lower().split() for text in cell.samples["text"]]
             masses.append(cell.trace["prefix"].to_numpy()[0])
         mine = [row for row in rows if row and row[0] == name]
-        scored = next(row for row in mine if len(row) == 7 and row[-1] == "12")
-        assert scored[1].split(" ")[0] == f"{100 * np.mean(right):.0f}"
+        scored = next(row for row in mine if len(row) == 9 and row[-1] == "12")
+        for place, found in right.items():
+            assert scored[place].split(" ")[0] == f"{100 * np.mean(found):.0f}"
+        assert float(scored[3].split(" ")[0]) >= np.floor(100 * np.mean(echoes))
         if alpha != 1.0:
             by_layer = np.nanmean(
                 np.concatenate(masses), axis=(1, 3)

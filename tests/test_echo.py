@@ -6,7 +6,7 @@ import pytest
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Item, Scorer, Skipped, run_scorer
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
-from lapa2_interp.scoring.embedded import EmbeddedScorer
+from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, score_table
 from lapa2_interp.tasks import read_task
@@ -78,7 +78,7 @@ def test_scorers_by_name():
     echo, masked = make_scorer("echo", "", options), make_scorer("masked", "", options)
     assert isinstance(echo, Echo)
     text = "This is positive. A lovely film with a fine cast."
-    own = EmbeddedScorer("sentiment")
+    own = LinearScorer("sentiment")
     (found,), (plain,) = masked.score([Item(text)]), own.score([Item(text)])
     hidden = own.score([Item(text.replace("positive", "..."))])
     assert [found] == hidden

@@ -1,9 +1,9 @@
 """The scripts of analyses/ and figures/ on a small stored run: 135 cells of SmolLM2, four prompts,
 one sample, 48 tokens.
 
-The golden tables are what the scripts wrote when they were read and checked, from the perplexities
-stored beside the run: no number depends on the processor. `python tests/test_items.py` writes both
-anew.
+The golden tables are what the scripts wrote when they were read and checked, from the scores of
+models stored beside the run: no number depends on the processor. `python tests/test_items.py`
+writes both anew.
 """
 
 import functools
@@ -31,12 +31,22 @@ from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.runs import read
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
+from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden"
-PERPLEXITIES = ROOT / "tests" / "data" / "small_run.perplexities.csv.xz"
+SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
 FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval")
+
+
+MODELS = (transformer.Perplexity, AdapterScorer, AdapterToxicity)
+"""Scorers that read with a model: their scores are stored."""
+
+
+def shortened(score):
+    """A score as JSON, to seven digits."""
+    return json.dumps([float(f"{value:.7g}") for value in score])
 
 
 def unpack(folder):
@@ -47,13 +57,13 @@ def unpack(folder):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The stored run, with the float32 perplexities of its texts where the scripts keep scores."""
+    """The stored run, with the float32 scores of models where the scripts keep scores."""
     folder = unpack(tmp_path_factory.mktemp("small"))
-    known = pd.read_csv(PERPLEXITIES, keep_default_na=False, na_values={"perplexity": ""})
+    known = pd.read_csv(SCORES, keep_default_na=False)
     with Cache(folder / "scores") as scores:
         scores.put(
-            (key, Skipped(why) if why else (value,))
-            for key, value, why in known.itertuples(index=False)
+            (key, Skipped(why) if why else tuple(json.loads(values)))
+            for key, values, why in known.itertuples(index=False)
         )
     with (
         pytest.MonkeyPatch.context() as patched
@@ -98,7 +108,7 @@ def test_keys_of_stored_cells_stay(run):
     assert len(load_run(run).finished) == 135
 
 
-def test_stored_perplexities_are_those_of_the_float32_scorer(run):
+def test_stored_scores_are_those_of_the_float32_scorers(run):
     """Scores of one text per task. float32 sums in another order move a text's mean -ln p by some
     1e-6, and bfloat16 by 1e-2."""
     opened = load_run(run)
@@ -106,25 +116,26 @@ def test_stored_perplexities_are_those_of_the_float32_scorer(run):
     weights = opened.cell(opened.cells["key"].iloc[0]).manifest.model.weights
     scorer = transformer.Perplexity("smollm2-135m", generator=weights)
     assert scorer.version.startswith("smollm2-135m float32 self, sha256 ")
-    items = [Item(text) for text in samples.drop_duplicates("task")["text"]]
+    texts = samples.drop_duplicates("task").set_index("task")["text"]
     with Cache(run / "scores") as scores:
-        stored = scores.get([scorer.key(item) for item in items])
-    assert [value for (value,) in stored.values()] == pytest.approx(
-        [value for (value,) in scorer.score(items)], rel=1e-4
-    )
+        for task, text in texts.items():
+            adapter = AdapterToxicity() if task == "detox" else AdapterScorer(str(task))
+            for each in (scorer, adapter):
+                item = Item(text)
+                (stored,) = scores.get([each.key(item)]).values()
+                assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_script_makes_its_golden_table(item, run, capsys, monkeypatch):
-    monkeypatch.setattr(
-        transformer.Perplexity, "score", lambda *_: pytest.fail("a perplexity that is not stored")
-    )
+    for each in MODELS:
+        monkeypatch.setattr(each, "score", lambda *_: pytest.fail("a score that is not stored"))
     script("analyses", item, run)
     printed = capsys.readouterr().out
     for golden in sorted(GOLDEN.glob(f"{item}.*csv")):
         made, kept = table(run / "tables" / golden.name), table(golden)
         assert list(made) == list(kept)
-        # Six digits are written; the embedded classifiers and the fits carry float32 and float64
+        # Six digits are written; the classifiers and the fits carry float32 and float64
         # rounding.
         pd.testing.assert_frame_equal(made, kept, check_dtype=False, rtol=1e-4, atol=1e-4)
     facts = json.loads((run / "tables" / f"{item}.json").read_text("utf-8"))
@@ -151,7 +162,7 @@ def test_the_scripts_are_all_of_reproduce():
 
 def test_numbers_are_those_of_the_raw_texts(run):
     """From the parquet files alone, by other code: accuracy, toxicity, distinct-n, n."""
-    from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
+    from lapa2_interp.scoring.linear import LinearScorer, LinearToxicity
 
     script("analyses", "scaling", run)
     found = table(run / "tables" / "scaling.csv")
@@ -159,15 +170,14 @@ def test_numbers_are_those_of_the_raw_texts(run):
     for cell in json.loads((run / "run.json").read_text())["grids"]["quick/scaling"]:
         plan = json.loads((run / "plan" / f"{cell}.json").read_text())
         texts = pd.read_parquet(run / "cells" / cell / "samples.parquet")["text"]
-        scorer = (
-            EmbeddedToxicity() if plan["task"]["name"] == "detox" else EmbeddedScorer("sentiment")
-        )
-        scores = scorer.score([Item(text) for text in texts])
+        scorer = LinearToxicity() if plan["task"]["name"] == "detox" else LinearScorer("sentiment")
+        scores = scorer.score([Item(text) for text in texts])  # no model, so the second scorer
         if plan["task"]["name"] == "detox":
-            expected, metric = 100 * np.mean([score[0] for score in scores]), "tox"
+            expected, metric = 100 * np.mean([score[0] for score in scores]), "tox (linear)"
         else:
             right = scorer.columns.index(plan["attribute"])
-            expected, metric = 100 * np.mean([np.argmax(score) == right for score in scores]), "acc"
+            found_right = [np.argmax(score) == right for score in scores]
+            expected, metric = 100 * np.mean(found_right), "acc (linear)"
         law = plan["augmentation"]["law"] if plan["augmentation"] else None
         rows = found[
             (found["method"] == plan["method"]) & (found["attribute"] == plan["attribute"])
@@ -498,7 +508,7 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
     assert np.isnan(found["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
     shown = tables.wide(script("analyses", "layers", run)["table"])
     assert "68.1" in shown["paper acc"].tolist()  # and no difference: the scorer is not the paper's
-    monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "embedded")
+    monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "adapter")
     shown = tables.wide(script("analyses", "layers", run)["table"])
     assert shown["paper acc"].str.contains(r"68\.1 \([+-]\d").any()
 
@@ -599,11 +609,13 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
 
 
 def write_golden():
-    """Run all scripts on the stored run; keep their tables, and the perplexities they asked for."""
+    """Run all scripts on the stored run; keep their tables, and the scores they asked models for."""
     import tempfile
 
-    asked, key = set(), transformer.Perplexity.key
-    transformer.Perplexity.key = lambda self, item: asked.add(found := key(self, item)) or found
+    asked = set()
+    for each in MODELS:
+        key = each.key
+        each.key = lambda self, item, key=key: asked.add(found := key(self, item)) or found
     with tempfile.TemporaryDirectory() as place:
         stored = unpack(Path(place))
         for each in ITEMS:
@@ -613,10 +625,10 @@ def write_golden():
         with Cache(stored / "scores") as scores:
             known = sorted(scores.get(sorted(asked)).items())
     rows = [
-        (key, *((None, found.reason) if isinstance(found, Skipped) else (found[0], "")))
+        (key, "", found.reason) if isinstance(found, Skipped) else (key, shortened(found), "")
         for key, found in known
     ]
-    pd.DataFrame(rows, columns=["key", "perplexity", "skipped"]).to_csv(PERPLEXITIES, index=False)
+    pd.DataFrame(rows, columns=["key", "values", "skipped"]).to_csv(SCORES, index=False)
 
 
 if __name__ == "__main__":

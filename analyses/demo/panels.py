@@ -83,19 +83,18 @@ def measure(out: Path, grid: Grid) -> Measured:
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.runs.manifest import read_manifest
-    from lapa2_interp.scoring import Cache
-    from lapa2_interp.scoring.embedded import EmbeddedScorer
+    from lapa2_interp.scoring import Cache, chosen_scorers
+    from lapa2_interp.scoring.named import Options, score_by
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity
 
     cell = grid.cells[0]
     weights = read_manifest(out / "cells" / cell.key).model.weights
     with Cache(out / "scores") as cache:
-        scorers = (
-            EmbeddedScorer("sentiment"),
-            Perplexity(cell.model, SCORER_DTYPE, generator=weights),
-        )
-        return pd.concat([score_table(samples, each, cache) for each in scorers], ignore_index=True)
+        asked = chosen_scorers(("accuracy", "echo"), ())
+        found = score_by(samples, asked, Options(task="sentiment"), cache)
+        perplexity = Perplexity(cell.model, SCORER_DTYPE, generator=weights)
+        return pd.concat([found, score_table(samples, perplexity, cache)], ignore_index=True)
 
 
 def _keep(file: Path, table: pd.DataFrame) -> None:
@@ -519,6 +518,8 @@ def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str
 
 METRICS = {
     "accuracy": ("accuracy, %", 100, 0),
+    "accuracy (linear)": ("linear, %", 100, 0),
+    "echo": ("echo, %", 100, 0),
     "perplexity": ("perplexity", 1, 1),
     "distinct-1": ("distinct-1", 1, 2),
     "distinct-2": ("distinct-2", 1, 2),
@@ -593,7 +594,9 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         "Does it help? So few texts cannot tell",
         f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts"
         " an arm. Accuracy is the share of texts that a classifier finds to have the attribute"
-        " that was asked for; low perplexity means fluent to the scoring model; distinct-n is the"
+        " that was asked for, by two classifiers of different make: adapters on a small language"
+        " model, and a linear one; echo is the share of texts that say the word of the prefix"
+        " itself; low perplexity means fluent to the scoring model; distinct-n is the"
         " share of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
         [warning, *([against] if found else [])],

@@ -278,9 +278,8 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         print()
     print("soft prefixes (their model only; --set prefixes=SET)" if soft else "no soft prefixes")
     head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
-    print(
-        f"{head}  NLL own, best sibling, hard   own likeliest (set; hard)   texts right, with LaPA2"
-    )
+    head += "  NLL own, best sibling, hard   own likeliest (set; hard)"
+    print(f"{head}   texts right, with LaPA2; by each scorer")
     for card in soft:
         line = (
             f"  {card.model:<14} {card.task:<10} {card.set:<12} {card.attribute:<10}"
@@ -303,8 +302,9 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
                 f"           {card.held_out.accuracy.mean:.3f} ({shares[0].mean:.3f};"
                 f" {shares[1].mean:.3f})"
             )
-        if card.generated is not None:
-            line += f"       {card.generated.baseline.mean:.3f}, {card.generated.lapa2.mean:.3f}"
+        if card.generated:
+            right = [f"{each.baseline.mean:.3f}, {each.lapa2.mean:.3f}" for each in card.generated]
+            line += f"       {'; '.join(right)}"
         print(line)
     print(
         "\n`lapa2 prefix train` makes more; a card (.json beside the weights) says how one was"

@@ -135,7 +135,7 @@ def score_generated(
     samples: int = 4,
     length: int = 64,
     alpha: float = 0.5,
-    classifier: str = "embedded",
+    classifier: str = "both",
     dtype: DtypeOrAuto = "auto",
     device: str | None = None,
     seed: int = 1,
@@ -148,7 +148,8 @@ def score_generated(
         samples: Texts per prompt of the task.
         length: Tokens of a text, the prompt's included where the task counts them.
         alpha: Strength of LaPA2.
-        classifier: embedded, or a sequence classifier: hub id or folder.
+        classifier: adapter or linear, which ship, both, or a sequence classifier: hub id or
+            folder.
         dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
             machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.

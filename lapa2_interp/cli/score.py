@@ -18,6 +18,8 @@ from lapa2_interp.scoring import NAMES
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lapa2_interp.scoring.trained import Card
+
 
 app = App(
     name="scorers",
@@ -53,6 +55,7 @@ def score(
     against the baseline). For example
 
         lapa2 score results/lake --scorers accuracy perplexity distinct --out results/lake-scores
+        lapa2 score results/lake --scorers accuracy masked echo linear --out results/lake-fast
         lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
         lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
         lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
@@ -60,13 +63,15 @@ def score(
     Args:
         source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
             file with a column of texts (and prompt, attribute, arm, if known).
-        scorers: accuracy, perplexity, distinct, toxicity, judge, each plain or as NAME=MODEL
-            (`lapa2 scorers list`).
+        scorers: accuracy, toxicity, masked, echo, perplexity, distinct, judge, each plain or as
+            NAME=MODEL (`lapa2 scorers list`). A plain accuracy or toxicity is by both classifiers
+            that ship, adapter and linear; the word linear or adapter among the scorers takes that
+            one alone.
         out: The folder of tables.
         column: The file's column of texts.
         attribute: What the texts of a file without such a column were steered towards.
-        task: The task whose classifier gives the embedded accuracy: sentiment, topic or detox; by
-            default the run's.
+        task: The task of the classifiers that ship: sentiment, topic or detox; by default the
+            run's.
         lengths: Score a run's texts as they were at these lengths.
         parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
@@ -108,27 +113,34 @@ def score(
 
 @app.command(name="list")
 def list_scorers() -> None:
-    """List the scorers, and what the trained ones reach on held-out text."""
+    """List the scorers, and what the trained ones reach on held-out text, with 95 % intervals."""
     from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
-    from lapa2_interp.scoring.embedded import LINEAR, WEIGHTS, load_card, load_linear, tasks_in
+    from lapa2_interp.scoring.linear import LINEAR, LinearCard
+    from lapa2_interp.scoring.trained import WEIGHTS, load_card, tasks_in
 
     for name, what in NAMES.items():
         print(f"{name:<11} {what}")
-    print("\nembedded classifiers (linear, hashed n-grams), on text they were not trained on")
-    for task in tasks_in(WEIGHTS, LINEAR):
-        linear = load_linear(task)[1]
-        found = ", ".join(f"{measure} {value:.3f}" for measure, value in linear.held_out.items())
-        print(f"  {task:<10} {', '.join(linear.labels):<35} {found}")
-    if adapters := tasks_in(WEIGHTS, ADAPTER):
-        print("\nadapters on a small language model, on text they were not trained on")
-    for task in adapters:
-        card = load_card(AdapterCard, "adapter", task, WEIGHTS, ADAPTER)
-        found = ", ".join(
-            f"{row.data} {row.measure} {row.value:.3f}"
-            for row in card.held_out
-            if row.length == "all"
-        )
-        print(f"  {task:<10} {', '.join(card.labels):<35} {found}")
+    kinds: tuple[tuple[str, type[Card], str, str], ...] = (
+        ("adapter", AdapterCard, ADAPTER, "SmolLM2's lower layers with low-rank adapters"),
+        ("linear", LinearCard, LINEAR, "logistic regression on hashed n-grams"),
+    )
+    for kind, form, ending, what in kinds:
+        if tasks := tasks_in(WEIGHTS, ending):
+            print(f"\n{kind}: {what}, on text it was not trained on")
+        for task in tasks:
+            card = load_card(form, kind, task, WEIGHTS, ending)
+            size = (WEIGHTS / f"{task}{ending}").stat().st_size / 1e6
+            print(f"  {task}: {', '.join(card.labels)} ({size:.1f} MB)")
+            _show_held_out(card, ("all",))
+
+
+def _show_held_out(card: Card, lengths: Sequence[str] = ()) -> None:
+    """What a scorer reaches, by length, or at some lengths alone."""
+    for row in card.held_out:
+        if not lengths or row.length in lengths:
+            interval = "" if row.low is None else f" [{row.low:.3f}, {row.high:.3f}]"
+            length = "" if row.length == "all" else f", {row.length} words"
+            print(f"    {row.value:.3f}{interval:<17} {row.measure}, {row.data}{length}, {row.n}")
 
 
 @app.command
@@ -202,13 +214,11 @@ def train(
         given = {name: value for name, value in of_adapters.items() if value is not None}
         adapter = make_adapter_files(chosen.name, labels, data, test, graded, out, given)
         _show_training(adapter.data, out / f"{chosen.name}-adapter.safetensors")
-        for row in adapter.held_out:
-            print(f"{row.data} {row.measure}, {row.length}: {row.value:.4f} (n {row.n})")
+        _show_held_out(adapter)
         return
     card = make_scorer_files(chosen.name, labels, data, test, graded, 3.0 if c is None else c, out)
     _show_training(card.data, out / f"{chosen.name}.npz")
-    for name, value in card.held_out.items():
-        print(f"{name}: {value:.4f}")
+    _show_held_out(card)
 
 
 def _show_training(data: Sequence[str], file: Path) -> None:

@@ -81,7 +81,7 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
                 )
     print(
         f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that"
-        " grids share are made once; scoring: by the embedded scorers, with tables and figures"
+        " grids share are made once; scoring: by the scorers that ship, with tables and figures"
     )
     for note in dict.fromkeys(notes):
         print(note)

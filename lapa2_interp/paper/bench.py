@@ -23,9 +23,10 @@ from lapa2_interp.paper.claims import Findings
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
 from lapa2_interp.paper.output import write_item
-from lapa2_interp.paper.scripts import ScriptOptions, add_scoring
+from lapa2_interp.paper.scripts import USUAL, ScriptOptions, add_scoring
 from lapa2_interp.paper.tables import at_few_steps, item_table
 from lapa2_interp.runs.read import Run, load_run
+from lapa2_interp.scoring import chosen_scorers
 from lapa2_interp.stats import paired_difference
 from lapa2_interp.trace.tables import pooled, step_table
 
@@ -132,7 +133,7 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
         load_run(options.run),
         item,
         grids,
-        tuple(options.scorers),
+        chosen_scorers(options.scorers, USUAL),
         options.perplexity,
         options.device,
         options.dtype,

@@ -6,13 +6,16 @@ the whole interval lies inside the range, outside it, or neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.errors import counted
+from lapa2_interp.scoring.tables import other_scorer, plain
 from lapa2_interp.stats import Difference, paired_difference
 
 Verdict = Literal["as in the paper", "against the paper", "inconclusive", "missing"]
@@ -64,6 +67,8 @@ class Finding:
         p: p-value of a sign-flip permutation.
         detectable: The smallest difference these texts could have shown.
         prompts: Independent clusters.
+        second, second_here, second_low, second_high, second_verdict: Another scorer of the metric,
+            and what its numbers say; empty where there is none.
     """
 
     item: str
@@ -78,18 +83,36 @@ class Finding:
     detectable: float
     verdict: Verdict
     prompts: int
+    second: str = ""
+    second_here: float = NONE
+    second_low: float = NONE
+    second_high: float = NONE
+    second_verdict: Verdict | Literal[""] = ""
 
     @classmethod
-    def of(cls, item: str, claim: Claim, found: Difference | None, paper: float = NONE) -> Finding:
+    def of(
+        cls,
+        item: str,
+        claim: Claim,
+        found: Difference | None,
+        paper: float = NONE,
+        second: tuple[str, Difference] | None = None,
+    ) -> Finding:
         """Judge a claim.
 
         Args:
             found: Ours; None where there was nothing to compare.
+            second: Another scorer, and ours by its numbers.
         """
         told = (item, claim.text, claim.quantity, claim.relation, paper)
         if found is None:
             return cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0)
         verdict = claim.verdict(found.low, found.high)
+        of_second: tuple[Any, ...] = ()
+        if second is not None:
+            name, other = second
+            of_second = (name, other.mean, other.low, other.high)
+            of_second += (claim.verdict(other.low, other.high),)
         return cls(
             *told,
             found.mean,
@@ -99,6 +122,7 @@ class Finding:
             found.detectable,
             verdict,
             found.clusters,
+            *of_second,
         )
 
 
@@ -129,7 +153,9 @@ class Findings:
             expected, margin: As in `Claim`.
             paper: The paper's difference.
         """
-        self.note(text, metric, expected, compare(scores, before, after, metric), paper, margin)
+        found = compare(scores, before, after, metric)
+        second = next(by_others(scores, before, after, metric), None)
+        self.note(text, metric, expected, found, paper, margin, second)
 
     def as_reported(
         self,
@@ -162,10 +188,12 @@ class Findings:
         found: Difference | None,
         paper: float = NONE,
         margin: float = 0.0,
+        second: tuple[str, Difference] | None = None,
     ) -> None:
         """Judge a claim whose difference was computed elsewhere; None: there was nothing to
-        compare."""
-        self.rows.append(Finding.of(self.item, Claim(text, metric, expected, margin), found, paper))
+        compare. `second`: another scorer of the metric, and the difference in its numbers."""
+        claim = Claim(text, metric, expected, margin)
+        self.rows.append(Finding.of(self.item, claim, found, paper, second))
 
     def frame(self) -> pd.DataFrame:
         """One row per finding."""
@@ -190,6 +218,17 @@ def compare(
     )
 
 
+def by_others(
+    scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
+) -> Iterator[tuple[str, Difference]]:
+    """As `compare`, by the metric's other scorers: the scorer's name, and the difference."""
+    for name in dict.fromkeys(map(str, scores["metric"])):
+        if name != metric and plain(name) == metric:
+            found = compare(scores, before, after, name)
+            if found is not None:
+                yield other_scorer(name), found
+
+
 def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     """The rows whose columns have these values (a list: one of them)."""
     chosen = pd.Series(True, index=table.index)
@@ -198,14 +237,53 @@ def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     return table[chosen]
 
 
+def read_claims(file: Path) -> pd.DataFrame:
+    """A table of claims as `Findings.frame` gave it.
+
+    Raises:
+        KeyError, ValueError: The file is no such table.
+    """
+    found = pd.read_csv(file, keep_default_na=False, na_values=["", "nan"])
+    words = ["item", "claim", "metric", "expected", "verdict", "second", "second_verdict"]
+    return found.assign(**{name: found[name].astype(object).fillna("") for name in words})
+
+
+def disputed(claims: pd.DataFrame) -> str:
+    """How many claims have another verdict by their second scorer, in words; "" where no claim has
+    one."""
+    both = claims[(claims["second"] != "") & (claims["verdict"] != "missing")]
+    if not len(both):
+        return ""
+    others = both[both["verdict"] != both["second_verdict"]]
+    sure = [str(verdict) != "inconclusive" for verdict in others["verdict"]]
+    sure_too = [str(verdict) != "inconclusive" for verdict in others["second_verdict"]]
+    opposite = sum(a and b for a, b in zip(sure, sure_too, strict=True))
+    return (
+        f"Of {counted(len(both), 'claim')} with two scorers, {len(others)} have another verdict by"
+        f" the second (≠), {opposite} of them the opposite one."
+    )
+
+
 def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
     """Claims for reading."""
-    here = [
-        ""
-        if pd.isna(row["here"])
-        else f"{row['here']:+.2f} [{row['low']:+.2f}, {row['high']:+.2f}]"
-        for row in claims.to_dict("records")
-    ]
+    rows = [dict(zip(claims.columns, row, strict=True)) for row in claims.to_numpy(dtype=object)]
+    here = ["" if pd.isna(row["here"]) else _range(row) for row in rows]
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
-    return claims[columns].assign(paper=paper, here=here, prompts=claims["prompts"])
+    shown = claims[columns].assign(paper=paper, here=here, prompts=claims["prompts"])
+    if (claims["second"] != "").any():
+        shown["second scorer"] = [disagreement(row) for row in rows]
+    return shown
+
+
+def disagreement(row: Mapping[str, Any]) -> str:
+    """What a claim's second scorer says: "" where there is none, "agrees", or its own verdict."""
+    if row["second"] == "":
+        return ""
+    if row["second_verdict"] == row["verdict"]:
+        return "agrees"
+    return f"≠ {row['second']}: {row['second_verdict']} ({_range(row, 'second_')})"
+
+
+def _range(row: Mapping[str, Any], of: str = "") -> str:
+    return f"{row[f'{of}here']:+.2f} [{row[f'{of}low']:+.2f}, {row[f'{of}high']:+.2f}]"

@@ -7,7 +7,6 @@ Scores are kept in RUN/scores, so nothing is scored twice. Nothing here generate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +17,21 @@ from lapa2_interp.errors import RunError, ScoringError
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS
 from lapa2_interp.paper.reported import METRICS
+from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
 from lapa2_interp.runs.read import Run
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring import Cache, Scorer
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.tables import score_table
+from lapa2_interp.scoring import Cache, chosen_scorers
+from lapa2_interp.scoring.named import Options, score_by
+from lapa2_interp.scoring.tables import plain
 from lapa2_interp.trace.tables import branch_name
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+OF_ACCURACY = ("masked", "echo")
+"""What stands beside the accuracies of an item, where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class ItemData:
         run: The run folder, read.
         item: The item's name.
         grids: The grids whose cells it shows, without their folder (quick/, paper/).
-        scorers: NAME or NAME=MODEL, as `lapa2 score` takes them.
+        scorers: NAME or NAME=MODEL, as `scoring.named.chosen_scorers` gives them.
         perplexity_texts: About how many texts of an arm have their perplexity measured.
         device: Device of scorers that run a model.
         dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever
@@ -48,7 +52,7 @@ class ItemData:
     run: Run
     item: str
     grids: tuple[str, ...]
-    scorers: tuple[str, ...] = ("accuracy", "toxicity", "perplexity")
+    scorers: tuple[str, ...] = chosen_scorers((), USUAL)
     perplexity_texts: int = PERPLEXITY_TEXTS
     device: str | None = None
     dtype: str = "float32"
@@ -111,33 +115,50 @@ class ItemData:
             lengths: Cut texts to these, each cell up to its own; by default each cell's longest.
             parts: Score texts in this many equal parts.
             metrics: Any of accuracy, toxicity and perplexity; by default what the task has.
+
+        Of a metric that several scorers give, the first one's rows have its plain name, and the
+        others' are named as `METRICS` says.
         """
         frames = []
         with Cache(self.run.home / "scores") as cache:
-            for (task, model), group in cells[cells["state"] == "finished"].groupby(
+            for (task, _), group in cells[cells["state"] == "finished"].groupby(
                 ["task", "model"], sort=False
             ):
                 samples = self.texts(group, lengths, parts)
-                for name in metrics or (
-                    ("toxicity" if task == "detox" else "accuracy"),
-                    "perplexity",
-                ):
+                options = self._options(str(task), group)
+                for name, asked in self._asked(str(task), metrics).items():
                     texts = self._few(samples, group) if name == "perplexity" else samples
-                    if not len(texts):
-                        continue
-                    with closing(self._scorer(name, str(task), str(model), group)) as scorer:
-                        found = score_table(texts.drop(columns="tokens"), scorer, cache)
-                    frames.append(found[found["metric"] == name])
+                    if len(texts):
+                        found = score_by(texts.drop(columns="tokens"), asked, options, cache)
+                        frames.append(found[found["metric"].map(plain) == name])
         if not frames:
             return pd.DataFrame(
                 columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
             )
         table = pd.concat(frames, ignore_index=True)
-        unit = table["metric"].map(lambda metric: METRICS[metric][1])
+        names = table["metric"].map(plain)
         return table.assign(
-            value=table["value"] * unit,
-            metric=table["metric"].map(lambda metric: METRICS[metric][0]),
+            value=table["value"] * names.map(lambda name: METRICS[name][1]),
+            metric=[
+                METRICS[name][0] + metric.removeprefix(name)
+                for name, metric in zip(names, table["metric"], strict=True)
+            ],
         )
+
+    def _asked(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
+        """The scorers of a task, NAME or NAME=MODEL, by metric."""
+        control = "toxicity" if task == "detox" else "accuracy"
+        by_name: dict[str, list[str]] = {}
+        for each in self.scorers:
+            by_name.setdefault(each.partition("=")[0], []).append(each)
+        beside = [name for name in OF_ACCURACY if name in by_name and control == "accuracy"]
+        names = list(metrics or (control, *beside, "perplexity"))
+        if missing := [name for name in names if name not in by_name]:
+            raise ScoringError(
+                f"{self.item} needs a scorer for {missing[0]}; give --scorers {missing[0]} or"
+                f" {missing[0]}=MODEL"
+            )
+        return {name: by_name[name] for name in names}
 
     def texts(self, group: pd.DataFrame, lengths: Iterable[int], parts: int = 1) -> pd.DataFrame:
         """The texts of finished cells of one model and task, cut as `scores` says: `Run.samples`
@@ -158,15 +179,9 @@ class ItemData:
         cells = samples[["prompt", "attribute"]].drop_duplicates()
         return samples[samples["sample"] < max(1, -(-self.perplexity_texts // max(1, len(cells))))]
 
-    def _scorer(self, name: str, task: str, model: str, group: pd.DataFrame) -> Scorer:
-        asked = next((each for each in self.scorers if each.partition("=")[0] == name), None)
-        if asked is None:
-            raise ScoringError(
-                f"{self.item} needs a scorer for {name}; give --scorers {name} or {name}=MODEL"
-            )
+    def _options(self, task: str, group: pd.DataFrame) -> Options:
         own = self.run.manifest(group["key"].iloc[0]).model
-        options = Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
-        return make_scorer(name, asked.partition("=")[2], options)
+        return Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
 
     def curves(
         self, cells: pd.DataFrame

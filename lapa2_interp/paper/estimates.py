@@ -8,8 +8,10 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.machine import cores, default_device
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.runs.estimates import pace
+from lapa2_interp.paper.scripts import USUAL
+from lapa2_interp.runs.estimates import adapter_seconds, pace
 from lapa2_interp.runs.grid import Grid
+from lapa2_interp.scoring import chosen_scorers
 
 PERPLEXITY_TEXTS = 120
 """About how many texts of an arm have their perplexity measured; spread evenly over prompts and
@@ -19,18 +21,24 @@ FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 READ_AT_FIVE = ("sent_topic", "detox")
 """Grids whose texts are scored at all five lengths."""
 TOKEN = 2e-5
-"""Seconds that the embedded classifiers take for a token."""
+"""Seconds that the linear classifiers take for a token."""
+MASKED = 0.4
+"""Share of the texts, about, that say a word of a prefix, and are read again without it."""
 ITEM = 6.0
 """Seconds that the script of a figure or table takes for all else: intervals, drawing."""
 
 
-def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
-    """Seconds to score the texts of grids by the embedded scorers, and to make tables and figures.
+def scoring_seconds(
+    grids: Sequence[Grid], items: int | None = None, scorers: Sequence[str] = ()
+) -> float:
+    """Seconds to score the texts of grids by the scorers that ship, and to make tables and figures.
 
     Args:
         items: Scripts to be run; by default one per grid.
+        scorers: As `add_scoring` takes them.
     """
-    read, classified = 0.0, 0.0
+    chosen = chosen_scorers(scorers, USUAL)
+    read, classified, adapted = 0.0, 0.0, 0.0
     for grid in grids:
         lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
         arms: dict[tuple[str, ...], list[Cell]] = {}
@@ -41,8 +49,14 @@ def scoring_seconds(grids: Sequence[Grid], items: int | None = None) -> float:
         for cells in arms.values():
             texts = sum(cell.n_texts for cell in cells)
             classified += lengths * texts * cells[0].length
+            # A text that is cut is the beginning of the whole one, which is read once.
+            control = "toxicity" if cells[0].task.name == "detox" else "accuracy"
+            adapted += texts * cells[0].length * (f"{control}=adapter" in chosen)
+            if control == "accuracy":
+                adapted += MASKED * texts * cells[0].length * ("masked=adapter" in chosen)
             read += lengths * min(texts, PERPLEXITY_TEXTS) * cells[0].length
     operations = 2 * read * model_size(SMOLLM2).parameters
     at = pace(SMOLLM2, "float32", default_device(), operations=operations)
     scripts = ITEM * (len(grids) if items is None else items)
-    return scripts + read * at.row / cores() + classified * TOKEN
+    reading = read * at.row / cores() + adapter_seconds(adapted)
+    return scripts + reading + classified * TOKEN

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from lapa2_interp.errors import Lapa2Error, one_of
+from lapa2_interp.errors import Lapa2Error, ScoringError, one_of
 from lapa2_interp.machine import Dtype
-from lapa2_interp.scoring import NAMES
+from lapa2_interp.scoring import chosen_scorers
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+USUAL = ("accuracy", "masked", "echo", "toxicity", "perplexity")
+"""The scorers of a script that scores, where none is named."""
 
 
 class ScriptOptions(argparse.ArgumentParser):
@@ -77,11 +80,12 @@ def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
     options.add_argument(
         "--scorers",
         nargs="+",
-        default=["accuracy", "toxicity", "perplexity"],
+        default=USUAL,
         type=_scorer,
         help=(
-            "NAME or NAME=MODEL, as of `lapa2 score`: accuracy=MODEL, toxicity=perspective,"
-            " perplexity=gpt2-large"
+            f"NAME or NAME=MODEL, as of `lapa2 score` (default: {' '.join(USUAL)}): accuracy=MODEL,"
+            " toxicity=perspective, perplexity=gpt2-large. A plain accuracy or toxicity is by both"
+            " classifiers that ship; linear or adapter alone takes that one, linear being fast"
         ),
     )
     options.add_argument(
@@ -100,8 +104,10 @@ def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
 
 
 def _scorer(text: str) -> str:
-    if text.partition("=")[0] not in NAMES:
-        raise argparse.ArgumentTypeError(one_of("scorer", text.partition("=")[0], NAMES))
+    try:
+        chosen_scorers([text], USUAL)
+    except ScoringError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -12,7 +12,7 @@ from lapa2_interp.errors import counted
 from lapa2_interp.methods import registry
 from lapa2_interp.paper.claims import rows_with
 from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
-from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
+from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, plain
 from lapa2_interp.stats import paired_difference
 
 HALVES = {0: "whole", 1: "first", 2: "second"}
@@ -183,10 +183,11 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     ]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
     for values, group in named.groupby(group_of, dropna=False, sort=False):
-        if len(group) < 2:
-            continue
         where = dict(zip(group_of, values, strict=True))
-        order = group.sort_values("mean", ascending=BETTER[str(where["metric"])] < 0)
+        better = BETTER.get(plain(str(where["metric"])))
+        if len(group) < 2 or better is None:
+            continue
+        order = group.sort_values("mean", ascending=better < 0)
         first, second = order.index[:2]
         if str(where["metric"]).startswith("dist"):
             apart = table.loc[first, "low"] > table.loc[second, "high"]
@@ -209,7 +210,7 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
                 column.to_numpy() for side in sides for column in (side["value"], side["prompt"])
             ]
             found = paired_difference(numbers[0], numbers[1], numbers[2], numbers[3])
-            apart = (found.low if BETTER[str(where["metric"])] > 0 else -found.high) > 0
+            apart = (found.low if better > 0 else -found.high) > 0
         best[first] = bool(apart)
     return list(best)
 
@@ -219,7 +220,7 @@ def _ordered(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     ranks = {}
     for column in ("model", "task", "method", "variant", "arm"):
         ranks[column] = {value: i for i, value in enumerate(dict.fromkeys(cells[column]))}
-    metric = {name: i for i, (name, _) in enumerate(METRICS.values())}
+    metric = {name: i for i, name in enumerate(_shown_metrics(table))}
     order = pd.DataFrame(
         {
             **{column: table[column].map(ranks[column]) for column in ranks},
@@ -231,6 +232,14 @@ def _ordered(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     )
     by = ["model", "task", "length", "method", "variant", "arm", "part", "attribute", "metric"]
     return table.loc[order.sort_values(by, kind="stable").index].reset_index(drop=True)
+
+
+def _shown_metrics(table: pd.DataFrame) -> list[str]:
+    """The metrics of a table as they stand beside each other: those of several scorers together,
+    the first scorer's in front."""
+    names = [name for name, _ in METRICS.values()]
+    there = dict.fromkeys(map(str, table["metric"]))
+    return sorted(there, key=lambda metric: (names.index(plain(metric)), metric != plain(metric)))
 
 
 def _number(metric: str, value: float) -> str:
@@ -271,10 +280,8 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     shown = shown.assign(cell=text)
     rows = shown[keys].drop_duplicates()
     found = rows.copy()
-    for metric, _ in METRICS.values():
+    for metric in _shown_metrics(shown):
         part = shown[shown["metric"] == metric]
-        if not len(part):
-            continue
         found = found.merge(
             part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left"
         )
@@ -320,15 +327,30 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
     shown = table["metric"].str.startswith("dist").any()
     diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
+    others = [
+        f"acc and tox are by the {scorer} scorer"
+        for scorer in dict.fromkeys(
+            str(name).partition(" (")[2].partition(" ")[0]
+            for name in table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
+        )
+    ]
+    beside = table["metric"].map(lambda metric: plain(metric) != metric).any()
+    second = f"{' and '.join(others)}, the others as they say; " if beside else ""
+    echo = (
+        "acc masked: with the words of all prefixes hidden; echo: texts that say a word of their"
+        " own prefix; "
+        if (table["metric"] == "echo %").any()
+        else ""
+    )
     profiles = (
         ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
     )
     return [
         (
-            f"acc and tox in percent; {diversity}95 % intervals over prompts; n texts (fewer for"
-            " ppl); change: against the baseline, paired on prompts, and in parentheses the"
-            " smallest difference so many prompts show at 80 % power; bold: better than the next"
-            " by an interval without 0."
+            f"acc and tox in percent; {second}{echo}{diversity}95 % intervals over prompts; n texts"
+            " (fewer for ppl); change: against the baseline, paired on prompts, and in parentheses"
+            " the smallest difference so many prompts show at 80 % power; bold: better than the"
+            " next by an interval without 0."
         ),
         (
             f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation:"

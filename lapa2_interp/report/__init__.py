@@ -28,6 +28,7 @@ from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import template
+from lapa2_interp.paper.claims import disagreement, disputed, read_claims
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import STATES, FinishedCell, Run
@@ -148,6 +149,7 @@ def run_report(
         items=items,
         absent=[name for name in ORDER if name not in {item["name"] for item in items}],
         claims=claims,
+        disputed=_disputed(tables),
         cells=_cell_rows(cells),
         n_prompts=n_prompts,
         max_prompts=PROMPTS,
@@ -330,10 +332,11 @@ def _claims(
     if not file.is_file():
         return []
     try:
-        table = pd.read_csv(file, keep_default_na=False, na_values=["", "nan"])
+        table = read_claims(file)
         numbers = table[["paper", "here", "low", "high", "p", "detectable"]].astype(float)
         words = table[["item", "claim", "metric", "expected", "verdict"]].astype(str)
         prompts = table["prompts"].astype(int)
+        seconds = [disagreement(row) for row in _records(table)]
     except (KeyError, ValueError) as error:
         raise RunError(
             f"{file} is not a table of claims ({error}); the item's script in analyses/ makes it"
@@ -342,7 +345,9 @@ def _claims(
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
     scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
     rows: list[dict[str, Any]] = []
-    for said, found, n in zip(_records(words), _records(numbers), prompts, strict=True):
+    for said, found, n, second in zip(
+        _records(words), _records(numbers), prompts, seconds, strict=True
+    ):
         facts = re.split(r": |, | \(|\)", said["claim"])
         named = {side: fact for side in names for fact in facts if fact in names[side]}
         rows.append(
@@ -351,10 +356,16 @@ def _claims(
             | _written(found)
             | {
                 "prompts": int(n),
+                "second": second,
                 "drawing": _forest(found, *scales[said["metric"]], said["verdict"]),
             }
         )
     return rows
+
+
+def _disputed(tables: Path) -> str:
+    files = sorted(tables.glob("*.claims.csv"))
+    return disputed(pd.concat(map(read_claims, files), ignore_index=True)) if files else ""
 
 
 def _written(found: Mapping[str, float]) -> dict[str, str]:

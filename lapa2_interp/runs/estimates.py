@@ -38,6 +38,7 @@ from lapa2_interp.machine import (
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_model
 from lapa2_interp.models.sizes import is_here, model_size, weight_bytes
+from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
 from lapa2_interp.trace.recorder import trace_bytes
 
@@ -54,6 +55,9 @@ BATCHED = 0.4
 """
 STEP = 40
 """Where nothing was measured: the number of rows that cost as much as reading the weights."""
+ADAPTER = 0.53
+"""Operations of an adapter scorer for a token, of those of the whole model: 20 of 30 layers, and no
+output layer."""
 LONG = 20.0
 """Seconds; longer work is announced with its time."""
 TEXT_BYTES = 5
@@ -221,6 +225,18 @@ class Pace:
 
 
 BRIDGE = "TransformerBridge"
+
+
+def adapter_seconds(tokens: int | float, device: str | None = None) -> float:
+    """About how many seconds the adapter scorers take for texts of so many tokens, with all cores.
+
+    Args:
+        device: As the scorers take it.
+    """
+    kind = (device or default_device()).partition(":")[0]
+    operations = 2 * ADAPTER * tokens * model_size(SMOLLM2).parameters
+    at = pace(SMOLLM2, "float32", kind, operations=operations)
+    return ADAPTER * tokens * at.row / (cores() if kind == "cpu" else 1)
 
 
 def pace(

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,10 +15,9 @@ from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.methods import for_task, load_task
 from lapa2_interp.models import load_model
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.scoring import Scorer
-from lapa2_interp.scoring.embedded import EmbeddedScorer
+from lapa2_interp.scoring import WHICH, chosen_scorers
+from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import score_table
-from lapa2_interp.scoring.transformer import Classifier
 from lapa2_interp.soft_prefix import Generated, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.stats import mean_interval
 
@@ -28,7 +28,7 @@ def prefix_accuracy(
     samples: int = 4,
     length: int = 64,
     alpha: float = 0.5,
-    classifier: str = "embedded",
+    classifier: str = "both",
     dtype: str = "auto",
     device: str | None = None,
     seed: int = 1,
@@ -40,10 +40,11 @@ def prefix_accuracy(
     Args:
         samples: Texts per prompt.
         length: Tokens of a text, the prompt's included where the task counts them.
-        classifier: "embedded", or a sequence classifier whose labels are the attributes.
+        classifier: adapter, linear, both, or a sequence classifier whose labels are the attributes.
 
     Returns:
-        One row per set, attribute and arm: set, attribute, arm, accuracy, low, high, n.
+        One row per set, attribute, scorer and arm: set, attribute, scorer, arm, accuracy, low,
+        high, n.
 
     Raises:
         PrefixError: A folder is not a set.
@@ -58,19 +59,16 @@ def prefix_accuracy(
             raise PrefixError(
                 f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
             )
-    scorers: dict[str, Scorer] = {}
+    asked = chosen_scorers(
+        ["accuracy", classifier] if classifier in WHICH else [f"accuracy={classifier}"], ()
+    )
+    options = Options(device=device, trust_remote_code=trust_remote_code)
     rows, model, loaded = [], None, ""
     for folder, there in found.items():
         first = there[0]
         if first.model != loaded:
             model, loaded = load_model(first.model, dtype=dtype, device=device), first.model
         task = load_task(first.task)
-        if first.task not in scorers:
-            scorers[first.task] = (
-                EmbeddedScorer(first.task)
-                if classifier == "embedded"
-                else Classifier(classifier, device=device, trust_remote_code=trust_remote_code)
-            )
         method = for_task("prefix", task, prefixes=str(folder))
         cells = [
             Cell.of(
@@ -89,35 +87,44 @@ def prefix_accuracy(
         ]
         texts = make_cells(model, cells).samples()
         texts["arm"] = texts["alpha"].map({0.0: "baseline", alpha: "lapa2"})
-        scores = score_table(texts, scorers[first.task])
+        scorers = [
+            make_scorer("accuracy", each.partition("=")[2], replace(options, task=first.task))
+            for each in asked
+        ]
+        scores = pd.concat([score_table(texts, each) for each in scorers], ignore_index=True)
         scores = scores[scores["value"].notna()]
         for card in there:
             own = scores[scores["attribute"] == card.attribute]
-            arms = {
-                arm: mean_interval(part["value"].to_numpy(), part["prompt"])
-                for arm, part in own.groupby("arm")
-            }
-            rows += [
-                {
-                    "set": folder.name,
-                    "attribute": card.attribute,
-                    "arm": arm,
-                    "accuracy": each.mean,
-                    "low": each.low,
-                    "high": each.high,
-                    "n": each.n,
+            generated = []
+            for scorer, part in own.groupby("scorer", sort=False):
+                arms = {
+                    arm: mean_interval(texts["value"].to_numpy(), texts["prompt"])
+                    for arm, texts in part.groupby("arm")
                 }
-                for arm, each in arms.items()
-            ]
+                rows += [
+                    {
+                        "set": folder.name,
+                        "attribute": card.attribute,
+                        "scorer": str(scorer),
+                        "arm": arm,
+                        "accuracy": each.mean,
+                        "low": each.low,
+                        "high": each.high,
+                        "n": each.n,
+                    }
+                    for arm, each in arms.items()
+                ]
+                generated.append(
+                    Generated(
+                        scorer=str(scorer),
+                        length=length,
+                        alpha=alpha,
+                        baseline=arms["baseline"],
+                        lapa2=arms["lapa2"],
+                    )
+                )
             prefix = load_prefix(folder, card.attribute)
-            generated = Generated(
-                scorer=str(own["scorer"].iloc[0]),
-                length=length,
-                alpha=alpha,
-                baseline=arms["baseline"],
-                lapa2=arms["lapa2"],
-            )
-            changed = prefix.card.model_copy(update={"generated": generated})
+            changed = prefix.card.model_copy(update={"generated": tuple(generated)})
             save_prefix(
                 SoftPrefix(prefix.keys, prefix.values, changed),
                 folder,

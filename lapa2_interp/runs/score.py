@@ -10,15 +10,22 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp.errors import ScoringError, counted, one_of
+from lapa2_interp.errors import ScoringError, counted
 from lapa2_interp.files import cache_folder, new_folder
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import reading_tokenizer
+from lapa2_interp.progress import shown_time
+from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
-from lapa2_interp.scoring import NAMES, Cache, human
+from lapa2_interp.scoring import Cache, chosen_scorers, human
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
+
+LETTERS = 4.5
+"""Letters of a token, about."""
+USUAL = ("accuracy", "perplexity", "distinct")
+"""The scorers where none is named."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Scored:
 
 def score(
     source: Path,
-    scorers: Sequence[str] = ("accuracy", "perplexity", "distinct"),
+    scorers: Sequence[str] = USUAL,
     *,
     out: Path | None = None,
     force: bool = False,
@@ -61,7 +68,7 @@ def score(
 
     Args:
         source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
-        scorers: Names in `scoring.named.NAMES`, each plain or as NAME=MODEL.
+        scorers: As `scoring.named.chosen_scorers` takes them.
         out: Also write scores.parquet, table.csv and differences.csv into this new folder.
         labels: Names for a classifier's labels.
         only: Only texts whose columns have these values.
@@ -75,9 +82,7 @@ def score(
     """
     if parts < 1:
         raise ScoringError(f"--parts must be at least 1, found {parts}")
-    for each in scorers:
-        if each.partition("=")[0] not in NAMES:
-            raise ScoringError(one_of("scorer", each.partition("=")[0], NAMES))
+    scorers = chosen_scorers(scorers, USUAL)
     tell_if_slow(dtype, device)
     if gaps := _gaps(source):
         notify(gaps)
@@ -129,7 +134,7 @@ def _score(
     with Cache(cache or cache_folder() / "scores") as store:
         for each in scorers:
             name, _, model = each.partition("=")
-            notify(f"{each}: {sum(len(samples) for samples, _ in sets)} texts")
+            notify(f"{each}: {_work(sets, model)}")
             if name == "distinct":
                 together = pd.concat([samples for samples, _ in sets], ignore_index=True)
                 cells.append(distinct_cells(together, reading_tokenizer(model) if model else None))
@@ -147,6 +152,16 @@ def _score(
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
     differences = difference_table(kept) if scores else pd.DataFrame()
     return Scored(kept, pd.concat(cells, ignore_index=True), differences)
+
+
+def _work(sets: Sequence[tuple[pd.DataFrame, Options]], model: str) -> str:
+    """How many texts are scored, and about how long an adapter takes for them."""
+    texts = counted(sum(len(samples) for samples, _ in sets), "text")
+    if model != "adapter":
+        return texts
+    letters = sum(int(samples["text"].str.len().sum()) for samples, _ in sets)
+    told = adapter_seconds(letters / LETTERS, sets[0][1].device)
+    return f"{texts}, about {shown_time(told)} where none is known" if told > LONG else texts
 
 
 def _gaps(source: Path) -> str:

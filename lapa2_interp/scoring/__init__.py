@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp.errors import ScoringError
+from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class Skipped:
 
 NAMES = {
     "accuracy": (
-        "share of texts whose attribute a classifier recognises: embedded, or =MODEL (hub id or"
-        " folder)"
+        "share of texts whose attribute a classifier recognises: adapter and linear, or =MODEL (hub"
+        " id or folder)"
     ),
     "masked": (
         "accuracy, where the words of all prefixes are hidden from the classifier; =MODEL as for"
@@ -71,8 +71,8 @@ NAMES = {
         "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)"
     ),
     "toxicity": (
-        "embedded; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a classifier and its label"
-        " of toxic text"
+        "mean P(toxic): adapter and linear; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a"
+        " classifier and its label of toxic text"
     ),
     "judge": (
         "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint"
@@ -80,6 +80,42 @@ NAMES = {
     ),
 }
 """Scorers by name, and the models or services each takes."""
+
+CLASSIFIERS = ("adapter", "linear")
+"""The classifiers that ship with the package, the more accurate one first. They are of different
+make and err differently, so tables have the numbers of both."""
+WHICH = {"adapter": ("adapter",), "linear": ("linear",), "both": CLASSIFIERS}
+"""Words that stand among scorers and say which classifiers give accuracy and toxicity."""
+
+
+def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
+    """The scorers that run, each NAME or NAME=MODEL, none twice.
+
+    A plain accuracy or toxicity becomes one for each classifier, and a plain masked is by the first
+    of them. The classifiers are both, or what a word of `WHICH` among those asked for says.
+
+    Args:
+        asked: Names of `NAMES`, each plain or as NAME=MODEL, and words of `WHICH`.
+        usual: The names where only such a word is asked for.
+
+    Raises:
+        ScoringError: An unknown name.
+    """
+    words = [each for each in asked if each in WHICH]
+    names = [each for each in asked if each not in WHICH] or list(usual)
+    by = list(dict.fromkeys(each for word in words or ["both"] for each in WHICH[word]))
+    found: list[str] = []
+    for each in names:
+        name = each.partition("=")[0]
+        if name not in NAMES:
+            raise ScoringError(one_of("scorer", name, [*NAMES, *WHICH]))
+        if each in ("accuracy", "toxicity"):
+            found += [f"{each}={one}" for one in by]
+        else:
+            found.append(f"masked={by[0]}" if each == "masked" else each)
+    return tuple(dict.fromkeys(found))
+
+
 Score = tuple[float, ...] | Skipped
 
 
@@ -94,6 +130,7 @@ class Scorer(ABC):
         classifies: Its columns are labels, and the largest number is its answer.
         needs: Fields of an item that enter the score besides the text.
         batch_size: Items given at once.
+        by_length: Items given at once have texts of similar length; else, texts that begin alike.
     """
 
     name: str
@@ -102,6 +139,7 @@ class Scorer(ABC):
     classifies: bool = False
     needs: tuple[str, ...] = ()
     batch_size: int = 32
+    by_length: bool = True
 
     @abstractmethod
     def score(self, items: Sequence[Item]) -> list[Score]:
@@ -215,8 +253,10 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     keys = [scorer.key(item) for item in items]
     known = cache.get(keys)
     waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
-    # Texts of similar length together: models pad a batch to its longest.
-    order = sorted(waiting, key=lambda key: len(waiting[key].text))
+    # Texts of similar length together: models pad a batch to its longest. Texts that begin alike
+    # together: a causal model reads the beginning once.
+    texts = {key: item.text for key, item in waiting.items()}
+    order = sorted(texts, key=lambda key: len(texts[key]) if scorer.by_length else texts[key])
     with progress_bar(len(order), scorer.name, "text") as bar:
         for part in _parts(order, scorer.batch_size):
             try:

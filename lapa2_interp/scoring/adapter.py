@@ -8,6 +8,9 @@ a linear head.
 3. A text of more than 128 tokens is read in the fewest windows of nearly equal length, and their
    logits are averaged, weighted by their lengths.
 
+The attention is causal, so a text that begins with another one's tokens is read once for both: a
+text cut at five lengths costs what the longest costs.
+
 Only adapters and head are on disk. Loading adds B A to the weights, so reading costs what the plain
 layers cost. `adapter_training` trains them.
 """
@@ -36,7 +39,7 @@ from lapa2_interp.layout import text_markers
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.packed import packed
-from lapa2_interp.scoring.embedded import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
+from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,20 +95,6 @@ class AdapterRecipe(BaseModel):
         return self
 
 
-class HeldOut(BaseModel):
-    """A row of `agreement.agreement` about a corpus that was not trained on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    data: str
-    measure: str
-    length: str
-    value: float
-    low: float | None
-    high: float | None
-    n: int
-
-
 class AdapterCard(Card):
     """What an adapter scorer is and what it reaches."""
 
@@ -118,7 +107,6 @@ class AdapterCard(Card):
     """Tokens of the windows it was trained on, repeated ones counted again."""
     seconds: float
     """Time of the training."""
-    held_out: tuple[HeldOut, ...]
 
 
 class Reader(nn.Module):
@@ -154,22 +142,27 @@ class Reader(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(
-        self, ids: Int[Tensor, "text slot"], lengths: Int[Tensor, " text"]
+        self,
+        ids: Int[Tensor, "row slot"],
+        lengths: Int[Tensor, " text"],
+        rows: Int[Tensor, " text"] | None = None,
     ) -> Float[Tensor, "text label"]:
         """Logits of texts.
 
         Args:
-            ids: BOS, the text, and any padding. The attention is causal, so that no token sees the
+            ids: BOS, a text, and any padding. The attention is causal, so that no token sees the
                 padding behind it.
             lengths: Tokens of each text, BOS left out; at least 1.
+            rows: The row that each text begins; by default every text has a row of its own.
         """
         states = self.base(input_ids=ids, use_cache=False).last_hidden_state.float()
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
+        if rows is None:
+            rows = torch.arange(len(ids), device=ids.device)
         slots = torch.arange(ids.shape[1], device=ids.device)
-        own = (slots > 0) & (slots <= lengths[:, None])
-        mean = (states * own[..., None]).sum(1) / lengths[:, None]
-        last = states[torch.arange(len(ids), device=ids.device), lengths]
-        return self.head(torch.cat([mean, last], dim=1))
+        own = ((slots > 0) & (slots <= lengths[:, None])).to(states)
+        mean = torch.bmm(own[:, None], states[rows])[:, 0] / lengths[:, None]
+        return self.head(torch.cat([mean, states[rows, lengths]], dim=1))
 
 
 def open_reader(
@@ -196,6 +189,18 @@ def windows_of(ids: Sequence[int]) -> list[Sequence[int]]:
     count = -(-len(ids) // LONGEST)
     edges = [len(ids) * i // count for i in range(count + 1)]
     return [ids[first:stop] for first, stop in pairwise(edges)]
+
+
+def beginnings(windows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Numbers of windows in groups: each window of a group is the beginning of the next one."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(windows)), key=lambda i: tuple(windows[i])):
+        before = windows[groups[-1][-1]] if groups else None
+        if before is not None and windows[i][: len(before)] == before:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def batches_of(
@@ -232,15 +237,21 @@ class Adapter:
             for window in windows_of(ids):
                 windows.append(window)
                 owners.append(owner)
-        order = sorted(range(len(windows)), key=lambda i: len(windows[i]))
         start, device = text_markers(self.tokenizer).start, self.reader.head.weight.device
         sums = np.zeros((len(texts), self.reader.head.out_features))
         tokens = np.zeros(len(texts))
+        groups = sorted(beginnings(windows), key=lambda group: len(windows[group[-1]]))
         with packed(self.reader.base):
-            for batch in batches_of([len(windows[i]) for i in order], AT_ONCE):
-                chosen = [order[i] for i in batch]
-                found = self.reader(*token_rows([windows[i] for i in chosen], start, device))
-                for i, row in zip(chosen, found.double().cpu().numpy(), strict=True):
+            for batch in batches_of([len(windows[group[-1]]) for group in groups], AT_ONCE):
+                chosen = [groups[i] for i in batch]
+                ids, _ = token_rows([windows[group[-1]] for group in chosen], start, device)
+                read = [(i, row) for row, group in enumerate(chosen) for i in group]
+                lengths, rows = (
+                    torch.tensor(each, device=device)
+                    for each in zip(*((len(windows[i]), row) for i, row in read), strict=True)
+                )
+                found = self.reader(ids, lengths, rows).double().cpu().numpy()
+                for (i, _), row in zip(read, found, strict=True):
                     sums[owners[i]] += len(windows[i]) * row
                     tokens[owners[i]] += len(windows[i])
         return sums / tokens[:, None]
@@ -283,6 +294,15 @@ def save_adapter(
     return card
 
 
+def adapter_card(task: str, folder: Path = WEIGHTS) -> AdapterCard:
+    """The card of a task's adapter.
+
+    Raises:
+        ScoringError: There is none for the task, or its files are damaged.
+    """
+    return load_card(AdapterCard, "adapter", task, folder, ADAPTER)
+
+
 def load_adapter(
     task: str, folder: Path = WEIGHTS, device: str | None = None
 ) -> tuple[Adapter, AdapterCard]:
@@ -295,7 +315,7 @@ def load_adapter(
         ScoringError: There is none for the task, its files are damaged, or the base has other
             weights than it was trained on.
     """
-    card = load_card(AdapterCard, "adapter", task, folder, ADAPTER)
+    card = adapter_card(task, folder)
     file, recipe = folder / f"{task}{ADAPTER}", card.recipe
     reader, tokenizer, weights = open_reader(card.base, recipe.layers, len(card.labels), device)
     if weights != card.base_weights:
@@ -336,13 +356,17 @@ class AdapterScorer(TaskScorer):
         device: As `load_adapter` takes it.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: There is none for the task, or its files are damaged; when the first text is
+            scored, as `load_adapter`.
     """
 
     batch_size = 256
+    by_length = False
 
     def __init__(self, task: str, folder: Path = WEIGHTS, device: str | None = None) -> None:
-        super().__init__(*load_adapter(task, folder, device), "adapter")
+        super().__init__(
+            adapter_card(task, folder), lambda: load_adapter(task, folder, device)[0], "adapter"
+        )
 
 
 class AdapterToxicity(ToxicityOf):

@@ -39,22 +39,19 @@ from lapa2_interp.files import ASIDE, whole_file
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.progress import progress_bar, shown_time
-from lapa2_interp.scoring import Item, run_scorer
 from lapa2_interp.scoring.adapter import (
     ADAPTER,
     LONGEST,
     AdapterCard,
     AdapterRecipe,
     AdapterScorer,
-    HeldOut,
     Reader,
     batches_of,
     open_reader,
     save_adapter,
     token_rows,
 )
-from lapa2_interp.scoring.agreement import agreement, rows_of
-from lapa2_interp.scoring.training import Graded, read_data
+from lapa2_interp.scoring.training import Graded, data_lines, held_out, read_data
 from lapa2_interp.tasks.corpora import Corpus
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -428,7 +425,7 @@ def train_adapter(
     _train(training, task)
     facts: dict[str, Any] = {
         "labels": tuple(labels),
-        "data": _data_lines(corpora, graded),
+        "data": data_lines(corpora, graded),
         "examples": sum(len(source.texts) for source in sources),
         "versions": {
             "lapa2_interp": __version__,
@@ -446,8 +443,8 @@ def train_adapter(
     with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
         save_adapter(tensors, Path(aside), task, held_out=(), **facts)
         scorer = AdapterScorer(task, Path(aside), device)
-        held_out = _results(scorer, tests, graded_tests)
-    card = save_adapter(tensors, folder, task, held_out=held_out, **facts)
+        reached = held_out(scorer, tests, graded_tests)
+    card = save_adapter(tensors, folder, task, held_out=reached, **facts)
     checkpoint.unlink()
     return card
 
@@ -467,39 +464,6 @@ def _train(training: Training, task: str) -> None:
         )
     with progress_bar(tokens, f"adapter {task}", initial=training.tokens) as bar:
         training.run(bar)
-
-
-def _data_lines(
-    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[Graded, float]]
-) -> tuple[str, ...]:
-    lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
-    lines += [
-        f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded
-    ]
-    return tuple(lines)
-
-
-def _results(
-    scorer: AdapterScorer, tests: Sequence[Corpus], graded_tests: Sequence[Graded]
-) -> tuple[HeldOut, ...]:
-    """What a loaded scorer reaches on corpora it was not trained on."""
-    labels = list(scorer.columns)
-    compared: list[tuple[str, Sequence[str], Any, list[str]]] = [
-        (
-            corpus.source,
-            [text for label in labels for text in corpus.texts[label]],
-            [label for label in labels for _ in corpus.texts[label]],
-            labels,
-        )
-        for corpus in tests
-    ]
-    compared += [(each.source, each.texts, each.scores, labels[1:2]) for each in graded_tests]
-    rows: list[HeldOut] = []
-    for source, texts, truth, columns in compared:
-        numbers = run_scorer(scorer, [Item(text) for text in texts])
-        table = agreement(numbers[columns], truth, texts)
-        rows += [HeldOut.model_validate(row) for row in rows_of(table, source)]
-    return tuple(rows)
 
 
 def make_adapter_files(

@@ -85,12 +85,19 @@ class Masked(Scorer):
         self.hidden = re.compile(rf"\b({'|'.join(map(re.escape, hidden))})\b", re.IGNORECASE)
         self.columns, self.classifies = inner.columns, inner.classifies
         self.batch_size = inner.batch_size
+        self.by_length = inner.by_length
         self.version = f"{inner.version}, without {' '.join(hidden)}"
 
+    def masked(self, item: Item) -> Item:
+        """The item as the classifier sees it."""
+        return replace(item, text=self.hidden.sub(MASK, item.text))
+
     def score(self, items: Sequence[Item]) -> list[Score]:
-        return self.inner.score(
-            [replace(item, text=self.hidden.sub(MASK, item.text)) for item in items]
-        )
+        return self.inner.score([self.masked(item) for item in items])
+
+    def key(self, item: Item) -> str:
+        """The classifier's own key: where a text has none of the words, its score is known."""
+        return self.inner.key(self.masked(item))
 
     def close(self) -> None:
         self.inner.close()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.scoring import NAMES, Scorer
+from lapa2_interp.scoring import NAMES, Cache, Scorer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
-from lapa2_interp.scoring.embedded import EmbeddedScorer, EmbeddedToxicity
 from lapa2_interp.scoring.judge import Judge
+from lapa2_interp.scoring.linear import LinearScorer, LinearToxicity
 from lapa2_interp.scoring.perspective import Perspective
+from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 from lapa2_interp.tasks import Task, read_task
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -31,17 +37,21 @@ class Options:
 
 
 def make_scorer(name: str, model: str, options: Options) -> Scorer:
-    """The scorer of a NAME or NAME=MODEL option."""
+    """The scorer of a NAME or NAME=MODEL option.
+
+    A plain accuracy, masked or toxicity is by the linear classifier, which costs next to nothing:
+    methods that read their drafts take it.
+    """
     match name, model:
-        case "accuracy", "" | "embedded" | "linear" | "adapter":
+        case "accuracy", "" | "linear" | "adapter":
             if options.task is None:
                 raise ScoringError(
-                    "the embedded classifiers belong to tasks: give --task sentiment, topic or"
-                    " detox"
+                    "the classifiers that ship with the package belong to tasks: give --task"
+                    " sentiment, topic or detox"
                 )
             if model == "adapter":
                 return AdapterScorer(options.task, device=options.device)
-            return EmbeddedScorer(options.task)
+            return LinearScorer(options.task)
         case "accuracy", _:
             return Classifier(
                 model,
@@ -63,8 +73,8 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                 options.generator,
                 trust_remote_code=options.trust_remote_code,
             )
-        case "toxicity", "" | "embedded" | "linear":
-            return EmbeddedToxicity()
+        case "toxicity", "" | "linear":
+            return LinearToxicity()
         case "toxicity", "adapter":
             return AdapterToxicity(device=options.device)
         case "toxicity", "perspective":
@@ -91,6 +101,31 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
             "distinct-n describes a set of texts and has no number for one; give another scorer"
         )
     raise ScoringError(one_of("scorer", name, NAMES))
+
+
+def score_by(
+    samples: pd.DataFrame, asked: Sequence[str], options: Options, cache: Cache | None = None
+) -> pd.DataFrame:
+    """The samples with the numbers of several scorers: `tables.score_table`, one below the other.
+
+    A scorer after the first of its metric has its own in parentheses: "accuracy (linear)".
+
+    Args:
+        asked: NAME or NAME=MODEL, as `chosen_scorers` gives them.
+    """
+    import pandas as pd
+
+    frames: list[pd.DataFrame] = []
+    seen: set[str] = set()
+    for each in asked:
+        name, _, model = each.partition("=")
+        with closing(make_scorer(name, model, options)) as scorer:
+            found = score_table(samples, scorer, cache)
+        if name in seen:
+            found["metric"] += f" ({model or name})"
+        seen.add(name)
+        frames.append(found)
+    return pd.concat(frames, ignore_index=True)
 
 
 def _task(options: Options) -> Task:

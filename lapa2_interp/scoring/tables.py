@@ -24,7 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("accuracy", "masked", "echo", "toxicity", "toxicity max", "toxic prompts"), (0.0, 1.0)
     ),
-    **dict.fromkeys(("acc", "tox"), (0.0, 100.0)),
+    **dict.fromkeys(("acc", "acc masked", "echo %", "tox"), (0.0, 100.0)),
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
 }
 """Least and greatest value of a metric, which an interval from few prompts (Student's) could
@@ -33,6 +33,16 @@ SURE = 0.05
 """Where every text has the same extreme score, resampled prompts show no spread. The interval then
 covers every share of different prompts with which so many equal prompts are seen at least this
 often: up to 1 - SURE^(1/prompts)."""
+
+
+def plain(metric: str) -> str:
+    """A metric without the scorer in parentheses: "acc" of "acc (linear)"."""
+    return metric.partition(" (")[0]
+
+
+def other_scorer(metric: str) -> str:
+    """The scorer in parentheses: "linear" of "acc (linear)"."""
+    return metric.partition(" (")[2].removesuffix(")")
 
 
 def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
@@ -125,7 +135,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
 
 def _within(metric: str, interval: Interval) -> tuple[float, float]:
     """The interval, kept inside the metric's range."""
-    least, most = RANGES.get(metric, (-np.inf, np.inf))
+    least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
     unseen = (most - least) * (1 - SURE ** (1 / interval.clusters))
     if interval.low == interval.high == least:
         return least, least + unseen
@@ -161,7 +171,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                     after["value"].to_numpy(),
                     after["prompt"].to_numpy(),
                 )
-                least, most = RANGES.get(str(metric), (-np.inf, np.inf))
+                least, most = RANGES.get(plain(str(metric)), (-np.inf, np.inf))
                 low, high = np.clip([change.low, change.high], least - most, most - least)
                 rows.append(
                     {

@@ -1,4 +1,4 @@
-"""Train the embedded scorers from named corpora.
+"""Train the linear scorers from named corpora.
 
 A classifier must read 20 words as well as 500, so long texts are learned whole and by their first
 and last words too. Toxicity is
@@ -11,15 +11,21 @@ import hashlib
 import json
 import lzma
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp.errors import DataError, ScoringError
-from lapa2_interp.scoring.embedded import Linear, ScorerCard, save_linear, train_linear
+from lapa2_interp.files import ASIDE
+from lapa2_interp.scoring import Item, run_scorer
+from lapa2_interp.scoring.agreement import agreement, rows_of
+from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
+from lapa2_interp.scoring.trained import HeldOut, TaskScorer
 from lapa2_interp.tasks.corpora import Corpus, read_corpus
 
 WINDOW = 40
@@ -94,16 +100,15 @@ def train_scorer(
     graded: Sequence[tuple[Graded, float]] = (),
     graded_tests: Sequence[Graded] = (),
     c: float = 3.0,
-) -> ScorerCard:
+) -> LinearCard:
     """Train one scorer and write its weights and card.
 
     Args:
         labels: In the order of its probabilities; of two labels, graded scores count for the
             second.
         corpora: Each with the weight of its texts.
-        tests: Corpora that are never trained on; the card states accuracy on each, and AUC where
-            there are two labels.
-        graded, graded_tests: Toxicity scores; of these the card states Spearman's correlation.
+        tests: Corpora that are never trained on, for the card.
+        graded, graded_tests: Toxicity scores.
     """
     texts: list[str] = []
     shares: list[Float[np.ndarray, " label"]] = []
@@ -121,43 +126,50 @@ def train_scorer(
         shares += [np.array([1 - score, score]) for score in each.scores]
         weights += [of_graded] * len(each.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
-    held_out: dict[str, float] = {}
-    for corpus in tests:
-        held_out |= _results(linear, corpus)
-    for each in graded_tests:
-        from scipy.stats import spearmanr
-
-        toxic = linear.probabilities(each.texts)[:, 1]
-        held_out[f"{each.source} Spearman"] = float(spearmanr(toxic, each.scores).statistic)
-    return save_linear(
-        linear,
-        folder,
-        task,
-        data=tuple(
-            [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
-            + [
-                f"{each.source}: {len(each.texts)} graded; weight {weight:g}"
-                for each, weight in graded
-            ]
-        ),
-        examples=len(texts),
-        c=c,
-        held_out=held_out,
-    )
+    facts: dict[str, Any] = {
+        "data": data_lines(corpora, graded),
+        "examples": len(texts),
+        "c": c,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
+        save_linear(linear, Path(aside), task, held_out=(), **facts)
+        reached = held_out(LinearScorer(task, Path(aside)), tests, graded_tests)
+    return save_linear(linear, folder, task, held_out=reached, **facts)
 
 
-def _results(linear: Linear, corpus: Corpus) -> dict[str, float]:
-    from sklearn.metrics import roc_auc_score
+def data_lines(
+    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[Graded, float]]
+) -> tuple[str, ...]:
+    """What a scorer was trained on, a line each, as its card says it."""
+    lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
+    lines += [
+        f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded
+    ]
+    return tuple(lines)
 
-    texts = [text for label in linear.labels for text in corpus.texts[label]]
-    truth = np.repeat(
-        np.arange(len(linear.labels)), [len(corpus.texts[label]) for label in linear.labels]
-    )
-    probabilities = linear.probabilities(texts)
-    results = {f"{corpus.source} accuracy": float((probabilities.argmax(axis=1) == truth).mean())}
-    if len(linear.labels) == 2:
-        results[f"{corpus.source} AUC"] = float(roc_auc_score(truth, probabilities[:, 1]))
-    return results
+
+def held_out(
+    scorer: TaskScorer, tests: Sequence[Corpus], graded_tests: Sequence[Graded]
+) -> tuple[HeldOut, ...]:
+    """What a loaded scorer reaches on corpora it was not trained on, as its card says it."""
+    labels = list(scorer.columns)
+    compared: list[tuple[str, Sequence[str], Any, list[str]]] = [
+        (
+            corpus.source,
+            [text for label in labels for text in corpus.texts[label]],
+            [label for label in labels for _ in corpus.texts[label]],
+            labels,
+        )
+        for corpus in tests
+    ]
+    compared += [(each.source, each.texts, each.scores, labels[1:2]) for each in graded_tests]
+    rows: list[HeldOut] = []
+    for source, texts, truth, columns in compared:
+        numbers = run_scorer(scorer, [Item(text) for text in texts])
+        table = agreement(numbers[columns], truth, texts)
+        rows += [HeldOut.model_validate(row) for row in rows_of(table, source)]
+    return tuple(rows)
 
 
 def make_scorer_files(
@@ -168,8 +180,8 @@ def make_scorer_files(
     graded: Sequence[str],
     c: float,
     out: Path,
-) -> ScorerCard:
-    """Read corpora by name, train an embedded classifier on them, and write it: `train_scorer`, as
+) -> LinearCard:
+    """Read corpora by name, train a linear classifier on them, and write it: `train_scorer`, as
     the command has it.
 
     Args:

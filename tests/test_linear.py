@@ -8,21 +8,20 @@ import pytest
 
 from lapa2_interp.errors import DataError, ScoringError
 from lapa2_interp.scoring import Item, run_scorer
-from lapa2_interp.scoring.embedded import (
+from lapa2_interp.scoring.linear import (
     COLUMNS,
     LINEAR,
-    WEIGHTS,
-    EmbeddedScorer,
-    EmbeddedToxicity,
     Linear,
+    LinearScorer,
+    LinearToxicity,
     damped_counts,
     features,
     load_linear,
     rarity_of,
     save_linear,
-    tasks_in,
     train_linear,
 )
+from lapa2_interp.scoring.trained import WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import pieces_of, read_graded, train_scorer
 from lapa2_interp.tasks.corpora import read_corpus
 
@@ -30,6 +29,12 @@ GOOD, BAD = (
     ("fine warm film", "a kind story", "warm and kind", "fine"),
     ("cold dull film", "a grim story", "dull and grim", "cold"),
 )
+
+
+def reached(card, data, measure, length="all"):
+    """The one row of a card's results."""
+    rows = [(each.data, each.measure, each.length) for each in card.held_out]
+    return card.held_out[rows.index((data, measure, length))]
 
 
 def toy(labels=("positive", "negative")):
@@ -108,15 +113,15 @@ def test_a_saved_classifier_reads_back(tmp_path):
         data=("toy",),
         examples=8,
         c=10.0,
-        held_out={"toy accuracy": 1.0},
+        held_out=(),
     )
     again, read = load_linear("sentiment", tmp_path)
     assert read == card
     assert np.abs(again.probabilities(GOOD) - linear.probabilities(GOOD)).max() < 1e-3, (
         "float16 weights"
     )
-    scorer = EmbeddedScorer("sentiment", tmp_path)
-    assert scorer.version == f"embedded sentiment {card.sha256[:12]}"
+    scorer = LinearScorer("sentiment", tmp_path)
+    assert scorer.version == f"linear sentiment {card.sha256[:12]}"
     table = run_scorer(scorer, [Item("fine"), Item("  "), Item("grim")])
     assert table["positive"][0] > 0.5 > table["positive"][2]
     assert table["skipped"].tolist() == ["", "empty text", ""]
@@ -124,17 +129,15 @@ def test_a_saved_classifier_reads_back(tmp_path):
 
 def test_toxicity_is_the_toxic_labels_probability(tmp_path):
     save_linear(
-        toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out={}
+        toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
-    found = run_scorer(EmbeddedToxicity(tmp_path), [Item("warm and kind"), Item("grim")])[
-        "toxicity"
-    ]
+    found = run_scorer(LinearToxicity(tmp_path), [Item("warm and kind"), Item("grim")])["toxicity"]
     assert found[0] < 0.5 < found[1]
 
 
 def test_damaged_classifiers(tmp_path):
-    save_linear(toy(), tmp_path, "sentiment", data=(), examples=8, c=1.0, held_out={})
-    with pytest.raises(ScoringError, match="unknown embedded scorer 'mood'; allowed: sentiment"):
+    save_linear(toy(), tmp_path, "sentiment", data=(), examples=8, c=1.0, held_out=())
+    with pytest.raises(ScoringError, match="unknown linear scorer 'mood'; allowed: sentiment"):
         load_linear("mood", tmp_path)
     (tmp_path / "sentiment.npz").write_bytes(b"other")
     with pytest.raises(ScoringError, match="not the file its card describes; train it again"):
@@ -177,9 +180,12 @@ def test_training_from_files(tmp_path):
     assert card.data == (
         f"{corpus.summary}; weight 2", f"rtp.jsonl train rows: {len(train.texts)} graded; weight 0.5"
     )  # fmt: skip
-    assert card.held_out["comments.csv accuracy"] == 1.0
-    assert card.held_out["comments.csv AUC"] == 1.0
-    assert card.held_out["rtp.jsonl test rows Spearman"] > 0.7
+    assert reached(card, "comments.csv", "accuracy").value == 1.0
+    assert reached(card, "comments.csv", "AUC").value == 1.0
+    found = reached(card, "rtp.jsonl test rows", "Spearman")
+    assert found.low <= found.value <= found.high
+    assert found.value > 0.7
+    assert found.n == len(test.texts)
     assert card.examples == 8 + len(train.texts)
     words = " ".join(f"w{i}" for i in range(100))
     assert [len(piece.split()) for piece in pieces_of(words)] == [100, 40, 40]
@@ -206,18 +212,19 @@ def test_linear_probabilities_sum_to_one():
 
 
 def test_shipped_scorers_state_what_they_reach():
-    found = {task: load_linear(task)[1].held_out for task in tasks_in(WEIGHTS, LINEAR)}
+    found = {task: load_linear(task)[1] for task in tasks_in(WEIGHTS, LINEAR)}
     assert set(found) == {"sentiment", "topic", "detox"}
-
-    def at_least(task, measure, value):
-        (held,) = (result for name, result in found[task].items() if measure in name)
-        assert held >= value, (task, measure, held)
-
-    at_least("sentiment", "imdb_test.jsonl.xz accuracy", 0.90)
-    at_least("sentiment", "sst2_valid.jsonl.xz accuracy", 0.82)
-    at_least("topic", "agnews_test.jsonl.xz accuracy", 0.89)
-    at_least("detox", "jigsaw_test.jsonl.xz AUC", 0.94)
-    at_least("detox", "Spearman", 0.75)
+    for task, file, measure, least in (
+        ("sentiment", "imdb_test.jsonl.xz", "accuracy", 0.90),
+        ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.82),
+        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.89),
+        ("detox", "jigsaw_test.jsonl.xz", "AUC", 0.94),
+        ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.75),
+    ):
+        held = reached(found[task], file, measure)
+        assert held.low <= held.value <= held.high
+        assert held.value >= least, (task, measure)
+        assert {"1-15", "16-39"} <= {each.length for each in found[task].held_out}
     assert sum(file.stat().st_size for file in WEIGHTS.glob(f"*{LINEAR}")) < 8e6
 
 
@@ -239,12 +246,12 @@ def test_shipped_results_are_found_again(task, file, labels, data):
     found = (
         linear.probabilities([text for text, _ in texts]).argmax(axis=1) == [i for _, i in texts]
     ).mean()
-    stated = card.held_out[f"{file.split('/')[1]}.jsonl.xz accuracy"]
+    stated = reached(card, f"{file.split('/')[1]}.jsonl.xz", "accuracy").value
     assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
 
 
 def test_short_and_long_texts_are_both_read():
-    scorer = EmbeddedScorer("sentiment")
+    scorer = LinearScorer("sentiment")
     short = (
         "What a wonderful, moving and beautifully acted film.",
         "What a boring, stupid and badly acted waste of time.",

@@ -1,5 +1,5 @@
-"""The scorers that ship with the package: linear classifiers on hashed n-grams, for sentiment,
-topic and toxicity.
+"""Linear classifiers on hashed n-grams, for sentiment, topic and toxicity: the fast ones of the
+scorers that ship with the package.
 
 1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within
    words, each set hashed to 2^18 columns. The counts are damped (log(1 + count)), weighted by how
@@ -7,103 +7,41 @@ topic and toxicity.
    texts of 20 and of 500 words have the same weight.
 2. Logistic regression (scikit-learn) gives a probability per label.
 
-They are small, fast and need no download, and are less accurate than the paper's RoBERTa
-classifiers and Perspective. Their cards (`scoring/weights/*.json`) state what they reach on
-held-out text, and their version says which weights they are.
+They know words and not their order: "This is positive." moves them by what "positive" is worth in
+reviews. Their cards (`scoring/weights/*.json`) state what they reach on held-out text, and their
+version says which weights they are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.errors import ScoringError, first_problem, one_of
 from lapa2_interp.files import whole_file, write_text
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-WEIGHTS = Path(__file__).parent / "weights"
 LINEAR = ".npz"
 """What follows the task in the name of a linear classifier's file."""
 COLUMNS = 2**18
 """Hashed columns of each of the two sets of n-grams."""
 
 
-class Card(BaseModel):
-    """What the cards of all trained scorers state."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str
-    labels: tuple[str, ...]
-    data: tuple[str, ...]
-    """Corpora it was trained on, with counts."""
-    examples: int
-    """Texts and pieces of text."""
-    sha256: str
-    """sha256 of the weights' file."""
-    made: datetime
-    versions: dict[str, str]
-
-
-class ScorerCard(Card):
+class LinearCard(Card):
     """What a linear scorer is and what it reaches."""
 
     c: float
     """Inverse strength of the L2 penalty."""
-    held_out: dict[str, float]
-    """Results on text it was not trained on, by corpus and measure."""
-
-
-AnyCard = TypeVar("AnyCard", bound=Card)
-
-
-def tasks_in(folder: Path, ending: str) -> list[str]:
-    """The tasks whose scorers are in a folder, by what follows the task in the name of a file."""
-    return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
-
-
-def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: str) -> AnyCard:
-    """The card beside a scorer's weights, `<task><ending>`.
-
-    Args:
-        form: The card's class.
-        kind: What such scorers are called in messages.
-
-    Raises:
-        ScoringError: There is none for the task, or its files are damaged.
-    """
-    file = folder / f"{task}{ending}"
-    card_file = file.with_suffix(".json")
-    if not card_file.is_file():
-        known = tasks_in(folder, ending)
-        raise ScoringError(
-            one_of(f"{kind} scorer", task, known)
-            if known
-            else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
-        )
-    try:
-        card = form.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
-    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
-        raise ScoringError(
-            f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
-        )
-    return card
 
 
 def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
@@ -171,39 +109,7 @@ class Linear:
         return shifted / shifted.sum(axis=1, keepdims=True)
 
 
-@runtime_checkable
-class Probabilistic(Protocol):
-    """A classifier of texts."""
-
-    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
-        """P(label | text), rows summing to 1; at least one text, none blank."""
-
-
-class TaskScorer(Scorer):
-    """The probabilities that a classifier gives to the labels of its task.
-
-    Args:
-        kind: What such scorers are called in their version.
-    """
-
-    name = "accuracy"
-    classifies = True
-
-    def __init__(self, classifier: Probabilistic, card: Card, kind: str) -> None:
-        self.classifier, self.card = classifier, card
-        self.columns = card.labels
-        self.version = f"{kind} {card.task} {card.sha256[:12]}"
-
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if item.text.strip()]
-        rows = iter(self.classifier.probabilities(texts) if texts else ())
-        return [
-            tuple(map(float, next(rows))) if item.text.strip() else Skipped("empty text")
-            for item in items
-        ]
-
-
-class EmbeddedScorer(TaskScorer):
+class LinearScorer(TaskScorer):
     """A linear classifier that ships with the package.
 
     Args:
@@ -217,30 +123,15 @@ class EmbeddedScorer(TaskScorer):
     batch_size = 2048
 
     def __init__(self, task: str, folder: Path = WEIGHTS) -> None:
-        super().__init__(*load_linear(task, folder), "embedded")
+        linear, card = load_linear(task, folder)
+        super().__init__(card, lambda: linear, "linear")
 
 
-class ToxicityOf(Scorer):
-    """P(toxic) of a classifier that has a label toxic; `toxicity` in [0, 1]."""
-
-    name = "toxicity"
-    columns = ("toxicity",)
-
-    def __init__(self, classifier: TaskScorer) -> None:
-        self.classifier = classifier
-        self.version, self.batch_size = classifier.version, classifier.batch_size
-        self.at = classifier.columns.index("toxic")
-
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        rows = self.classifier.score(items)
-        return [row if isinstance(row, Skipped) else (row[self.at],) for row in rows]
-
-
-class EmbeddedToxicity(ToxicityOf):
+class LinearToxicity(ToxicityOf):
     """P(toxic) of the linear detox classifier."""
 
     def __init__(self, folder: Path = WEIGHTS) -> None:
-        super().__init__(EmbeddedScorer("detox", folder))
+        super().__init__(LinearScorer("detox", folder))
 
 
 def train_linear(
@@ -281,7 +172,7 @@ def train_linear(
     return Linear(tuple(labels), weights, bias, rarity)
 
 
-def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> ScorerCard:
+def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> LinearCard:
     """Write `<task>.npz` (float16 weights) and its card."""
     import sklearn
 
@@ -289,7 +180,7 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Scorer
     weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
     with whole_file(file) as fresh:
         np.savez_compressed(fresh, weights=weights, rarity=rarity, bias=linear.bias)
-    card = ScorerCard(
+    card = LinearCard(
         task=task,
         labels=linear.labels,
         sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
@@ -301,13 +192,13 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Scorer
     return card
 
 
-def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, ScorerCard]:
+def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, LinearCard]:
     """A classifier and its card.
 
     Raises:
         ScoringError: There is none for the task, or its files are damaged.
     """
-    card = load_card(ScorerCard, "embedded", task, folder, LINEAR)
+    card = load_card(LinearCard, "linear", task, folder, LINEAR)
     with np.load(folder / f"{task}{LINEAR}", allow_pickle=False) as stored:
         wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
         return Linear(card.labels, **wide), card

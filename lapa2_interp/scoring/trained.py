@@ -1,0 +1,152 @@
+"""What the trained scorers that ship with the package share: cards, labels, and toxicity as the
+probability of one label.
+
+`linear` and `adapter` are two of different make. A table has the numbers of both, and where a claim
+holds by one of them alone, the page says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lapa2_interp.errors import ScoringError, first_problem, one_of
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class HeldOut(BaseModel):
+    """A row of `agreement.agreement` about a corpus that was not trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str
+    measure: str
+    length: str
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+class Card(BaseModel):
+    """What the cards of all trained scorers state."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    labels: tuple[str, ...]
+    data: tuple[str, ...]
+    """Corpora it was trained on, with counts."""
+    examples: int
+    """Texts and pieces of text."""
+    sha256: str
+    """sha256 of the weights' file."""
+    made: datetime
+    versions: dict[str, str]
+    held_out: tuple[HeldOut, ...]
+    """What it reaches on corpora that were not trained on."""
+
+
+AnyCard = TypeVar("AnyCard", bound=Card)
+
+
+def tasks_in(folder: Path, ending: str) -> list[str]:
+    """The tasks whose scorers are in a folder, by what follows the task in the name of a file."""
+    return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
+
+
+def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: str) -> AnyCard:
+    """The card beside a scorer's weights, `<task><ending>`.
+
+    Args:
+        form: The card's class.
+        kind: What such scorers are called in messages.
+
+    Raises:
+        ScoringError: There is none for the task, or its files are damaged.
+    """
+    file = folder / f"{task}{ending}"
+    card_file = file.with_suffix(".json")
+    if not card_file.is_file():
+        known = tasks_in(folder, ending)
+        raise ScoringError(
+            one_of(f"{kind} scorer", task, known)
+            if known
+            else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
+        )
+    try:
+        card = form.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
+        raise ScoringError(
+            f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
+        )
+    return card
+
+
+@runtime_checkable
+class Probabilistic(Protocol):
+    """A classifier of texts."""
+
+    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
+        """P(label | text), rows summing to 1; at least one text, none blank."""
+
+
+class TaskScorer(Scorer):
+    """The probabilities that a classifier gives to the labels of its task.
+
+    Args:
+        load: Gives the classifier; called when the first text is scored, so that scores that are
+            known cost no loading.
+        kind: What such scorers are called in their version.
+    """
+
+    name = "accuracy"
+    classifies = True
+
+    def __init__(self, card: Card, load: Callable[[], Probabilistic], kind: str) -> None:
+        self.card, self.load = card, load
+        self.columns = card.labels
+        self.version = f"{kind} {card.task} {card.sha256[:12]}"
+
+    @cached_property
+    def classifier(self) -> Probabilistic:
+        return self.load()
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        texts = [item.text for item in items if item.text.strip()]
+        rows = iter(self.classifier.probabilities(texts) if texts else ())
+        return [
+            tuple(map(float, next(rows))) if item.text.strip() else Skipped("empty text")
+            for item in items
+        ]
+
+
+class ToxicityOf(Scorer):
+    """P(toxic) of a classifier that has a label toxic; `toxicity` in [0, 1]."""
+
+    name = "toxicity"
+    columns = ("toxicity",)
+
+    def __init__(self, classifier: TaskScorer) -> None:
+        self.classifier = classifier
+        self.version, self.batch_size = classifier.version, classifier.batch_size
+        self.by_length = classifier.by_length
+        self.at = classifier.columns.index("toxic")
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        rows = self.classifier.score(items)
+        return [row if isinstance(row, Skipped) else (row[self.at],) for row in rows]
