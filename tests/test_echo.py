@@ -4,10 +4,10 @@ import pandas as pd
 import pytest
 
 from lapa2_interp.errors import ScoringError
-from lapa2_interp.scoring import Item, Scorer, Skipped, run_scorer
+from lapa2_interp.scoring import Cache, Item, Scorer, Skipped, chosen_scorers, run_scorer
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.named import Options, make_scorer, score_by
 from lapa2_interp.scoring.tables import cell_table, score_table
 from lapa2_interp.tasks import read_task
 
@@ -73,6 +73,18 @@ def test_a_masked_classifier_sees_none_of_the_words():
     assert cells["mean"].to_dict() == pytest.approx({"calm": 1.0, "angry": 0.0, "all": 2 / 3})
 
 
+def test_a_text_without_the_words_is_read_once():
+    """Its key is the plain classifier's, so that its score is known."""
+    inner = Seen()
+    masked = Masked(inner, WORDS)
+    with Cache(None) as cache:
+        plain = run_scorer(inner, [Item("a lake"), Item("a calm lake")], cache)
+        assert run_scorer(masked, [Item("a lake"), Item("a calm lake")], cache).equals(plain)
+    assert inner.texts == ["a lake", "a calm lake", "a ... lake"]
+    assert masked.key(Item("a lake")) == inner.key(Item("a lake"))
+    assert masked.key(Item("calm")) != inner.key(Item("calm"))
+
+
 def test_scorers_by_name():
     options = Options(task="sentiment")
     echo, masked = make_scorer("echo", "", options), make_scorer("masked", "", options)
@@ -86,3 +98,45 @@ def test_scorers_by_name():
     assert masked.score([Item("")]) == [Skipped("empty text")]
     with pytest.raises(ScoringError, match="give --task"):
         make_scorer("echo", "", Options())
+
+
+USUAL = ("accuracy", "perplexity")
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("", "accuracy=adapter accuracy=linear perplexity"),
+        ("linear", "accuracy=linear perplexity"),
+        ("accuracy linear", "accuracy=linear"),
+        ("both accuracy", "accuracy=adapter accuracy=linear"),
+        ("linear adapter toxicity", "toxicity=linear toxicity=adapter"),
+        ("accuracy masked echo", "accuracy=adapter accuracy=linear masked=adapter echo"),
+        ("masked linear", "masked=linear"),
+        ("accuracy=linear accuracy", "accuracy=linear accuracy=adapter"),
+        (
+            "accuracy=mine/roberta toxicity=perspective",
+            "accuracy=mine/roberta toxicity=perspective",
+        ),
+        ("distinct=gpt2 judge=m", "distinct=gpt2 judge=m"),
+    ],
+)
+def test_a_plain_name_is_by_both_classifiers(asked, expected):
+    assert chosen_scorers(asked.split(), USUAL) == tuple(expected.split())
+
+
+def test_an_unknown_scorer_is_named():
+    with pytest.raises(ScoringError, match="unknown scorer 'liner'.*did you mean 'linear'"):
+        chosen_scorers(["accuracy", "liner"], USUAL)
+
+
+def test_the_second_scorer_of_a_metric_has_its_name_in_parentheses():
+    frame = pd.DataFrame({"text": ["a fine film", "a dull film"], "prompt": ["a", "b"],
+                          "attribute": ["positive"] * 2, "arm": ["x"] * 2})  # fmt: skip
+    asked = chosen_scorers(["accuracy", "echo"], ())
+    found = score_by(frame, asked, Options(task="sentiment"))
+    assert list(found["metric"]) == ["accuracy"] * 2 + ["accuracy (linear)"] * 2 + ["echo"] * 2
+    assert found["scorer"].str.startswith(("accuracy (adapter", "accuracy (linear", "echo (")).all()
+    (cell,) = cell_table(found)[lambda t: t["metric"] == "accuracy (linear)"].to_dict("records")
+    assert (cell["low"], cell["high"]) == (0.0, 1.0), "an interval stays within the metric's range"
+    assert cell["n"] == 2

@@ -26,7 +26,7 @@ from lapa2_interp.cell import CELL
 from lapa2_interp.errors import RunError
 from lapa2_interp.paper import output, reported, tables
 from lapa2_interp.paper.bench import Bench
-from lapa2_interp.paper.claims import Claim
+from lapa2_interp.paper.claims import Claim, Findings, disputed, read_claims, shown_claims
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.runs import read
@@ -532,6 +532,49 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
 )
 def test_a_verdict_is_about_the_whole_interval(expected, low, high, verdict):
     assert Claim("", "", expected, 0.5 * (expected == "same")).verdict(low, high) == verdict
+
+
+def test_a_claim_is_judged_by_the_second_scorer_too():
+    """The first scorer sees a gain; the second sees it, a loss, or nothing."""
+    first = scores({"baseline": 0, "a": 5})
+    sides = {"arm": "baseline"}, {"arm": "a"}
+    for gain, verdict in ((5, "as in the paper"), (-5, "against the paper"), (0, "inconclusive")):
+        second = scores({"baseline": 0, "a": gain}).assign(metric="acc (linear)")
+        found = Findings("item")
+        found.claim("more", pd.concat([first, second]), *sides, "acc", "more", paper=1.0)
+        (row,) = found.rows
+        assert (row.verdict, row.second, row.second_verdict) == (
+            "as in the paper",
+            "linear",
+            verdict,
+        )
+        assert row.second_low < gain < row.second_high or gain == 5
+        alone = Findings("item")
+        alone.claim("more", second.assign(metric="acc"), *sides, "acc", "more")
+        (other,) = alone.rows
+        assert (row.second_here, row.second_low) == (other.here, other.low)
+    table = pd.concat([found.frame(), alone.frame()])
+    shown = shown_claims(table)
+    assert shown["second scorer"].tolist()[0].startswith("≠ linear: inconclusive (")
+    assert shown["second scorer"].tolist()[1] == ""
+    assert disputed(table).startswith("Of 1 claim with two scorers, 1 have another verdict by the")
+
+
+def test_claims_read_back_as_they_were(tmp_path):
+    found = Findings("item")
+    for metric in ("acc", "ppl"):
+        both = pd.concat(
+            [
+                scores({"baseline": 0, "a": 5}),
+                scores({"baseline": 0, "a": 5}).assign(metric="acc (linear)"),
+            ]
+        )
+        found.claim("more", both, {"arm": "baseline"}, {"arm": "a"}, metric, "more")
+    found.frame().to_csv(tmp_path / "item.claims.csv", index=False)
+    again = read_claims(tmp_path / "item.claims.csv")
+    pd.testing.assert_frame_equal(again, found.frame(), check_dtype=False)
+    assert again["second"].tolist() == ["linear", ""]
+    assert again["verdict"].tolist()[1] == "missing"
 
 
 def scores(gains, prompts=12):

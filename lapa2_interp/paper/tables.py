@@ -327,15 +327,10 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
     shown = table["metric"].str.startswith("dist").any()
     diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
-    others = [
-        f"acc and tox are by the {scorer} scorer"
-        for scorer in dict.fromkeys(
-            str(name).partition(" (")[2].partition(" ")[0]
-            for name in table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
-        )
-    ]
-    beside = table["metric"].map(lambda metric: plain(metric) != metric).any()
-    second = f"{' and '.join(others)}, the others as they say; " if beside else ""
+    first = table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
+    kinds = dict.fromkeys(str(name).partition(" (")[2].partition(" ")[0] for name in first)
+    several = (table["metric"].map(plain) != table["metric"]).any()
+    second = f", by {' and '.join(kinds)} where no other scorer is named" * several
     echo = (
         "acc masked: with the words of all prefixes hidden; echo: texts that say a word of their"
         " own prefix; "
@@ -347,7 +342,7 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     )
     return [
         (
-            f"acc and tox in percent; {second}{echo}{diversity}95 % intervals over prompts; n texts"
+            f"acc and tox in percent{second}; {echo}{diversity}95 % intervals over prompts; n texts"
             " (fewer for ppl); change: against the baseline, paired on prompts, and in parentheses"
             " the smallest difference so many prompts show at 80 % power; bold: better than the"
             " next by an interval without 0."
