@@ -282,14 +282,14 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     picks = np.concatenate(
         [np.arange(len(mass))[None], rng.integers(0, len(mass), (resamples, len(mass)))]
     )
+    x, y = (np.nanmean(each.to_numpy()[picks], axis=1) for each in (mass, value))  # draw arm
+    on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
     gaps = []
-    for pick in picks:
-        x, y = mass.iloc[pick].mean(), value.iloc[pick].mean()
-        order = x[curve].sort_values().index
-        at = np.interp(
-            x[others], x[order], y[order], left=np.nan, right=np.nan
-        )  # beyond the curve nothing is compared
-        gaps.append(y[others] - at)
+    for xs, ys in zip(x, y, strict=True):
+        order = on_curve[np.argsort(xs[on_curve])]
+        # beyond the curve nothing is compared
+        at = np.interp(xs[off], xs[order], ys[order], left=np.nan, right=np.nan)
+        gaps.append(ys[off] - at)
     first, rest = gaps[0], np.array(gaps[1:])
     low, high = np.full((2, len(others)), np.nan)
     for i in np.flatnonzero(np.isfinite(rest).any(axis=0)):
