@@ -172,6 +172,9 @@ def words(monkeypatch, tmp_path):
     return asked
 
 
+LINEAR = ("--scorer", "linear")
+
+
 def check(*line):
     return main(["scorers", "check", *map(str, line)])
 
@@ -215,7 +218,7 @@ def test_graded_scores_and_toxicity_labels_are_checked(words, tmp_path):
     file.write_text(
         "".join(json.dumps({"text": "w " * n, "s": s, "l": k}) + "\n" for n, s, k in rows)
     )
-    assert check(file, "--score", "s", "--out", tmp_path / "graded") == 0
+    assert check(file, "--score", "s", *LINEAR, "--out", tmp_path / "graded") == 0
     table = pd.read_csv(tmp_path / "graded/agreement.csv")
     assert value(table, "Spearman") == pytest.approx(0.5)
     assert value(table, "AUC") == 1.0
@@ -223,6 +226,20 @@ def test_graded_scores_and_toxicity_labels_are_checked(words, tmp_path):
     assert check(file, "--label", "l", "--scorer", "toxicity", "--out", tmp_path / "labels") == 0
     table = pd.read_csv(tmp_path / "labels/agreement.csv")
     assert value(table, "accuracy") == pytest.approx(2 / 3)
+
+
+def test_the_first_or_last_tokens_alone_are_checked(words, tmp_path, capsys):
+    """The stand-in counts words: of ten, three or two are left. By default both classifiers."""
+    file = tmp_path / "texts.csv"
+    texts = ["one two three four five six seven eight nine ten"] * 8
+    pd.DataFrame({"text": texts, "score": [0.3] * 8}).to_csv(file)
+    for option, n in (("--first", 3), ("--last", 2)):
+        out = tmp_path / option[2:]
+        assert check(file, "--score", "score", option, n, "--out", out) == 0
+        assert words[-2:] == [("toxicity", "adapter", None), ("toxicity", "linear", None)]
+        assert pd.read_csv(out / "calibration.csv")["prediction"].tolist() == [n / 10] * 2
+    assert check(file, "--score", "score", "--first", 0) == 2
+    assert "a number of tokens of at least 1; found --first 0" in capsys.readouterr().err
 
 
 def test_rows_of_real_toxicity_prompts_are_checked(words, tmp_path):
@@ -238,7 +255,7 @@ def test_rows_of_real_toxicity_prompts_are_checked(words, tmp_path):
         for i in range(40)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert check(file, "--rtp", "--out", tmp_path / "out") == 0
+    assert check(file, "--rtp", *LINEAR, "--out", tmp_path / "out") == 0
     table = pd.read_csv(tmp_path / "out/agreement.csv")
     assert value(table, "Spearman") == pytest.approx(1.0)
     assert value(table, "Spearman", column="n") == len(read_graded(file, test=True).texts)

@@ -13,7 +13,7 @@ from cyclopts import App
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.machine import Dtype
-from lapa2_interp.scoring import NAMES
+from lapa2_interp.scoring import CLASSIFIERS, NAMES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -232,11 +232,13 @@ def check(
     file: Path,
     /,
     *,
-    scorer: Annotated[tuple[str, ...], Several] = ("linear",),
+    scorer: Annotated[tuple[str, ...], Several] = CLASSIFIERS,
     column: str = "text",
     label: str | None = None,
     score: str | None = None,
     rtp: bool = False,
+    first: int | None = None,
+    last: int | None = None,
     task: str | None = None,
     out: Path | None = None,
     cache: Path | None = None,
@@ -250,8 +252,8 @@ def check(
     in [0, 1]: Spearman's correlation, AUC for scores above 0.5, and the error of calibration.
     Intervals are 95 % bootstrap intervals over texts. For example
 
-        lapa2 scorers check reviews.csv --label label --task sentiment --scorer linear adapter
-        lapa2 scorers check rtp.jsonl --rtp --scorer linear adapter --out results/check
+        lapa2 scorers check reviews.csv --label label --task sentiment --first 48
+        lapa2 scorers check rtp.jsonl --rtp --out results/check
 
     Args:
         file: A .jsonl, .csv or .parquet file, also compressed.
@@ -261,6 +263,8 @@ def check(
         score: The column of graded scores.
         rtp: The file has rows of RealToxicityPrompts with Perspective's scores; its test rows are
             read.
+        first: Only the first tokens of every text (SmolLM2's), so many: generations are short.
+        last: Only the last tokens.
         task: The task of linear and adapter on labels: sentiment, topic or detox.
         out: Also write agreement.csv, calibration.csv and calibration.png into this new folder.
         cache: Folder that keeps every score (default: in the user's cache).
@@ -277,6 +281,8 @@ def check(
         label=label,
         score=score,
         rtp=rtp,
+        first=first,
+        last=last,
         task=task,
         out=out,
         cache=cache,

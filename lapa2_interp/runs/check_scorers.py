@@ -11,6 +11,8 @@ import pandas as pd
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.files import cache_folder, new_folder
+from lapa2_interp.models import reading_tokenizer
+from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.plots import calibration_curves
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
@@ -31,6 +33,8 @@ def check_scorers(
     label: str | None = None,
     score: str | None = None,
     rtp: bool = False,
+    first: int | None = None,
+    last: int | None = None,
     task: str | None = None,
     out: Path | None = None,
     cache: Path | None = None,
@@ -46,6 +50,7 @@ def check_scorers(
         column: The column of texts.
         label, score, rtp: Exactly one: the column of labels; the column of graded scores in [0, 1];
             rows of RealToxicityPrompts, whose test rows are read.
+        first, last: Only so many of SmolLM2's tokens of every text.
         out: Also write agreement.csv, calibration.csv and calibration.png into this new folder. The
             other arguments are as the options of `lapa2 scorers check`.
 
@@ -58,6 +63,7 @@ def check_scorers(
         RunError: `out` cannot be written.
     """
     texts, truth = _read(file, column, label, score, rtp)
+    texts = _cut(texts, first, last)
     options = Options(task=task, device=device, trust_remote_code=trust_remote_code)
     tables, curves = [], []
     with Cache(cache or cache_folder() / "scores") as store:
@@ -85,6 +91,21 @@ def check_scorers(
             curve.to_csv(folder / "calibration.csv", index=False)
             calibration_curves(curve).savefig(folder / "calibration.png")
     return table
+
+
+def _cut(texts: Sequence[str], first: int | None, last: int | None) -> Sequence[str]:
+    """The first or last so many tokens of every text."""
+    if first is None and last is None:
+        return texts
+    if (first is not None and last is not None) or (first or last or 0) < 1:
+        raise ScoringError(
+            f"give --first or --last, a number of tokens of at least 1; found --first {first},"
+            f" --last {last}"
+        )
+    tokenizer = reading_tokenizer(SMOLLM2)
+    rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+    part = slice(0, first) if first is not None else slice(-(last or 1), None)
+    return [tokenizer.decode(row[part]) for row in rows]
 
 
 def _read(
