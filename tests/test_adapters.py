@@ -1,6 +1,8 @@
 """Adapter scorers on a tiny random model: what they read, what training does, and their files."""
 
 import json
+import lzma
+import re
 import shutil
 
 import numpy as np
@@ -17,6 +19,7 @@ from lapa2_interp.scoring.adapter import (
     AdapterRecipe,
     AdapterScorer,
     AdapterToxicity,
+    adapter_card,
     batches_of,
     beginnings,
     load_adapter,
@@ -35,9 +38,12 @@ from lapa2_interp.scoring.adapter_training import (
     window_of,
 )
 from lapa2_interp.scoring.agreement import agreement
+from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.trained import WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import Graded
-from lapa2_interp.tasks.corpora import Corpus
+from lapa2_interp.stats import mean_interval
+from lapa2_interp.tasks.corpora import Corpus, read_corpus
 
 BASE, LABELS = "tiny-llama", ("nontoxic", "toxic")
 RECIPE = AdapterRecipe(layers=2, first=1, rank=2, alpha=4.0, passes=2, per_pass=24, head_lr=0.02)
@@ -367,8 +373,6 @@ def test_training_without_peft(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_options_of_the_other_kind_are_refused(settings, message, tmp_path, capsys):
-    import re
-
     line = f"scorers train --task detox --data x.csv {settings} --out {tmp_path}"
     assert main(line.split()) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
@@ -425,3 +429,75 @@ def test_damaged_adapters(folder, tmp_path):
     file.with_suffix(".json").write_text(json.dumps({"task": "detox"}))
     with pytest.raises(ScoringError, match="is not the card of a scorer: labels"):
         load_adapter("detox", tmp_path)
+
+
+# --- those that ship
+
+
+@pytest.fixture(scope="module")
+def sentiment():
+    return AdapterScorer("sentiment")
+
+
+def test_shipped_adapters_state_what_they_reach():
+    assert tasks_in(WEIGHTS, ADAPTER) == ["detox", "sentiment", "topic"]
+    for task, file, measure, least in (
+        ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.88),
+        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.91),
+        ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.8),
+    ):
+        card = adapter_card(task)
+        (row,) = (
+            each
+            for each in card.held_out
+            if (each.data, each.measure, each.length) == (file, measure, "all")
+        )
+        assert row.low <= row.value <= row.high
+        assert row.value >= least, (task, row)
+        assert (WEIGHTS / f"{task}{ADAPTER}").stat().st_size < 5e6
+        assert card.base_weights.startswith("sha256 ")
+
+
+@pytest.mark.parametrize(
+    ("task", "file"), [("sentiment", "sentiment/sst2_valid"), ("topic", "topic/agnews_test")]
+)
+def test_shipped_results_are_found_again(task, file, data, request):
+    """On the first 60 texts of each class."""
+    scorer = request.getfixturevalue(task) if task == "sentiment" else AdapterScorer(task)
+    corpus = read_corpus(str(data / f"{file}.jsonl.xz"), scorer.columns)
+    texts = [(text, label) for label in scorer.columns for text in corpus.texts[label][:60]]
+    rows = np.array(scorer.score([Item(text) for text, _ in texts]))
+    truth = [scorer.columns.index(label) for _, label in texts]
+    (stated,) = (
+        each.value
+        for each in scorer.card.held_out
+        if (each.measure, each.length) == ("accuracy", "all") and each.data in file + ".jsonl.xz"
+    )
+    found = (rows.argmax(1) == truth).mean()
+    assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
+
+
+def test_saying_positive_does_not_count_as_negative(sentiment, data):
+    """What the linear scorer gets wrong: it takes "This is positive." for a bad sign, and "This is
+    negative." for a good one. P(positive) of 120 sentences of an encyclopedia, with either behind
+    them; an interval over sentences."""
+    with lzma.open(data / "text" / "wikitext103_valid.txt.xz", "rt") as stream:
+        found = re.split(r" \. |\n", stream.read())
+    plain = [
+        each.strip() + "."
+        for each in found
+        if 40 < len(each) < 140 and not re.search("<unk>|=|@", each)
+    ][:600:5]
+    assert len(plain) == 120
+    change = {}
+    for kind, scorer in (("adapter", sentiment), ("linear", LinearScorer("sentiment"))):
+        before, *after = (
+            np.array([row[0] for row in scorer.score([Item(text + more) for text in plain])])
+            for more in ("", " This is positive.", " This is negative.")
+        )
+        change[kind] = [mean_interval(each - before, plain) for each in after]
+    positive, negative = change["adapter"]
+    assert positive.high > 0, "it does not lower P(positive)"
+    assert negative.high < -0.1
+    positive, negative = change["linear"]
+    assert positive.high < 0 < negative.low, "the linear scorer reverses the words"
