@@ -329,7 +329,7 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
     first = table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
     kinds = dict.fromkeys(str(name).partition(" (")[2].partition(" ")[0] for name in first)
-    several = (table["metric"].map(plain) != table["metric"]).any()
+    several = bool((table["metric"].map(plain) != table["metric"]).any())
     second = f", by {' and '.join(kinds)} where no other scorer is named" * several
     echo = (
         "acc masked: with the words of all prefixes hidden; echo: texts that say a word of their"
