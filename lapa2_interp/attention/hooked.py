@@ -19,7 +19,7 @@ through an exception, everything is as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -190,6 +190,33 @@ def augmented(
         handle = network.register_forward_pre_hook(before_forward, with_kwargs=True)
         undo.callback(handle.remove)
         undo.enter_context(model.hooks(fwd_hooks=hooks))
+        yield
+
+
+@contextmanager
+def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Let a function change the attention scores of every layer and pass inside the block.
+
+    Args:
+        model: A TransformerBridge, or a transformers model.
+        change: Takes layer and scores [row head query key] (masked, before softmax); returns the
+            scores, in any precision.
+    """
+    if (plain := plain_network(model)) is not None:
+        visitor = Visitor(lambda layer, scores, _first: change(layer, scores))
+        with visited(plain, visitor, lambda _kwargs: 0):
+            yield
+        return
+    layers = range(model.cfg.n_layers)
+    hooks: list[tuple[str, Callable]] = [
+        (SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
+        for layer in layers
+    ]
+    hooks += [
+        (PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
+        for layer in layers
+    ]
+    with model.hooks(fwd_hooks=hooks):
         yield
 
 

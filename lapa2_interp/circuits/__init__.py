@@ -10,6 +10,7 @@ heads cannot see the prefix, and what they write.
 
 from lapa2_interp.circuits.cases import RAW, Case, make_cases
 from lapa2_interp.circuits.direct import Writes, writes
+from lapa2_interp.circuits.fading import Fading, fading
 from lapa2_interp.circuits.gradients import (
     Attribution,
     attribution,
@@ -39,6 +40,7 @@ __all__ = [
     "Attribution",
     "Case",
     "Control",
+    "Fading",
     "JointCurve",
     "KnockOut",
     "Patching",
@@ -48,6 +50,7 @@ __all__ = [
     "Writes",
     "attribution",
     "control",
+    "fading",
     "integrated",
     "joint_curve",
     "knock_out",

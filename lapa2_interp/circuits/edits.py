@@ -149,7 +149,7 @@ def _read_rows(
     prefixes = [case.prefixes[branch] for case, _, branch in rows]
     # 1. The prefix, by itself.
     state = BridgeRows(model)
-    fronts = [_front(each) for each in layouts]
+    fronts = [front_of(each) for each in layouts]
     if layouts[0].soft:
         state.behind(layouts, prefixes)
     else:
@@ -178,7 +178,7 @@ def _read_rows(
     return logits[: len(rows)]
 
 
-def _front(layout: Layout) -> Layout:
+def front_of(layout: Layout) -> Layout:
     """A layout up to the end of its prefix."""
     n = 0 if layout.soft else layout.n_bos + layout.l_pre
     return replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)

@@ -1,0 +1,456 @@
+"""Why control fades: how much of the loss comes back when the attention on the prefix does.
+
+The same tokens are scored right behind the prompt (near) and behind f tokens of text (far), so
+that only the distance differs. (One token stands in between even near: the prompt's last token,
+which other heads may use, is never a scored query.) With D the control at the scored tokens:
+
+    fade     = D_near - D_far
+    restored = (D_far with a bias - D_far) / fade       what the bias brings back (sufficiency)
+    removed  = (D_near - D_near with the far mass) / fade    what its absence takes (necessity)
+
+Three biases act at the scored tokens, on all keys of the prefix. With A a head's attention on it:
+
+    dilution   log[(e_B + m (l_far - n - 1)) / (e_B + m (l_near - n - 1))]    undoes "more keys" alone
+    hold       logit(A_near) - logit(A_far)              gives every head the mass it had near
+    lapa2      alpha log(l / n)                          for comparison
+
+e_B is BOS's weight, exp(score), and m the mean weight of the other keys that are not the prefix's,
+both at the far query. BOS is apart because it is a sink: it does not grow with the text.
+
+`restored` and `removed` differ where heads interact. A sham holds the mass of heads that carry no
+control, and must restore about nothing.
+
+    found = fading(model, "sentiment", heads={"best": table.best(8)})
+    found.frame()                # with 95 % intervals over prompts, and a verdict
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp.attention.cache import BridgeRows
+from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.augmentation import CAP, Augmentation
+from lapa2_interp.circuits.cases import Case, batches
+from lapa2_interp.circuits.edits import Heads, front_of
+from lapa2_interp.circuits.knockout import units_everything, units_of
+from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
+from lapa2_interp.circuits.question import FEW, About, Question, rows_at_once
+from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.loaded import Model, is_bridge, packed_model
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp.progress import given_bar
+from lapa2_interp.stats import bounds
+
+Bias = Literal["dilution", "hold", "lapa2", "removed"]
+BIASES: tuple[Bias, ...] = ("dilution", "hold", "lapa2", "removed")
+ALL = "all heads"
+NEAR = 1
+"""Tokens between prompt and scored tokens in the near reading."""
+MARGIN = 0.2
+"""Shares of the fade that count as nothing, and as all but everything."""
+VERDICTS = {
+    "mass mediates": "holding the mass brings back all but a fifth of the fade, or more",
+    "mass does not": "it brings back a fifth of the fade at most",
+    "in part": "it brings back more than a fifth, and less than four fifths",
+    "no fade": "there is no fade to explain",
+    "inconclusive": "the interval covers two of these",
+}
+"""Verdicts on a share of the fade, and what they mean."""
+
+
+@dataclass(frozen=True)
+class Fading:
+    """What brings faded control back.
+
+    Attributes:
+        question: What was asked; a case's text is filler and scored tokens.
+        tokens: Tokens that are scored.
+        metric: By which control is measured.
+        alpha: Of the bias lapa2.
+        sets: By name, the heads whose mass is changed.
+        near: Control near, by case: its mean over the scored tokens.
+        far: By filler length, control behind so many tokens.
+        changed: By filler length, set of heads and bias, control with it. Of "removed" it is the
+            control near, with the far mass.
+    """
+
+    question: Question
+    tokens: int
+    metric: str
+    alpha: float
+    sets: Mapping[str, Heads]
+    near: Float[np.ndarray, " case"]
+    far: Mapping[int, Float[np.ndarray, " case"]]
+    changed: Mapping[tuple[int, str, Bias], Float[np.ndarray, " case"]]
+
+    def fades(self) -> pd.DataFrame:
+        """A row for every filler length: the control, and how much of it is lost.
+
+        Columns: filler, control with its 95 % interval over prompts (low, high), fade with its
+        interval, and prompts. The first row is near.
+        """
+        rows = []
+        for filler, values in {NEAR: self.near, **self.far}.items():
+            own, lost = (self.question.by_prompt(each) for each in (values, self.near - values))
+            row = {"filler": filler, "control": own.mean()}
+            for name, each in (("", own), ("fade_", lost)):
+                low, high = bounds(each, np.arange(len(each)))
+                row |= {f"{name}low": float(low), f"{name}high": float(high)}
+            rows.append(row | {"fade": lost.mean(), "prompts": len(own)})
+        table = pd.DataFrame(rows)
+        names = ["filler", "control", "low", "high", "fade", "fade_low", "fade_high", "prompts"]
+        return table[names]
+
+    def frame(self) -> pd.DataFrame:
+        """A row for every filler length, set of heads and bias.
+
+        Columns: filler, heads, n_heads, bias, share (restored, or removed) with its 95 % interval
+        over prompts, a ratio of means; verdict (one of `VERDICTS`); prompts. Where the interval of
+        the fade includes 0 there is nothing to share: then the numbers are NaN.
+        """
+        faded = {
+            row["filler"]: not row["fade_low"] <= 0 <= row["fade_high"]
+            for row in self.fades().to_dict("records")
+        }
+        rows = []
+        for (filler, name, bias), values in self.changed.items():
+            fade = self.question.by_prompt(self.near - self.far[filler])
+            before = self.near - values if bias == "removed" else values - self.far[filler]
+            share, low, high = share_interval(self.question.by_prompt(before)[:, None], fade)
+            row = {"filler": filler, "heads": name, "n_heads": len(self.sets[name]), "bias": bias}
+            numbers = [float(each[0]) for each in (share, low, high)]
+            if not faded[filler]:
+                numbers = [np.nan] * 3
+            row |= dict(zip(("share", "low", "high"), numbers, strict=True))
+            row["verdict"] = _verdict(numbers[1], numbers[2], faded[filler], len(fade))
+            rows.append(row | {"prompts": len(fade)})
+        return pd.DataFrame(rows)
+
+    def verdict(self) -> str:
+        """The verdict on `hold` in all heads at the longest filler: does mass mediate the fade?"""
+        table = self.frame()
+        longest = table[(table["heads"] == ALL) & (table["bias"] == "hold")]
+        return str(longest.sort_values("filler")["verdict"].iloc[-1])
+
+    def interval(self) -> pd.DataFrame:
+        """The share of every bias with its 95 % interval."""
+        return self.frame()[["filler", "heads", "bias", "share", "low", "high"]]
+
+    def plot(self) -> Drawing:
+        """Control against the filler's length, with each bias in all heads; and the shares that
+        sets of heads restore at the longest filler."""
+        figure = new_figure(8.4, 3.0)
+        left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
+        lengths = [NEAR, *self.far]
+        curves = {"no bias": [self.near, *self.far.values()]}
+        for bias in ("dilution", "hold", "lapa2"):
+            there = [self.changed.get((filler, ALL, bias)) for filler in self.far]
+            if all(each is not None for each in there):
+                curves[bias] = [self.near, *(each for each in there if each is not None)]
+        for colour, (name, values) in zip(COLOURS, curves.items(), strict=False):
+            by_prompt = [self.question.by_prompt(each) for each in values]
+            left.plot(lengths, [each.mean() for each in by_prompt], "o-", ms=3, lw=1.2,
+                      color=colour, label=name)  # fmt: skip
+            low, high = np.transpose([bounds(each, np.arange(len(each))) for each in by_prompt])
+            left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
+        left.legend(fontsize=7, frameon=False)
+        plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
+        table = self.frame()
+        table = table[table["filler"] == max(self.far)]
+        at = np.arange(len(table))[::-1]
+        for place, row in zip(at, table.to_dict("records"), strict=True):
+            colour = COLOURS[1 + BIASES.index(row["bias"])]
+            right.plot([row["low"], row["high"]], [place] * 2, color=colour, lw=1.6)
+            right.plot(row["share"], place, "o", color=colour, ms=4)
+        right.set_yticks(at, [f"{row['bias']}, {row['heads']}" for row in table.to_dict("records")])
+        for share in (0, 1):
+            right.axvline(share, color="0.7", lw=0.6)
+        plain_axes(right, f"share of the fade at {max(self.far)} tokens", "")
+        return figure
+
+
+def _verdict(low: float, high: float, faded: bool, prompts: int) -> str:
+    if not faded:
+        return "no fade"
+    if prompts < FEW or np.isnan(low):
+        return "inconclusive"
+    if low >= 1 - MARGIN:
+        return "mass mediates"
+    if high <= MARGIN:
+        return "mass does not"
+    return "in part" if low > MARGIN and high < 1 - MARGIN else "inconclusive"
+
+
+def fading(
+    model: Model,
+    about: About,
+    *,
+    filler: Sequence[int] = (64, 128, 256),
+    tokens: int = 32,
+    heads: Mapping[str, Heads] | None = None,
+    random: int = 0,
+    alpha: float = 0.5,
+    metric: str | Metric | Mapping[str, Metric] | None = None,
+    seed: int = 1,
+    at_once: int | None = None,
+    progress: tqdm | None = None,
+    **settings: Any,
+) -> Fading:
+    """How much of faded control comes back when the attention on the prefix does.
+
+    Args:
+        model: A TransformerBridge or a `TransformersModel`.
+        about: A task by name or value, a case or several, or a `Question`. A case's text must have
+            `max(filler) + tokens` tokens: its last ones are scored, those before them stand in
+            between.
+        filler: Numbers of tokens between prompt and scored tokens; each case is also read with
+            one.
+        tokens: Tokens that are scored.
+        heads: Sets of heads by name, beside all heads.
+        random: Sets of as many random heads as the first of `heads` has.
+        alpha: Of the bias lapa2.
+        metric: By which control is measured; by default lex where there are words, because shares
+            of it add up, and else js.
+        seed: Of the texts and the random heads.
+        at_once: Texts read together; changes nothing but memory and time.
+        progress: A bar to advance by steps read.
+        settings: For a task, as `make_cases`.
+
+    Raises:
+        CircuitError: No filler, texts that are too short, heads the model does not have, or as
+            `control`.
+    """
+    lengths = sorted(set(filler) - {NEAR})
+    if not lengths or lengths[0] < NEAR or tokens < 1:
+        raise CircuitError(
+            f"fading needs filler lengths above {NEAR}, and at least one scored token; found filler"
+            f" {tuple(filler)}, tokens {tokens}"
+        )
+    if not is_bridge(model):
+        raise CircuitError(
+            "circuits are read from a TransformerBridge or a TransformersModel, not from a"
+            f" {type(model).__name__}"
+        )
+    whole = lengths[-1] + tokens
+    if not isinstance(about, Question | Case) and not _are_cases(about):
+        settings |= {"tokens": whole, "seed": seed}
+    question = Question.of(model, about, **settings)
+    short = next((case for case in question.cases if case.n < whole), None)
+    if short is not None:
+        raise CircuitError(
+            f"the text behind {short.prompt!r} has {short.n} tokens; filler and scored tokens need"
+            f" {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
+        )
+    sets = _sets(model, question, dict(heads or {}), random, seed)
+    if metric is None:
+        metric = "lex" if question.words else "js"
+    name, measure = next(iter(metrics_by_name(metric).items()))
+    n = len(question.cases)
+    near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
+    changed: dict[tuple[int, str, Bias], np.ndarray] = {
+        (length, each, bias): np.zeros(n) for length in lengths for each in sets for bias in BIASES
+    }
+    total = n * tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
+    small = [_scored(case, NEAR, tokens) for case in question.cases]
+    most = at_once or rows_at_once(model, small)
+    with torch.no_grad(), packed_model(model), given_bar(progress, total, "fading", "step") as bar:
+        for group in batches(question.cases, most):
+            cases = [question.cases[i] for i in group]
+
+            text = torch.tensor([case.text[-tokens:] for case in cases], device=model.cfg.device)
+
+            def value(
+                logits: Float[Tensor, "branch item step vocab"], text: Tensor = text
+            ) -> Float[np.ndarray, " item"]:
+                found = measure(Predictions(logits, text, None, question.words))
+                bar.update(text.numel())
+                return found.double().mean(1).cpu().numpy()
+
+            close = _Reading(model, [_scored(case, NEAR, tokens) for case in cases], tokens)
+            near[group] = value(close.logits())
+            mass_near = close.log_odds
+            for length in lengths:
+                away = _Reading(model, [_scored(case, length, tokens) for case in cases], tokens)
+                far[length][group] = value(away.logits())
+                mass_far = away.log_odds
+                for each, pairs in sets.items():
+                    chosen = _mask(model, pairs)
+                    ways: dict[Bias, tuple[_Rule, _Reading]] = {
+                        "dilution": (_dilution(length - NEAR), away),
+                        "hold": (_held(mass_near), away),
+                        "lapa2": (_lapa2(alpha), away),
+                        "removed": (_held(mass_far), close),
+                    }
+                    for bias, (rule, reading) in ways.items():
+                        changed[length, each, bias][group] = value(reading.logits(rule, chosen))
+    return Fading(question, tokens, name, alpha, sets, near, far, changed)
+
+
+def _are_cases(about: Any) -> bool:
+    return isinstance(about, Sequence) and not isinstance(about, str)
+
+
+def _sets(
+    model: Model, question: Question, heads: dict[str, Heads], random: int, seed: int
+) -> dict[str, Heads]:
+    """All heads, those given, and random ones."""
+    every = units_everything(model)
+    if random and not heads:
+        raise CircuitError("random sets are as large as the first of `heads`; give heads, too")
+    if ALL in heads:
+        raise CircuitError(f"{ALL!r} is there anyway; give the set another name")
+    found = {ALL: every} | {unit.name: unit.heads for unit in units_of(model, question, heads)}
+    rng = np.random.default_rng(seed)
+    for i in range(random):
+        size = len(next(iter(heads.values())))
+        picked = sorted(rng.choice(len(every), size, replace=False))
+        found[f"random {i + 1}"] = tuple(every[at] for at in picked)
+    return found
+
+
+def _scored(case: Case, filler: int, tokens: int) -> Case:
+    """The case with so many tokens of its text between prompt and scored tokens."""
+    return Case(case.prompt, case.names, case.layouts, case.text[-filler - tokens :], case.source,
+                None, case.prefixes)  # fmt: skip
+
+
+def _mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
+    found = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
+    for layer, head in heads:
+        found[layer, head] = True
+    return found
+
+
+# --- reading
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The scores of a layer, as a bias sees them.
+
+    Attributes:
+        log_odds: logit(A), A being the attention on the prefix.
+        sink: Log of BOS's weight. `rest`: of the sum over the keys that are neither BOS's nor the
+            prefix's.
+        n: Tokens of the prefix. `l`: keys of each query, BOS and its own included.
+    """
+
+    log_odds: Float[Tensor, "row head query"]
+    sink: Float[Tensor, "row head query"]
+    rest: Float[Tensor, "row head query"]
+    n: int
+    l: Float[Tensor, " query"]
+
+
+_Rule = Callable[[int, _Seen], Tensor]
+"""Gives the bias of each row, head and query of a layer."""
+
+
+def _held(log_odds: Mapping[int, Float[Tensor, "row head query"]]) -> _Rule:
+    """Every head gets the log-odds of another reading."""
+    return lambda layer, seen: (log_odds[layer] - seen.log_odds).clip(-CAP, CAP)
+
+
+def _dilution(more: int) -> _Rule:
+    """What undoes so many more keys."""
+
+    def rule(_layer: int, seen: _Seen) -> Tensor:
+        others = seen.l - seen.n - 1
+        mean = seen.rest - others.log()
+        without = torch.logaddexp(seen.sink, mean + (others - more).log())
+        return torch.logaddexp(seen.sink, seen.rest) - without
+
+    return rule
+
+
+def _lapa2(alpha: float) -> _Rule:
+    """LaPA2's bias, Eq. 7; l without BOS."""
+    law = Augmentation(alpha=alpha)
+
+    def rule(_layer: int, seen: _Seen) -> Tensor:
+        b = torch.from_numpy(law.bias(seen.l.cpu().numpy() - 1, seen.n))
+        return b.to(seen.log_odds).expand_as(seen.log_odds)
+
+    return rule
+
+
+class _Reading:
+    """Some cases read up to the first scored query; the scored ones are read as often as wanted.
+
+    Attributes:
+        log_odds: By layer, logit(A) at the scored queries without a bias; after `logits()`.
+    """
+
+    def __init__(self, model: Model, cases: Sequence[Case], tokens: int) -> None:
+        self.model, self.n = model, len(cases)
+        names = range(len(cases[0].names))
+        rows = [(case, case.layouts[i], case.prefixes[i]) for i in names for case in cases]
+        layouts = [layout for _, layout, _ in rows]
+        first, fronts = layouts[0], [front_of(layout) for layout in layouts]
+        self.prefix, self.bos = first.prefix, first.bos
+        self.state = BridgeRows(model)
+        if first.soft:
+            self.state.behind(layouts, [prefix for *_, prefix in rows])
+        else:
+            self.state.prompt_pass(fronts)
+        # The first scored query is that of the token before the first scored one.
+        ids = [
+            [*layout.ids[len(front.ids) :], *case.text[:-1]]
+            for (case, layout, _), front in zip(rows, fronts, strict=True)
+        ]
+        device = model.cfg.device
+        every = torch.tensor(ids, device=device)
+        self.width = len(first) + cases[0].n - 1
+        self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
+        if every.shape[1] > tokens:
+            self.state.read(every[:, :-tokens])
+        self.tokens = every[:, -tokens:]
+        # Keys that each scored query has, BOS included.
+        self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
+        self.log_odds: dict[int, Tensor] = {}
+
+    def logits(
+        self, rule: _Rule | None = None, heads: Bool[Tensor, "layer head"] | None = None
+    ) -> Float[Tensor, "branch item step vocab"]:
+        """Of the scored queries, with a bias in some heads."""
+
+        def change(layer: int, scores: Tensor) -> Tensor:
+            seen = self._see(scores)
+            if rule is None or heads is None:
+                self.log_odds[layer] = seen.log_odds
+                return scores
+            chosen = heads[layer].to(scores.device)
+            if not chosen.any():
+                return scores
+            b = torch.where(chosen[:, None], rule(layer, seen).to(torch.float32), 0.0)
+            changed = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
+            changed[..., self.prefix.start : self.prefix.stop] += b[..., None]
+            return changed
+
+        with on_scores(self.model, change):
+            found = self.state.read(self.tokens, keep=self.tokens.shape[1])
+        self.state.crop(self.tokens.shape[1])
+        return found.unflatten(0, (-1, self.n))
+
+    def _see(self, scores: Float[Tensor, "row head query key"]) -> _Seen:
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        inside = slice(self.prefix.start, self.prefix.stop)
+        sink = wide[..., self.bos.start : self.bos.stop].logsumexp(3)
+        keys = torch.ones(wide.shape[3], dtype=torch.bool, device=wide.device)
+        keys[inside] = False
+        keys[self.bos.start : self.bos.stop] = False
+        rest = wide[..., keys].logsumexp(3)
+        log_odds = wide[..., inside].logsumexp(3) - torch.logaddexp(sink, rest)
+        n = self.prefix.stop - self.prefix.start
+        return _Seen(log_odds, sink, rest, n, self.l.to(wide))

@@ -1,0 +1,150 @@
+"""Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
+readings that must change nothing."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lapa2_interp import circuits
+from lapa2_interp.circuits.fading import ALL, NEAR, VERDICTS, _held, _Reading, _scored, fading
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.models.planted import planted
+from tests.conftest import load
+
+TOKENS = 4
+
+
+def found_of(name="planted", filler=(8, 64, 200), **settings):
+    key = planted(name)
+    heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
+    return fading(load(name), "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings)
+
+
+@pytest.fixture(scope="module")
+def planted_fading():
+    return found_of()
+
+
+def mean_control(key, case, filler, weight=None):
+    """The closed form of D, mean over the scored tokens, the carrier's weights times `weight(l)`."""
+    layout = case.layouts[0]
+    there = layout.n_live + filler  # keys of the first scored query
+    values = []
+    for l in range(there, there + TOKENS):
+        weights = None if weight is None else {"carrier": (weight(l),) * 3}
+        values.append(key.control(l, layout.l_pro, weights=weights))
+    return np.mean(values)
+
+
+def test_near_far_and_held_are_the_closed_forms(planted_fading):
+    """The carrier's attention is E / (E + l - 1), so its log-odds fall as -log(l - n)."""
+    key, found, n = planted("planted"), planted_fading, 3
+    for i, case in enumerate(found.question.cases):
+        assert found.near[i] == pytest.approx(mean_control(key, case, NEAR), abs=2e-3)
+        for filler in (8, 64, 200):
+            more = filler - NEAR
+            assert found.far[filler][i] == pytest.approx(mean_control(key, case, filler), abs=2e-3)
+            weights = {
+                "hold": lambda l, more=more: (l - n) / (l - more - n),
+                "lapa2": lambda l: math.sqrt((l - 1) / n),
+            }
+            for bias, weight in weights.items():
+                held = mean_control(key, case, filler, weight)
+                made = found.changed[filler, "carrier", bias][i]
+                assert made == pytest.approx(held, abs=2e-3), (filler, bias)
+            back = mean_control(key, case, NEAR, lambda l, more=more: (l - n) / (l + more - n))
+            assert found.changed[filler, "carrier", "removed"][i] == pytest.approx(back, abs=2e-3)
+
+
+def test_dilution_is_hold_where_scores_are_constant(planted_fading):
+    """The carrier gives every key but one the same score, BOS too."""
+    for filler in (8, 64, 200):
+        one, other = (
+            planted_fading.changed[filler, "carrier", bias] for bias in ("dilution", "hold")
+        )
+        assert np.abs(one - other).max() < 1e-4
+
+
+def test_verdicts_of_the_planted_models(planted_fading):
+    """In one the mass mediates the fade; in its twin what fades is a reader of the prompt."""
+    table = planted_fading.frame().set_index(["filler", "heads", "bias"])
+    assert planted_fading.verdict() == "mass mediates"
+    assert table.loc[(200, "decoy", "hold"), "share"] == pytest.approx(0, abs=1e-5)
+    assert table.loc[(200, "carrier", "hold"), "low"] > 0.95
+    twin = found_of("planted-gain", (64, 200))
+    assert twin.fades()["fade"].iloc[-1] > 10
+    assert twin.verdict() == "mass does not"
+    held = twin.frame().set_index(["heads", "bias", "filler"])["share"]
+    assert abs(held[ALL, "hold", 200]) < 0.05
+    assert set(table["verdict"]) <= set(VERDICTS)
+
+
+def test_a_reading_held_at_its_own_mass_is_unchanged():
+    model = load("planted")
+    (case, *_) = Question.of(model, "sentiment", tokens=12).cases
+    reading = _Reading(model, [_scored(case, 8, 4)], 4)
+    with torch.no_grad():
+        plain = reading.logits()
+        every = torch.ones(2, 4, dtype=torch.bool)
+        held = reading.logits(_held(dict(reading.log_odds)), every)
+        assert (held - plain).abs().max() < 1e-5
+        twice = {layer: odds + math.log(2) for layer, odds in reading.log_odds.items()}
+        assert (reading.logits(_held(twice), every) - plain).abs().max() > 0.1
+
+
+def test_every_head_gets_the_mass_it_had_near():
+    """Held in all heads at once, read at the pattern."""
+    model = load("planted")
+    (case, *_) = Question.of(model, "sentiment", tokens=40).cases
+    near, far = (_Reading(model, [_scored(case, f, 4)], 4) for f in (1, 30))
+    every, masses = torch.ones(2, 4, dtype=torch.bool), []
+
+    def watched(reading, rule=None):
+        seen = {}
+        hooks = [
+            (f"blocks.{layer}.attn.hook_pattern", lambda pattern, hook, layer=layer: seen.update(
+                {layer: pattern[..., reading.prefix.start : reading.prefix.stop].sum(3)}))
+            for layer in range(2)
+        ]  # fmt: skip
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            reading.logits(rule, every)
+        return torch.stack([seen[layer] for layer in range(2)])
+
+    masses = [watched(near), watched(far), watched(far, _held(near.log_odds))]
+    assert (masses[1] - masses[0]).abs().max() > 0.1
+    assert (masses[2] - masses[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"filler": ()}, "fading needs filler lengths above 1"),
+        ({"filler": (0,)}, "fading needs filler lengths above 1"),
+        ({"heads": {"x": ((9, 9),)}}, "head .9, 9. of 'x' does not exist"),
+        ({"random": 2, "heads": {}}, "random sets are as large as the first of `heads`"),
+        ({"heads": {"all heads": ((0, 0),)}}, "'all heads' is there anyway"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(CircuitError, match=message):
+        fading(load("planted"), "sentiment", **({"filler": (4,), "tokens": 2} | settings))
+
+
+def test_short_texts_are_refused():
+    model = load("planted")
+    question = Question.of(model, "sentiment", tokens=10)
+    with pytest.raises(CircuitError, match="has 10 tokens; filler and scored tokens need 64"):
+        fading(model, question, filler=(64,))
+
+
+def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
+    found = found_of(filler=(20,), prompts=["The lake", "The road"], random=1)
+    assert found.verdict() == "inconclusive"
+    assert [name for name in found.sets if name.startswith("random")] == ["random 1"]
+    file = tmp_path / "fading.png"
+    found.plot().savefig(file)
+    assert file.stat().st_size > 10_000
+    assert circuits.fading is fading
