@@ -34,7 +34,16 @@ WITHOUT_A_MODEL = (
 )  # fmt: skip
 """Files whose tests pass where transformer_lens cannot be imported: the version of it is nothing to
 them."""
-OF_BRIDGES = ("circuits", "direct", "fading", "gradients", "patching", "planted", "study")
+OF_BRIDGES = (
+    "circuits",
+    "direct",
+    "fading",
+    "gradients",
+    "patching",
+    "planted",
+    "selection",
+    "study",
+)
 """Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge."""
 collect_ignore = (
     [f"test_{name}.py" for name in (*WITHOUT_A_MODEL, *OF_BRIDGES)]

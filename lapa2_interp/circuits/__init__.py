@@ -33,6 +33,7 @@ from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.patching import Patching, patch
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import Control, control
+from lapa2_interp.circuits.selection import Selection, enough_tokens, select
 
 __all__ = [
     "METRICS",
@@ -46,10 +47,12 @@ __all__ = [
     "Patching",
     "Predictions",
     "Question",
+    "Selection",
     "Unit",
     "Writes",
     "attribution",
     "control",
+    "enough_tokens",
     "fading",
     "integrated",
     "joint_curve",
@@ -60,6 +63,7 @@ __all__ = [
     "prefix_mass",
     "read_heads",
     "recall",
+    "select",
     "units_of",
     "write_heads",
     "writes",

@@ -106,6 +106,12 @@ class Writes:
         per_case = np.nanmean(values[:, 0] - values[:, 1:].mean(1), axis=1)
         return self.question.by_prompt(per_case)
 
+    def by_prompt(self) -> Float[np.ndarray, "prompt head"]:
+        """Each head's direct effect from the prefix, as in `frame`, in the order of (layer, head),
+        averaged over the cases of each prompt."""
+        found = self._control(self.direct[..., 0])
+        return found.reshape(len(found), -1)
+
     def frame(self) -> pd.DataFrame:
         """A row for every head, largest direct effect first.
 

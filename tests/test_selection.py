@@ -1,0 +1,145 @@
+"""Heads and tokens that are chosen, on models whose circuit is known."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lapa2_interp.circuits import Case, Selection, enough_tokens, knock_out, select
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.selection import choose
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.models.planted import planted
+from tests.conftest import load
+
+ATTRIBUTE = 1
+"""Position of the attribute in "Very positive:"."""
+
+
+@pytest.fixture(scope="module")
+def question():
+    return Question.of(load("planted"), "sentiment", tokens=12)
+
+
+@pytest.fixture(scope="module")
+def chosen(question):
+    return select(load("planted"), question, by="cut", heads=4, tokens="auto", metric="lex")
+
+
+def test_the_planted_circuit_is_chosen(chosen):
+    """By what is lost: carrier and relay. The reader sees the prompt, decoy and idle heads write
+    nothing, the suppressor works against the prefix."""
+    key = planted("planted").heads
+    assert chosen.heads == (key["carrier"], key["relay"])
+    assert key["suppressor"] in chosen.suppressors
+    assert not {key["decoy"], *chosen.heads} & set(chosen.suppressors)
+    assert chosen.positions == (ATTRIBUTE,)
+    assert chosen.stability > 0.9
+    assert len(chosen.prompts) == 15
+    assert all(low <= mean <= high for mean, low, high in chosen.scores)
+
+
+@pytest.mark.parametrize("by", ["slope", "dla", "mass", "random"])
+def test_other_scores(by, question):
+    key = planted("planted").heads
+    found = select(load("planted"), question, by=by, heads=2, metric="lex")
+    assert len(found.heads) <= 2
+    if by in ("slope", "dla"):
+        assert found.heads[0] == key["carrier"]
+        assert key["decoy"] not in found.heads
+        assert key["suppressor"] in found.suppressors
+    if by == "mass":
+        assert found.heads[0] == key["decoy"], "attention is not control"
+    if by == "random":
+        again = select(load("planted"), question, by=by, heads=2, metric="lex", seed=2)
+        assert len(set(found.heads)) == 2
+        assert found.suppressors == ()
+        assert again.seed == 2
+
+
+def test_an_augmentation_of_a_selection(chosen, tmp_path):
+    key = planted("planted").heads
+    law = chosen.augmentation(0.25, law="log")
+    assert (law.alpha, law.heads, law.span) == (0.25, chosen.heads, ("prefix", (ATTRIBUTE,)))
+    cut = chosen.suppressed()
+    assert (cut.law, cut.alpha, key["suppressor"] in cut.heads) == ("cut", 1.0, True)
+    file = tmp_path / "selection.json"
+    chosen.save(file)
+    assert Selection.load(file) == chosen
+    assert json.loads(file.read_text())["task"]["positive"] == "Very positive:"
+    chosen.check(load("planted"))
+    with pytest.raises(CircuitError, match="belongs to planted with .* choose again"):
+        chosen.check(load("planted:3"))
+
+
+def test_selection_does_not_depend_on_what_attributes_are_called(question):
+    """Turned round, the same heads and tokens are chosen."""
+    turned = Question(tuple(case.swapped() for case in question.cases), question.words[::-1])
+    model = load("planted")
+    one, other = (
+        select(model, each, by="cut", heads=4, metric="lex") for each in (question, turned)
+    )
+    assert set(one.heads) == set(other.heads)
+    assert set(one.suppressors) == set(other.suppressors)
+
+
+def test_random_labels_select_next_to_nothing(question):
+    """With the branches swapped at random in each prompt the effects in lex have random signs. Of
+    200 draws a head is chosen in at most 18 (5 % and three standard deviations)."""
+    found = knock_out(load("planted"), question, metric="lex", also=())
+    effects = question.by_prompt(found.effects)
+    rng, carrier = np.random.default_rng(0), 0
+    at = found.units.index(next(u for u in found.units if u.heads == (planted("planted").heads["carrier"],)))  # fmt: skip
+    for _ in range(200):
+        signs = rng.choice([-1.0, 1.0], (len(effects), 1))
+        carrier += at in choose(signs * effects, 8)[0]
+    assert carrier <= 18
+    assert at in choose(effects, 8)[0]
+
+
+def test_two_tokens_are_needed_where_a_gate_reads_the_first():
+    """In the twin "spread" the carrier does not find the attribute without the first token."""
+    model = load("planted-spread")
+    assert enough_tokens(model, "sentiment", "lex", tokens=8) == (0, ATTRIBUTE)
+    assert enough_tokens(load("planted"), "sentiment", "lex", tokens=8) == (ATTRIBUTE,)
+
+
+def test_tokens_that_are_given(question):
+    found = select(load("planted"), question, by="random", heads=1, tokens=(2, 1))
+    assert found.positions == (1, 2)
+    whole = select(load("planted"), question, by="random", heads=1, tokens=(0, 1, 2))
+    assert whole.positions is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"by": "cat"}, "unknown score 'cat'; allowed: cut"),
+        ({"heads": -1}, "heads must be at least 1, or 0 for all"),
+        ({"tokens": (7,)}, "tokens .7,. are not positions of a prefix of 3 tokens"),
+        ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(CircuitError, match=message):
+        select(load("planted"), "sentiment", **({"by": "random", "tokens": "all"} | settings))
+
+
+def test_a_model_without_control_selects_no_head():
+    """The same prefix in both branches: nothing to choose."""
+    model = load("planted")
+    prompts = Question.of(model, "sentiment", tokens=4).prompts
+    same = [
+        Case.of(model.tokenizer, {"one": "Very positive:", "two": "Very positive:"}, " " + prompt, " the a")
+        for prompt in prompts
+    ]  # fmt: skip
+    with pytest.raises(CircuitError, match="no head has a cut score whose interval lies above 0"):
+        select(model, same)
+
+
+def test_damaged_files(tmp_path):
+    with pytest.raises(CircuitError, match="cannot read .*none.json"):
+        Selection.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"heads": []}')
+    with pytest.raises(CircuitError, match=r"is not a selection .*`lapa2 select` makes one"):
+        Selection.load(tmp_path / "bad.json")
