@@ -154,6 +154,7 @@ def test_the_scripts_are_all_of_reproduce():
         "control",
         "who_reads_the_prefix",
         "what_heads_write",
+        "why_it_fades",
     }
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])

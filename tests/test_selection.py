@@ -23,7 +23,7 @@ def question():
 
 @pytest.fixture(scope="module")
 def chosen(question):
-    return select(load("planted"), question, by="cut", heads=4, tokens="auto", metric="lex")
+    return select(load("planted"), question, by="cut", heads=4, positions="auto", metric="lex")
 
 
 def test_the_planted_circuit_is_chosen(chosen):
@@ -105,9 +105,9 @@ def test_two_tokens_are_needed_where_a_gate_reads_the_first():
 
 
 def test_tokens_that_are_given(question):
-    found = select(load("planted"), question, by="random", heads=1, tokens=(2, 1))
+    found = select(load("planted"), question, by="random", heads=1, positions=(2, 1))
     assert found.positions == (1, 2)
-    whole = select(load("planted"), question, by="random", heads=1, tokens=(0, 1, 2))
+    whole = select(load("planted"), question, by="random", heads=1, positions=(0, 1, 2))
     assert whole.positions is None
 
 
@@ -116,13 +116,13 @@ def test_tokens_that_are_given(question):
     [
         ({"by": "cat"}, "unknown score 'cat'; allowed: cut"),
         ({"heads": -1}, "heads must be at least 1, or 0 for all"),
-        ({"tokens": (7,)}, "tokens .7,. are not positions of a prefix of 3 tokens"),
+        ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
         ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
     ],
 )
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
-        select(load("planted"), "sentiment", **({"by": "random", "tokens": "all"} | settings))
+        select(load("planted"), "sentiment", **({"by": "random"} | settings))
 
 
 def test_a_model_without_control_selects_no_head():
@@ -143,3 +143,26 @@ def test_damaged_files(tmp_path):
     (tmp_path / "bad.json").write_text('{"heads": []}')
     with pytest.raises(CircuitError, match=r"is not a selection .*`lapa2 select` makes one"):
         Selection.load(tmp_path / "bad.json")
+
+
+def test_the_commands(tmp_path, capsys):
+    """The card that one command writes is read by the other; the page says what it found."""
+    from lapa2_interp.cli import main
+
+    key, card, out = planted("planted").heads, tmp_path / "card.json", tmp_path / "fading"
+    line = "select planted --metric lex --by slope --heads 1 --positions auto --tokens 8 --out"
+    assert main([*line.split(), str(card)]) == 0
+    layer, head = key["carrier"]
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{layer}.{head} ")
+    assert "tokens of the prefix: 1" in printed
+    assert Selection.load(card).heads == (key["carrier"],)
+    line = f"fading planted --filler 100 --tokens 4 --selection {card} --random 1 --out {out}"
+    assert main(line.split()) == 0
+    printed = capsys.readouterr().out
+    assert "mass mediates: holding the mass brings back all but a fifth" in printed
+    assert {file.name for file in out.iterdir()} == {"fading.csv", "control.csv", "fading.png"}
+    assert main(f"select planted --positions x --out {card}".split()) == 2
+    assert "--positions 'x' is not all, auto, or positions such as 0,1" in capsys.readouterr().err
+    assert main(f"fading planted:3 --selection {card} --out {tmp_path / 'no'}".split()) == 2
+    assert "choose again in this model" in capsys.readouterr().err

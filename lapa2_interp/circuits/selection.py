@@ -67,8 +67,7 @@ class Selection(BaseModel):
             prefix, strongest first.
         scores: Of the chosen heads and then the suppressors: mean, low, high.
         positions: Positions within the prefix; None for all of it.
-        tokens: The prefix's tokens at each of its positions, by attribute.
-        prompts: Prompts it was chosen on.
+            prompts: Prompts it was chosen on.
         question: Hash of the texts, the model and the words.
         stability: Spearman correlation of the scores of all heads between halves of the prompts;
             None where it is not defined.
@@ -150,7 +149,7 @@ def select(
     *,
     by: By = "cut",
     heads: int = 8,
-    tokens: Literal["all", "auto"] | Sequence[int] = "all",
+    positions: Literal["all", "auto"] | Sequence[int] = "all",
     metric: str = "js",
     seed: int = 1,
     file: str | Path | None = None,
@@ -163,8 +162,8 @@ def select(
         about: A task by name or value, a case or several, or a `Question`.
         by: "cut", "slope", "dla", "mass" or "random".
         heads: How many at most; 0 is all heads, which are not ordered then.
-        tokens: "all", "auto" (`enough_tokens`), or positions within the prefix.
-        metric: By which control is measured, for cut, slope and tokens.
+        positions: Tokens of the prefix: "all", "auto" (`enough_tokens`), or positions within it.
+        metric: By which control is measured, for cut, slope and positions.
         seed: Of the texts and of random heads.
         file: Where finished knock-outs are kept (by cut).
         settings: For a task, as `make_cases`.
@@ -199,9 +198,11 @@ def select(
             f" {question.n_prompts} prompts; give more prompts, or choose by another score"
         )
     low, high = bounds(scores, np.arange(len(scores)))
-    positions = _positions(model, question, tokens, metric)
+    kept = _positions(model, question, positions, metric)
+    if kept is not None and len(kept) == question.cases[0].layouts[0].l_pre:
+        kept = None
     told = split_half(scores)
-    card, case = model_card(model), question.cases[0]
+    card = model_card(model)
     return Selection(
         model=card.name,
         weights=card.weights,
@@ -213,9 +214,7 @@ def select(
         scores=tuple(
             (float(scores[:, i].mean()), float(low[i]), float(high[i])) for i in (*chosen, *against)
         ),
-        positions=positions
-        if positions is None or len(positions) < case.layouts[0].l_pre
-        else None,
+        positions=kept,
         prompts=tuple(dict.fromkeys(question.prompts)),
         question=question.key(model),
         stability=None if np.isnan(told) else told,
@@ -276,20 +275,20 @@ def _tokens(layout: Any) -> list[str]:
 
 
 def _positions(
-    model: Model, question: Question, tokens: str | Sequence[int], metric: str
+    model: Model, question: Question, asked: str | Sequence[int], metric: str
 ) -> tuple[int, ...] | None:
-    if tokens == "all":
+    if asked == "all":
         return None
-    if tokens == "auto":
+    if asked == "auto":
         return enough_tokens(model, question, metric)
     n = question.cases[0].layouts[0].l_pre
-    asked = tuple(int(each) for each in tokens)
-    if not asked or any(not 0 <= each < n for each in asked):
+    chosen = tuple(int(each) for each in asked)
+    if not chosen or any(not 0 <= each < n for each in chosen):
         raise CircuitError(
-            f"tokens {asked} are not positions of a prefix of {n} tokens; give some of 0-{n - 1},"
+            f"positions {chosen} are not within a prefix of {n} tokens; give some of 0-{n - 1},"
             " 'all', or 'auto'"
         )
-    return tuple(sorted(set(asked)))
+    return tuple(sorted(set(chosen)))
 
 
 def enough_tokens(

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
 from lapa2_interp.cli.bench import bench
-from lapa2_interp.cli.circuits import circuits
+from lapa2_interp.cli.circuits import circuits, fading, select
 from lapa2_interp.cli.generate import generate, trace
 from lapa2_interp.cli.look import layout, list_methods, list_prefixes, list_tasks, models, probe
 from lapa2_interp.cli.paper import propositions, report
@@ -41,7 +41,7 @@ they take).""",
 
 for command in (
     models, layout, probe, generate, trace, score, scorers, prefix, words, grids, sweep, runs,
-    propositions, report, bench, circuits,
+    propositions, report, bench, circuits, select, fading,
 ):  # fmt: skip
     app.command(command)
 app.command(list_methods, name="methods")

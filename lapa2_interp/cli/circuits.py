@@ -1,4 +1,4 @@
-"""The command that asks which heads carry the control: `lapa2 circuits`."""
+"""The commands about circuits: `lapa2 circuits | select | fading`."""
 
 from __future__ import annotations
 
@@ -71,3 +71,189 @@ def circuits(
         best=best,
     )
     print(f"\n{found.answer()}\n\nwritten: {out / 'report.html'}")
+
+
+def select(
+    model: str,
+    /,
+    *,
+    out: Path,
+    task: str = "sentiment",
+    attribute: str | None = None,
+    prompt: Annotated[tuple[str, ...], Several, Unshown] = (),
+    prompts: Path | None = None,
+    by: Literal["cut", "slope", "dla", "mass", "random"] = "cut",
+    heads: int = 8,
+    positions: str = "all",
+    metric: str = "js",
+    tokens: int = 32,
+    samples: int = 1,
+    seed: int = 1,
+    file: Path | None = None,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Choose the heads and tokens to steer, and write them as a card.
+
+    A head is chosen where its score lies above 0 by its 95 % interval over prompts. What a
+    selection is worth must be measured on other prompts: effects of chosen heads are too large on
+    those that chose them. `lapa2 generate --selection FILE` steers them. For example
+
+        lapa2 select planted --positions auto --out results/planted.json
+        lapa2 select smollm2-135m --by slope --prompts neutral.txt --out results/selection.json
+
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder.
+        out: The card, a JSON file.
+        task: A task of two attributes or more whose prefixes have equal lengths in tokens.
+        attribute: The target; by default the task's first.
+        prompt: Prompts, instead of the task's; at least 8, better 32.
+        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
+        by: What orders heads: what is lost without their view of the prefix (cut, exact and slow);
+            what a bias gains per unit (slope, one pass a text); what they write themselves (dla);
+            their attention on the prefix (mass); nothing (random).
+        heads: How many at most; 0 is all.
+        positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
+            control), or positions within it such as 0,1.
+        metric: By which control is measured: js, lex, llr or kl.
+        tokens: Tokens of each text that are scored.
+        samples: Texts of each prompt.
+        seed: Of the texts and of random heads.
+        file: Where finished knock-outs are kept (by cut): the same command goes on from there.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with the model.
+    """
+    from lapa2_interp.circuits.selection import select as choose
+    from lapa2_interp.errors import CircuitError
+    from lapa2_interp.models import load_model
+
+    kept: Literal["all", "auto"] | list[int] = "all" if positions == "all" else "auto"
+    if positions not in ("all", "auto"):
+        try:
+            kept = [int(each) for each in positions.split(",")]
+        except ValueError:
+            raise CircuitError(
+                f"--positions {positions!r} is not all, auto, or positions such as 0,1"
+            ) from None
+    found = choose(
+        load_model(model, dtype, device, trust_remote_code=trust_remote_code),
+        task,
+        by=by,
+        heads=heads,
+        positions=kept,
+        metric=metric,
+        seed=seed,
+        file=file,
+        attribute=attribute,
+        prompts=_prompts(prompt, prompts),
+        tokens=tokens,
+        samples=samples,
+    )
+    found.save(out)
+    n = len(found.heads)
+    for i, (layer, head) in enumerate((*found.heads, *found.suppressors)):
+        mean, low, high = found.scores[i]
+        what = "chosen" if i < n else "works against the prefix"
+        print(f"{layer}.{head:<4} {mean:.4f} [{low:.4f}, {high:.4f}]  {what}")
+    if found.positions is not None:
+        print(f"tokens of the prefix: {', '.join(map(str, found.positions))}")
+    if found.stability is not None:
+        print(f"halves of the prompts agree on the order of heads: Spearman {found.stability:.2f}")
+    print(f"written: {out}")
+
+
+def fading(
+    model: str,
+    /,
+    *,
+    out: Path,
+    task: str = "sentiment",
+    attribute: str | None = None,
+    prompt: Annotated[tuple[str, ...], Several, Unshown] = (),
+    prompts: Path | None = None,
+    filler: Annotated[tuple[int, ...], Several] = (64, 128, 256),
+    tokens: int = 32,
+    selection: Path | None = None,
+    random: int = 0,
+    alpha: float = 0.5,
+    metric: str | None = None,
+    samples: int = 1,
+    seed: int = 1,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    model_class: Literal["TransformerBridge", "TransformersModel"] = "TransformerBridge",
+    trust_remote_code: bool = False,
+) -> None:
+    """Ask why control fades: does it come back when the attention on the prefix does?
+
+    The same tokens are scored near the prompt and behind more text. Then every head gets the
+    attention on the prefix that it had near, and the other way round. For example
+
+        lapa2 fading planted --filler 8 64 200 --out results/planted-fading
+        lapa2 fading smollm2-135m --selection selection.json --random 5 --out results/fading
+
+    Args:
+        model: A name of `lapa2 models`, a hub id or a folder. planted and planted-gain have known
+            answers.
+        out: The folder of tables and figure.
+        task: A task of two attributes or more whose prefixes have equal lengths in tokens.
+        attribute: The target; by default the task's first.
+        prompt: Prompts, instead of the task's. Fewer than 8 give numbers and no claims.
+        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
+        filler: Numbers of tokens between prompt and scored tokens.
+        tokens: Tokens that are scored.
+        selection: Heads of `lapa2 select`, whose mass is also changed alone.
+        random: Sets of as many random heads.
+        alpha: Of LaPA2's bias, for comparison.
+        metric: js, lex, llr or kl; by default lex where the task has words.
+        samples: Texts of each prompt.
+        seed: Of the texts and random heads.
+        dtype: Precision of weights and computation.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: TransformersModel works without hooks.
+        trust_remote_code: Run code that comes with the model.
+    """
+    from lapa2_interp.circuits.fading import VERDICTS
+    from lapa2_interp.circuits.fading import fading as ask
+    from lapa2_interp.circuits.selection import Selection
+    from lapa2_interp.files import new_folder
+    from lapa2_interp.models import load_model
+
+    loaded = load_model(model, dtype, device, model_class, trust_remote_code)
+    heads = {}
+    if selection is not None:
+        chosen = Selection.load(selection)
+        chosen.check(loaded)
+        heads["selected"] = chosen.heads
+    with new_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
+        found = ask(
+            loaded,
+            task,
+            filler=filler,
+            tokens=tokens,
+            heads=heads,
+            random=random,
+            alpha=alpha,
+            metric=metric,
+            seed=seed,
+            attribute=attribute,
+            prompts=_prompts(prompt, prompts),
+            samples=samples,
+        )
+        table = found.frame()
+        table.to_csv(folder / "fading.csv", index=False)
+        found.fades().to_csv(folder / "control.csv", index=False)
+        found.plot().savefig(folder / "fading.png")
+    print(f"control ({found.metric}) and its fade, by tokens in between")
+    print(found.fades().to_string(index=False, float_format="%.4f"))
+    print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
+    print(table.to_string(index=False, float_format="%.3f"))
+    print(f"\n{found.verdict()}: {VERDICTS[found.verdict()]}\nwritten: {out}")
+
+
+def _prompts(prompt: tuple[str, ...], file: Path | None) -> list[str] | None:
+    from lapa2_interp.tasks import read_prompts
+
+    return [*prompt, *(read_prompts(file) if file else ())] or None
