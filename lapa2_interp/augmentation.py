@@ -19,7 +19,8 @@ scale      alpha                                  InstABoost (arXiv 2506.13734: 
                                                   (arXiv 2311.02262: log 0.01 elsewhere)
 cut        log(1 - alpha)                         a knock-out: alpha 1 blocks the span
 target     alpha * (logit(tau) - logit(A))        here: alpha 1 sets A to tau exactly
-ratio      alpha * max(0, log(tau / A))           Spotlight (arXiv 2505.12025), per head and query
+ratio      alpha * max(0, log(tau / A))           Spotlight (arXiv 2505.12025), per head and query;
+                                                  `pooled`: one A a pass, as released
 power      logit(A^k) - logit(A),                 split-softmax (arXiv 2402.10962)
            k = 1 / (1 + alpha)
 =========  =====================================  =================================================
@@ -63,13 +64,13 @@ from lapa2_interp.errors import AugmentationError, first_problem
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
-Phase = Literal["decode", "last_query", "all_queries", "query"]
+Phase = Literal["decode", "last_query", "all_queries", "every_query", "query"]
 Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
 Positions = tuple[
     Literal["prefix"], Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 ]
 """Positions within the prefix, 0 being its first token: ("prefix", (1, 2))."""
-SpanRule = Literal["prefix", "prefix+bos", "bos", "released"] | Positions | Slots
+SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released"] | Positions | Slots
 LayerRule = (
     Literal["all", "bottom", "top", "even", "odd"] | Annotated[tuple[int, ...], Field(min_length=1)]
 )
@@ -95,10 +96,10 @@ EDGE = 80.0
 """Log-odds beyond +-EDGE are read as +-EDGE: float32 cannot hold the share."""
 WRITTEN = "length"
 """Name of `length_rule` in JSON, and so in the keys of cells. Both names are read."""
-ADDED: dict[str, Any] = {"tau": None, "floor": False, "steps": None}
+ADDED: dict[str, Any] = {"tau": None, "floor": False, "pooled": False, "steps": None}
 """Fields that are left out of JSON, and so of keys, while they have these values."""
 FORMS = {
-    "span": "'prefix', 'prefix+bos', 'bos', 'released', slots ((start, stop), ...), or positions"
+    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or positions"
     " within the prefix ('prefix', (position, ...))",
     "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
     "heads": "'all', or pairs ((layer, head), ...)",
@@ -123,15 +124,21 @@ class Augmentation(BaseModel):
         tau: The attention on the span that the laws "target" and "ratio" aim at, in (0, 1);
             required there, refused elsewhere.
         floor: Law "target" only raises the attention, never lowers it.
-        span: Which keys are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "released"
-            (the first n slots, n being what the tokenizer counts for the prefix alone), explicit
+        pooled: Law "ratio" reads one A for all heads and queries of a pass, their mean in each
+            layer and row. Then the bias depends on how a text is cut into passes: decoding with a
+            cache, which reads the whole prompt in one pass and then one token in each, differs from
+            reading the text again.
+        span: Which keys are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input" (all
+            keys up to the end of the prompt), "released" (the first n slots, n being what the
+            tokenizer counts for the prefix alone), explicit
             `((start, stop), ...)` over live slots, 0 being the first key (BOS), or `("prefix",
             (position, ...))`, tokens of the prefix, 0 being its first.
         length_rule: What l counts at a query: "paper" the keys in its softmax without BOS, "kv" all
             of them.
         phase: Which queries: "decode" the generated tokens, "last_query" those and the last prompt
             token (t = T of Algorithm 1), "all_queries" every query after the span, each with its
-            own l (for a span inside the prefix, every query after the prefix). "query" is the query
+            own l (for a span inside the prefix, every query after the prefix), "every_query" all
+            queries, those inside and before the span included. "query" is the query
             that predicts the next token and no other: the keys and values that later tokens read
             are those of a model without the augmentation.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
@@ -153,6 +160,7 @@ class Augmentation(BaseModel):
     l0: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     tau: Annotated[float, Field(gt=0, lt=1)] | None = None
     floor: bool = False
+    pooled: bool = False
     span: SpanRule = "prefix"
     length_rule: LengthRule = "paper"
     phase: Phase = "last_query"
@@ -206,6 +214,8 @@ class Augmentation(BaseModel):
             raise ValueError(f"tau belongs to the laws target and ratio, not to law {self.law!r}")
         if self.floor and self.law != "target":
             raise ValueError(f"floor belongs to law target, not to law {self.law!r}")
+        if self.pooled and self.law != "ratio":
+            raise ValueError(f"pooled belongs to law ratio, not to law {self.law!r}")
         if self.steps is not None and self.steps[1] <= self.steps[0]:
             raise ValueError(f"steps {self.steps} are none; give (first, stop) with first < stop")
         if self.positions is not None:

@@ -4,7 +4,7 @@ A branch is one conditional model call: a soft prefix or BOS and a hard prefix, 
 what is generated. `Layout.of` tokenises prefix and prompt *together*, as the model will read them,
 and finds the spans from character offsets: a token that starts before the seam belongs to the
 prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead is how spans
-go wrong.
+go wrong. `Layout.of_chat` does the same for a message, or a phrase, of a chat.
 
 Slots are key positions in the cache: soft slots (keys without ids), padding, BOS, hard prefix,
 prompt, generated. A span is half-open, [start, stop). Slot numbers a user gives (an explicit span)
@@ -19,12 +19,13 @@ Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from jinja2 import TemplateError
 
 from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.errors import LayoutError, counted
@@ -37,6 +38,8 @@ CHAT_MARKERS = ("<|im_start|>",)
 """Configured "bos" tokens that open a chat turn; plain text does not start with them."""
 PLAIN_START = "<|endoftext|>"
 BLOCKED = "blocked"
+HOLE = "\ue000"
+"""Stands for a message's text, to see where a chat template puts it: a character of private use."""
 NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
 """Tokenizer classes that do not prepend BOS by themselves."""
 
@@ -97,13 +100,15 @@ class Layout:
         n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA
             scripts).
         l_pre: Prefix length, soft or hard; 0 on the raw model.
-        l_pro: Prompt tokens, >= 1.
+        l_pro: Prompt tokens, >= 1; of a chat those behind the span.
         counted: The released code's span length: soft slots; else what the tokenizer counts for the
             prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
         merged: The token that crosses the seam between prefix and prompt, if one does. It counts as
             prefix.
         pad: Padding slots between the soft slots and BOS.
+        n_before: Tokens between BOS and the prefix: what stands before the span of a chat. They
+            count as prompt.
     """
 
     ids: tuple[int, ...]
@@ -115,6 +120,7 @@ class Layout:
     soft: int = 0
     merged: str | None = None
     pad: int = 0
+    n_before: int = 0
 
     @classmethod
     def of(
@@ -198,6 +204,112 @@ class Layout:
             merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
         )
 
+    @classmethod
+    def of_chat(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        span: str = "system",
+        add_generation_prompt: bool = True,
+    ) -> Layout:
+        """A chat as its template writes it, with one of its texts as the prefix.
+
+        The whole chat is tokenised once, as the template does it, and the span's tokens come from
+        character offsets. The first token counts as BOS; all others that are not in the span count
+        as prompt, those before it as `n_before` and those behind it as `l_pro`.
+
+        Args:
+            tokenizer: A fast tokenizer with a chat template.
+            messages: As the template takes them: each has a "role" and a "content".
+            span: What becomes the prefix: "system" (the text of the first message, which has that
+                role), "turn:2" (the text of the second message that is not the system's), or
+                "phrase:be brief" (a text that occurs once in all messages). White space around it
+                that belongs to its first or last token comes with it.
+            add_generation_prompt: End with what opens the assistant's next turn.
+
+        Raises:
+            LayoutError: The tokenizer has no offsets or no template; the template refuses or
+                changes a message; there is no such message or phrase, or several; or the phrase
+                begins or ends inside a token.
+        """
+        if not tokenizer.is_fast or not tokenizer.chat_template:
+            raise LayoutError(
+                f"{tokenizer.name_or_path or type(tokenizer).__name__} has no"
+                f" {'chat template' if tokenizer.is_fast else 'character offsets'}, which a chat"
+                " needs; use an instruct model, or Layout.of with a prefix and a prompt"
+            )
+        chat = [dict(message) for message in messages]
+        if not chat or any(
+            not isinstance(each.get(name), str) for each in chat for name in ("role", "content")
+        ):
+            raise LayoutError(
+                'a chat is a list of messages {"role": ..., "content": ...}, both of them text;'
+                f" found {messages!r}"
+            )
+        number, phrase = _marked(chat, span)
+
+        def written(texts: Sequence[Mapping[str, str]], tokenize: bool) -> Any:
+            try:
+                return tokenizer.apply_chat_template(
+                    texts,
+                    tokenize=tokenize,
+                    add_generation_prompt=add_generation_prompt,
+                    return_dict=False,
+                )
+            except TemplateError as error:
+                raise LayoutError(f"the chat template refuses these messages: {error}") from None
+
+        text = written(chat, False)
+        # Where the message stands: the template with another text in its place.
+        content = chat[number]["content"].strip()
+        around = written(
+            [each | {"content": HOLE} if i == number else each for i, each in enumerate(chat)],
+            False,
+        ).split(HOLE)
+        first = len(around[0]) + text[len(around[0]) :].find(content)
+        if (
+            len(around) != 2
+            or not text.startswith(around[0])
+            or not text.endswith(around[1])
+            or text[len(around[0]) : len(text) - len(around[1])].strip() != content
+        ):
+            raise LayoutError(
+                f"the chat template does not write message {number + 1} once and unchanged, so its"
+                " tokens cannot be told"
+            )
+        start = first + content.index(phrase)
+        stop = start + len(phrase)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = tuple(encoded["input_ids"])
+        if ids != tuple(written(chat, True)):
+            raise LayoutError(
+                "the tokens of the chat template's text are not those that the template gives"
+            )
+        inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
+        begin, end = inside[0], inside[-1] + 1
+        covered = tokenizer.decode(ids[begin:end])
+        if covered.strip() != phrase.strip():
+            raise LayoutError(
+                f"the tokens of {phrase!r} read {covered!r}: it begins or ends inside a token; mark"
+                " whole words"
+            )
+        if end == len(ids):
+            raise LayoutError(
+                f"nothing stands behind {phrase!r} in the chat; add_generation_prompt=True opens"
+                " the assistant's turn"
+            )
+        n_bos = min(begin, 1)
+        return cls(
+            ids=ids,
+            tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
+            n_bos=n_bos,
+            l_pre=end - begin,
+            l_pro=len(ids) - end,
+            counted=end - begin,
+            n_before=begin - n_bos,
+        )
+
     def __len__(self) -> int:
         """Slots up to the end of the prompt, soft ones and padding included."""
         return self.soft + self.pad + len(self.ids)
@@ -212,8 +324,14 @@ class Layout:
         return Span(self.soft + self.pad, self.soft + self.pad + self.n_bos)
 
     @property
+    def before(self) -> Span:
+        """Tokens between BOS and the prefix, of a chat."""
+        return Span(self.bos.stop, self.bos.stop + self.n_before)
+
+    @property
     def prefix(self) -> Span:
-        return Span(0, self.soft) if self.soft else Span(self.bos.stop, self.bos.stop + self.l_pre)
+        first = self.before.stop
+        return Span(0, self.soft) if self.soft else Span(first, first + self.l_pre)
 
     @property
     def prompt(self) -> Span:
@@ -247,8 +365,10 @@ class Layout:
                 return (self.bos,)
             case "prefix+bos":
                 return (self.bos, self.controlled)
+            case "input":
+                slots: tuple[tuple[int, int], ...] = ((0, self.n_live),)
             case "released":
-                slots: tuple[tuple[int, int], ...] = ((0, self.counted),)
+                slots = ((0, self.counted),)
             case _:
                 slots = rule
         for start, stop in slots:
@@ -316,9 +436,10 @@ class Layout:
             "decode": last_prompt + 1,
             "last_query": last_prompt,
             "query": last_prompt,
+            "every_query": 0,
             "all_queries": self.prefix.stop if inside else max(span.stop for span in spans),
         }[augmentation.phase]
-        start, stop = augmentation.steps or (-len(self), math.inf)
+        start, stop = augmentation.steps or (-math.inf, math.inf)
         step = queries - last_prompt
         acts = (queries >= first) & (step >= start) & (step < stop)
         if augmentation.profile == "released":
@@ -344,6 +465,44 @@ class Layout:
         return replace(self, pad=width - self.n_live)
 
 
+def _marked(chat: Sequence[Mapping[str, str]], span: str) -> tuple[int, str]:
+    """The number of the message that a span of `Layout.of_chat` names, and its text there."""
+    roles = ", ".join(each["role"] for each in chat)
+    texts = [each["content"].strip() for each in chat]
+    turns = [i for i, each in enumerate(chat) if each["role"] != "system"]
+    kind, mark, rest = span.partition(":")
+    if span == "system":
+        if chat[0]["role"] != "system":
+            raise LayoutError(
+                f"the chat has no system message in front (its roles: {roles}); give it one, or"
+                " mark a turn or a phrase"
+            )
+        found, phrase = 0, texts[0]
+    elif kind == "turn" and rest.isdigit():
+        if not 1 <= int(rest) <= len(turns):
+            raise LayoutError(
+                f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
+                f" message (roles: {roles})"
+            )
+        found = turns[int(rest) - 1]
+        phrase = texts[found]
+    elif kind == "phrase" and mark:
+        places = [
+            i for i, each in enumerate(texts) for at in range(len(each)) if each.startswith(rest, at)
+        ]
+        if not rest.strip() or len(places) != 1:
+            raise LayoutError(
+                f"the phrase {rest!r} occurs {len(places) if rest.strip() else 0} times in the"
+                " chat's messages; mark one that occurs once"
+            )
+        found, phrase = places[0], rest
+    else:
+        raise LayoutError(f"span {span!r} of a chat should be system, turn:NUMBER or phrase:TEXT")
+    if not phrase:
+        raise LayoutError(f"message {found + 1} of the chat is empty, so it cannot be the span")
+    return found, phrase
+
+
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts of a batch, padded so that all end together and no row's tokens stand in
     another's soft slots."""
@@ -359,22 +518,26 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
     """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l
     and bias of every step.
 
-    Step 0 is the last prompt query. Under phase all_queries the augmented prompt queries before it
-    count down from -1. A bias that depends on the scores is None, one of -infinity `BLOCKED`.
+    Step 0 is the last prompt query. Under the phases all_queries and every_query the augmented
+    queries before it count down from -1. A bias that depends on the scores is None, one of -infinity `BLOCKED`.
     """
     spans = {
         "bos": (layout.bos,),
         "released": layout.spans("released"),
         "prefix": (layout.prefix,) if layout.l_pre else (),
-        "prompt": (layout.prompt,),
+        "prompt": (layout.before, layout.prompt) if layout.n_before else (layout.prompt,),
     }
     spans["boosted"] = layout.spans(augmentation.span) if augmentation else ()
     inside = {
         name: {slot for span in parts for slot in range(*span)} for name, parts in spans.items()
     }
     last = len(layout) - 1
-    early = augmentation is not None and augmentation.phase == "all_queries"
-    queries = np.arange(min(last, max(inside["boosted"]) + 1) if early else last, last + steps)
+    first = last
+    if augmentation is not None and augmentation.phase in ("all_queries", "every_query"):
+        early = np.arange(layout.bos.start, last)
+        whenever = augmentation.model_copy(update={"steps": None})
+        first = min([*early[layout.acts(whenever, early)].tolist(), last])
+    queries = np.arange(first, last + steps)
     lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper")
     if augmentation is None:
         bias = np.zeros(len(queries))

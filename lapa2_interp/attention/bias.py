@@ -6,7 +6,8 @@ attention on its span:
 
     logit(A) = lse(scores on the span) - lse(all other scores)
 
-and adds `Augmentation.shift(logit(A), l, n)`. Several targets of a row are solved together, so that
+and adds `Augmentation.shift(logit(A), l, n)`; a pooled law is given one A for all heads and live
+queries of the pass. Several targets of a row are solved together, so that
 each span gets its share: with the sums over the spans that are steered,
 
     b_i = alpha_i * (log(tau_i) - log(1 - sum_j tau_j) - (lse_i - lse(keys in none of them)))
@@ -191,7 +192,7 @@ class Bias:
             seen.add((*cuts, id(each)))
             live = np.ones(len(each), bool)
             live[each.soft : each.soft + each.pad] = False
-            for query in range(each.prompt.start, each.prompt.stop):
+            for query in range(each.bos.start, each.prompt.stop):
                 acting = [rule for rule in cuts if each.acts(rule, np.array([query]))[0]]
                 left = live[: query + 1].copy()
                 for rule in acting:
@@ -290,8 +291,9 @@ class Bias:
             log_odds = sums[i] - others.logsumexp(0)  # row head query
             for rule, rows in each.term.rows_of.items():
                 where = self._copied(rows, len(scores))
+                odds = self._pooled(log_odds[where], where) if rule.pooled else log_odds[where]
                 # l does not matter here: where the profile compares it with n, `acts` has done so.
-                b[i, where] = rule.shift(log_odds[where], 1, 0)
+                b[i, where] = rule.shift(odds, 1, 0)
         joint = [row for row, several in enumerate(self.several) if several]
         if joint and len(terms) > 1:
             where = self._copied(joint, len(scores))
@@ -301,6 +303,18 @@ class Bias:
             ]
             b[:, where] = _joint(rules, sums[:, where], rest[where], acting[:, where])
         return torch.where(acting, b, 0.0)
+
+    def _pooled(
+        self, log_odds: Float[Tensor, "row head query"], where: Sequence[int]
+    ) -> Float[Tensor, "row head query"]:
+        """The logit of the mean share of all heads and live queries, for each of the rows."""
+        copies = len(self.terms[0].b) // self.n_rows
+        pads = [self.layouts[row // copies].soft + self.layouts[row // copies].pad for row in where]
+        slots = torch.tensor([*self.of_pass[0]], device=log_odds.device)  # query
+        live = slots >= torch.tensor(pads, device=log_odds.device)[:, None]  # row query
+        shares = log_odds.sigmoid().mean(1)  # row query
+        mean = (shares * live).sum(1) / live.sum(1).clamp(min=1)
+        return mean.logit()[:, None, None].expand_as(log_odds)
 
     def _copied(self, rows: Sequence[int], n_rows: int) -> list[int]:
         """Where these rows stand in a pass of `n_rows`."""

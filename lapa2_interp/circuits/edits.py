@@ -142,6 +142,13 @@ def _read_rows(
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
         both = (augmentation, edit.rule if cut and edit is not None else None)
         rules.append(tuple(rule for rule in both if rule is not None))
+    if any(rule.phase == "every_query" for row in rules for rule in row) or any(
+        edit is not None and edit.phase == "every_query" for _, edit, _ in rows
+    ):
+        raise CircuitError(
+            "circuits read a prefix by itself before anything acts, so phase 'every_query' has no"
+            " meaning there; use 'all_queries'"
+        )
     direct = any(rule.phase == "query" for row in rules for rule in row) or any(
         edit is not None and edit.phase == "query" for _, edit, _ in rows
     )

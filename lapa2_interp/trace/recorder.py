@@ -69,7 +69,7 @@ class Recorder:
         self.l_pre = max(each.l_pre for each in layouts)
         self.parts = {
             name: torch.tensor([getattr(each, name) for each in layouts])
-            for name in ("bos", "prefix", "prompt")
+            for name in ("bos", "before", "prefix", "prompt")
         }
         self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
 
@@ -78,6 +78,7 @@ class Recorder:
         key, spans = torch.arange(n_keys), self.parts
         self.slots = torch.arange(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
         inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
+        inside["prompt"] |= inside.pop("before")  # the first messages of a chat
         inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
         start, stop = spans["prefix"].T[:, :, None]
         single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
