@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
@@ -99,8 +99,8 @@ WRITTEN = "length"
 ADDED: dict[str, Any] = {"tau": None, "floor": False, "pooled": False, "steps": None}
 """Fields that are left out of JSON, and so of keys, while they have these values."""
 FORMS = {
-    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or positions"
-    " within the prefix ('prefix', (position, ...))",
+    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or"
+    " positions within the prefix ('prefix', (position, ...))",
     "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
     "heads": "'all', or pairs ((layer, head), ...)",
 }
@@ -414,6 +414,24 @@ class Augmentation(BaseModel):
             raise AugmentationError(
                 f"augmentation {first_problem(error, FORMS, cls.model_fields)}"
             ) from None
+
+
+Rules = Augmentation | Sequence[Augmentation | None] | None
+"""What acts on one row: nothing, one augmentation, or several together."""
+Joint = Augmentation | tuple[Augmentation, ...] | None
+"""The same as cells store it: several only where there are several."""
+
+
+def several(rules: Rules) -> tuple[Augmentation, ...]:
+    """The augmentations of a row that add something."""
+    given = rules if isinstance(rules, Sequence) else (rules,)
+    return tuple(rule for rule in given if rule is not None and rule.acts)
+
+
+def joint(rules: Rules) -> Joint:
+    """Those as one value: None, the only one, or a tuple."""
+    found = several(rules)
+    return found if len(found) > 1 else found[0] if found else None
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Augmentation, Joint, Rules, joint, several
 from lapa2_interp.errors import (
     AugmentationError,
     Lapa2Error,
@@ -74,8 +75,8 @@ class Cell(BaseModel):
     prompts."""
     attribute: str
     """What the texts are steered towards."""
-    augmentation: Augmentation | None
-    """The bias on attention scores; None for the base method."""
+    augmentation: Joint
+    """The bias on attention scores, or several that act together; None for the base method."""
     length: int
     """Tokens of a text, its prompt's included where the task counts them."""
     samples: int
@@ -107,7 +108,7 @@ class Cell(BaseModel):
         task: str | Task = "sentiment",
         attribute: str,
         prompts: Sequence[str] | None = None,
-        augmentation: Augmentation | None = None,
+        augmentation: Rules = None,
         alpha: float | int | None = None,
         length: int = 128,
         samples: int = 1,
@@ -132,7 +133,8 @@ class Cell(BaseModel):
             task: A name of `lapa2 tasks`, the path of a task file, or a task.
             attribute: What to steer towards.
             prompts: What to continue; the task's prompts by default.
-            augmentation: The bias; by default LaPA2 at `alpha`.
+            augmentation: The bias, or several; by default LaPA2 at `alpha`. `recipes.recipe` gives
+                those of published methods.
             alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
             length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos: As the fields
                 of a cell.
@@ -157,10 +159,12 @@ class Cell(BaseModel):
             raise MethodError(
                 f"{method!r} has its parameters already; give it by name, or without parameters"
             )
-        if augmentation is not None and not isinstance(augmentation, Augmentation):
-            raise AugmentationError(
-                f"augmentation must be an Augmentation or None, found {augmentation!r}"
-            )
+        for each in augmentation if isinstance(augmentation, Sequence) else (augmentation,):
+            if each is not None and not isinstance(each, Augmentation):
+                raise AugmentationError(
+                    "augmentation must be an Augmentation, several of them, or None; found"
+                    f" {augmentation!r}"
+                )
         if augmentation is None:
             augmentation = Augmentation(alpha=method.alpha if alpha is None else alpha)
         elif alpha is not None:
@@ -178,7 +182,7 @@ class Cell(BaseModel):
             facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
         chosen_task.prefix(attribute)
         branches = method.branches(chosen_task, attribute)
-        assign(method, branches, augmentation if augmentation.acts else None)
+        assign(method, branches, augmentation)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         if "" in texts:
@@ -200,7 +204,7 @@ class Cell(BaseModel):
                 ),
             ),
             attribute=attribute,
-            augmentation=augmentation if augmentation.acts else None,
+            augmentation=joint(augmentation),
             length=length,
             samples=samples,
             seed=seed,
@@ -228,11 +232,12 @@ class Cell(BaseModel):
         ):
             if found not in allowed:
                 raise Lapa2Error(one_of(kind, found, allowed))
-        if self.augmentation is not None and type(self.augmentation) is not Augmentation:
-            raise AugmentationError(
-                f"a cell's key cannot tell {type(self.augmentation).__name__} from Augmentation,"
-                " whose JSON it has; use it with augmented(...) or teacher_forced(...)"
-            )
+        for rule in self.rules:
+            if type(rule) is not Augmentation:
+                raise AugmentationError(
+                    f"a cell's key cannot tell {type(rule).__name__} from Augmentation, whose JSON"
+                    " it has; use it with augmented(...) or teacher_forced(...)"
+                )
         if self.patterns and self.trace == "none":
             raise TraceError(
                 "patterns are part of a trace, and trace is 'none'; record it pooled or full"
@@ -278,9 +283,14 @@ class Cell(BaseModel):
         return self.samples * len(self.prompts)
 
     @property
+    def rules(self) -> tuple[Augmentation, ...]:
+        """The augmentations, none for the base method."""
+        return several(self.augmentation)
+
+    @property
     def arm(self) -> str:
-        """ "baseline", or the augmentation's label."""
-        return self.augmentation.label if self.augmentation else "baseline"
+        """ "baseline", or the labels of the augmentations."""
+        return " + ".join(rule.label for rule in self.rules) or "baseline"
 
     @property
     def variant(self) -> str:
@@ -315,8 +325,10 @@ class Cell(BaseModel):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The cell's settings as the columns of a tidy table."""
-        rule = self.augmentation
+        """The cell's settings as the columns of a tidy table; of several augmentations alpha is
+        NaN where they differ."""
+        rules = self.rules
+        alphas = {rule.alpha for rule in rules}
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -325,14 +337,18 @@ class Cell(BaseModel):
             "method": self.method,
             "variant": self.variant,
             "arm": self.arm,
-            "alpha": rule.alpha if rule else 0.0,
-            "law": rule.law if rule else "",
-            "layers": str(rule.layers) if rule else "",
-            "profile": rule.profile if rule else "",
+            "alpha": (alphas.pop() if len(alphas) == 1 else math.nan) if rules else 0.0,
+            "law": _words(rule.law for rule in rules),
+            "layers": _words(str(rule.layers) for rule in rules),
+            "profile": _words(rule.profile for rule in rules),
             "max_length": self.length,
             "samples": self.samples,
             "seed": self.seed,
         }
+
+
+def _words(found: Iterable[str]) -> str:
+    return " + ".join(dict.fromkeys(found))
 
 
 CELL = TypeAdapter(Cell)

@@ -488,7 +488,10 @@ def _marked(chat: Sequence[Mapping[str, str]], span: str) -> tuple[int, str]:
         phrase = texts[found]
     elif kind == "phrase" and mark:
         places = [
-            i for i, each in enumerate(texts) for at in range(len(each)) if each.startswith(rest, at)
+            i
+            for i, each in enumerate(texts)
+            for at in range(len(each))
+            if each.startswith(rest, at)
         ]
         if not rest.strip() or len(places) != 1:
             raise LayoutError(
@@ -519,7 +522,8 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
     and bias of every step.
 
     Step 0 is the last prompt query. Under the phases all_queries and every_query the augmented
-    queries before it count down from -1. A bias that depends on the scores is None, one of -infinity `BLOCKED`.
+    queries before it count down from -1. A bias that depends on the scores is None, one of
+    -infinity `BLOCKED`.
     """
     spans = {
         "bos": (layout.bos,),
@@ -535,8 +539,7 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
     first = last
     if augmentation is not None and augmentation.phase in ("all_queries", "every_query"):
         early = np.arange(layout.bos.start, last)
-        whenever = augmentation.model_copy(update={"steps": None})
-        first = min([*early[layout.acts(whenever, early)].tolist(), last])
+        first = min([*early[layout.acts(augmentation, early)].tolist(), last])
     queries = np.arange(first, last + steps)
     lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper")
     if augmentation is None:

@@ -7,8 +7,8 @@ attention on its span:
     logit(A) = lse(scores on the span) - lse(all other scores)
 
 and adds `Augmentation.shift(logit(A), l, n)`; a pooled law is given one A for all heads and live
-queries of the pass. Several targets of a row are solved together, so that
-each span gets its share: with the sums over the spans that are steered,
+queries of the pass. Several targets of a row that act at one query of one head are solved together,
+so that each span gets its share: with the sums over the spans that are steered,
 
     b_i = alpha_i * (log(tau_i) - log(1 - sum_j tau_j) - (lse_i - lse(keys in none of them)))
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -132,6 +133,7 @@ class Bias:
         capped: Capped | None = None,
     ) -> None:
         self.layouts, self.may_repeat, self.capped = list(layouts), may_repeat, capped
+        self.size = size
         self.n_rows = len(self.layouts)
         fixed = [[rule for rule in row if not rule.reads_scores] for row in rules]
         reading = [[rule for rule in row if rule.reads_scores] for row in rules]
@@ -154,18 +156,27 @@ class Bias:
         ]
         self.of_pass: tuple[range, int] = (range(0), 0)
         self.terms: list[_TermOfPass] = []
-        self.several = [len(row) > 1 for row in reading]
+        self.several = [self._meet(row) for row in reading]
         self._check_joint(reading)
         self._check_blocked(fixed)
 
+    def _meet(self, several: Sequence[Augmentation]) -> bool:
+        """Whether any two of a row's augmentations can act at one query of one head."""
+        return any(
+            _overlap(one.steps, other.steps)
+            and (one.selects(*self.size) & other.selects(*self.size)).any()
+            for one, other in combinations(several, 2)
+        )
+
     def _check_joint(self, reading: Sequence[Sequence[Augmentation]]) -> None:
         for row, several in enumerate(reading):
-            if len(several) < 2:
+            if not self.several[row]:
                 continue
             if other := next((rule for rule in several if rule.law != "target"), None):
                 raise AugmentationError(
                     f"a row has {len(several)} augmentations that read the scores, one of law"
-                    f" {other.law!r}; only those of law 'target' can be solved together"
+                    f" {other.law!r}; only those of law 'target' can be solved together. Give them"
+                    " other steps or heads, where they do not meet"
                 )
             spans = [span for rule in several for span in self.layouts[row].spans(rule.span)]
             covered = [slot for span in spans for slot in range(*span)]
@@ -287,8 +298,8 @@ class Bias:
         rest = _log_sum(scores, _union([each.keys for each in terms]), outside=True)
         b = torch.zeros_like(sums)
         for i, each in enumerate(terms):
-            others = torch.stack([rest, *(of for j, of in enumerate(sums) if j != i)])
-            log_odds = sums[i] - others.logsumexp(0)  # row head query
+            others = rest if len(terms) == 1 else _log_sum(scores, each.keys, outside=True)
+            log_odds = sums[i] - others  # row head query
             for rule, rows in each.term.rows_of.items():
                 where = self._copied(rows, len(scores))
                 odds = self._pooled(log_odds[where], where) if rule.pooled else log_odds[where]
@@ -320,6 +331,11 @@ class Bias:
         """Where these rows stand in a pass of `n_rows`."""
         copies = n_rows // self.n_rows
         return [row * copies + i for row in rows for i in range(copies)]
+
+
+def _overlap(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    """Whether two ranges of steps share one; None is all steps."""
+    return one is None or other is None or max(one[0], other[0]) < min(one[1], other[1])
 
 
 def _add(

@@ -30,22 +30,13 @@ from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.interface import Visitor, visited
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Augmentation, Rules, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, is_bridge, network_of, plain_network, size_of
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
-
-Rules = Augmentation | Sequence[Augmentation | None] | None
-"""What acts on one row."""
-
-
-def several(rules: Rules) -> tuple[Augmentation, ...]:
-    """The augmentations of a row that add something."""
-    given = rules if isinstance(rules, Sequence) else (rules,)
-    return tuple(rule for rule in given if rule is not None and rule.acts)
 
 
 @runtime_checkable

@@ -15,7 +15,15 @@ from lapa2_interp import __version__
 from lapa2_interp.cli.bench import bench
 from lapa2_interp.cli.circuits import circuits, fading, select
 from lapa2_interp.cli.generate import generate, trace
-from lapa2_interp.cli.look import layout, list_methods, list_prefixes, list_tasks, models, probe
+from lapa2_interp.cli.look import (
+    layout,
+    list_methods,
+    list_prefixes,
+    list_recipes,
+    list_tasks,
+    models,
+    probe,
+)
 from lapa2_interp.cli.paper import propositions, report
 from lapa2_interp.cli.prefix import app as prefix
 from lapa2_interp.cli.score import app as scorers
@@ -46,6 +54,7 @@ for command in (
     app.command(command)
 app.command(list_methods, name="methods")
 app.command(list_prefixes, name="prefixes")
+app.command(list_recipes, name="recipes")
 app.command(list_tasks, name="tasks")
 
 

@@ -108,15 +108,15 @@ def generate(
         raise TraceError(
             f"--patterns {patterns!r} is not a list of layer.head pairs such as 3.1,4.0"
         )
-    rule = augmentation.build(chosen_method.alpha)
+    rules = augmentation.build(chosen_method.alpha)
     cell = Cell.of(
         model,
         method=chosen_method,
         task=chosen_task,
         attribute=attribute,
         prompts=[*prompt, *(read_prompts(prompts) if prompts else ())] or None,
-        augmentation=rule,
-        alpha=0.0 if rule is None else None,
+        augmentation=rules or None,
+        alpha=None if rules else 0.0,
         length=length,
         samples=samples,
         seed=seed,
@@ -192,6 +192,8 @@ def trace(
 
 
 def _show(found: Attention) -> None:
+    from lapa2_interp.augmentation import several
+
     part, steps = found.part, found.tables["steps"]
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
@@ -231,6 +233,7 @@ def _show(found: Attention) -> None:
             top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f")
         )
     rules = "; ".join(
-        f"{arm}: {rule.to_json() if rule else None}" for arm, rule in found.arms.items()
+        f"{arm}: {' + '.join(rule.to_json() for rule in several(rules)) or None}"
+        for arm, rules in found.arms.items()
     )
     print(f"\naugmentation {rules}")

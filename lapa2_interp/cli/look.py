@@ -8,7 +8,14 @@ import math
 from pathlib import Path
 
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
-from lapa2_interp.errors import Lapa2Error, LayoutError, MethodError, PrefixError, one_of
+from lapa2_interp.errors import (
+    AugmentationError,
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    PrefixError,
+    one_of,
+)
 from lapa2_interp.machine import Dtype
 
 MOST_STEPS = 1_000_000
@@ -97,14 +104,18 @@ def layout(
         raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
-    facts = explain(found, augmentation.build(0.5), steps)
+    several = [explain(found, rule, steps) for rule in augmentation.build(0.5) or (None,)]
+    facts = several[0]
     if as_json:
-        print(json.dumps(facts, indent=1, ensure_ascii=False))
+        print(json.dumps(facts if len(several) == 1 else several, indent=1, ensure_ascii=False))
         return
     width = max(len(repr(key["token"])) for key in facts["tokens"])
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
-    for key in facts["tokens"]:
-        mark, number = "yes" if key["boosted"] else "", "" if key["id"] is None else key["id"]
+    boosted = [[key["boosted"] for key in each["tokens"]] for each in several]
+    for i, key in enumerate(facts["tokens"]):
+        by = [str(j) for j, each in enumerate(boosted, 1) if each[i]]
+        mark = ("yes" if len(several) == 1 else " ".join(by)) if by else ""
+        number = "" if key["id"] is None else key["id"]
         print(
             f"{key['slot']:>4}  {number:>6}  {key['token']!r:<{width}}  {key['part']:<6}  {mark}".rstrip()  # noqa: E501
         )
@@ -112,8 +123,11 @@ def layout(
         name: " ".join(f"[{a}, {b})" for a, b in found_spans)
         for name, found_spans in facts["spans"].items()
     }
+    if len(several) > 1:
+        del spans["boosted"]
     print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
-    print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {facts['n']}")
+    n = ", ".join(str(each["n"]) for each in several)
+    print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {n}")
     if facts["merged"] is not None:
         print(
             f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and"
@@ -122,12 +136,14 @@ def layout(
     if facts["augmentation"] is None:
         print("alpha 0: nothing is added")
         return
-    print(f"augmentation {json.dumps(facts['augmentation'])}\n\nstep    l      bias  weight x")
-    for step in facts["steps"]:
-        b = step["bias"]
-        weight = "" if b is None else f"{0.0 if b == BLOCKED else math.exp(b):.3f}"
-        shown = "by score" if b is None else b if b == BLOCKED else f"{b:.4f}"
-        print(f"{step['step']:>4} {step['l']:>4}  {shown:>8} {weight:>9}")
+    for j, each in enumerate(several, 1):
+        name = "augmentation" if len(several) == 1 else f"\naugmentation {j}"
+        print(f"{name} {json.dumps(each['augmentation'])}\n\nstep    l      bias  weight x")
+        for step in each["steps"]:
+            b = step["bias"]
+            weight = "" if b is None else f"{0.0 if b == BLOCKED else math.exp(b):.3f}"
+            shown = "by score" if b is None else b if b == BLOCKED else f"{b:.4f}"
+            print(f"{step['step']:>4} {step['l']:>4}  {shown:>8} {weight:>9}")
 
 
 def probe(
@@ -179,6 +195,47 @@ def probe(
         f"to transformers  largest logit difference {found.logit_difference:.2e} over"
         f" {found.tokens} tokens"
     )
+
+
+def list_recipes(*names: str, as_json: AsJson = False) -> None:
+    """List named ways to steer attention, for --augmentation: what each does, its source, defaults.
+
+    Args:
+        names: Only these; by default all.
+        as_json: Print JSON.
+    """
+    from lapa2_interp.recipes import RECIPES, WHERE
+
+    if unknown := [name for name in names if name not in RECIPES]:
+        raise AugmentationError(one_of("recipe", unknown[0], RECIPES))
+    chosen = {name: found for name, found in RECIPES.items() if not names or name in names}
+    if as_json:
+        rows = [
+            {
+                "name": name,
+                "what": found.what,
+                "parameters": found.parameters,
+                "needs": found.needs,
+                "source": found.source,
+                "defaults": found.defaults,
+            }
+            for name, found in chosen.items()
+        ]
+        print(json.dumps(rows, indent=1))
+        return
+    for name, found in chosen.items():
+        own = [f"{key}={_as_text(value)}" for key, value in found.parameters.items()]
+        print(f"{name}: {found.what}")
+        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.needs)])}")
+        print(f"  source      {found.source}")
+        print(f"  defaults    {found.defaults}\n")
+    print(f"every recipe takes {', '.join(WHERE)}; tokens are positions within the prefix, from 0")
+    print("--augmentation instaboost:M=5,heads=3.1/4.0,steps=0:16 chooses one with its parameters;")
+    print('--augmentation "lapa2:tokens=1 + lapa2:tokens=2,alpha=1" lets several act together')
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 def list_methods(*names: str) -> None:

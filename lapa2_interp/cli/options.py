@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -24,6 +25,9 @@ AsJson = Annotated[bool, Parameter(name="--json")]
 class AugmentationOptions:
     """Which bias is added, to which keys, for which queries, where."""
 
+    augmentation: str | None = None
+    """Recipes of `lapa2 recipes` instead of the options below, as NAME:PARAMETER=VALUE,...; several
+    joined by +, such as "lapa2:tokens=1 + instaboost:M=5,steps=0:16"."""
     alpha: float | None = None
     """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method
     (`layout`: 0.5). Of laws cut, target and ratio at most 1; of law scale the bias itself, of any
@@ -44,14 +48,18 @@ class AugmentationOptions:
     """The attention on the span that the laws target and ratio aim at, such as 0.3."""
     floor: bool = False
     """Law target only raises the attention on the span."""
+    pooled: bool = False
+    """Law ratio reads one A for all heads and queries of a pass (Spotlight as released)."""
     span: str | None = None
-    """Boosted keys: prefix, prefix+bos, bos, released, slots such as 1:4 or 0:2,5:6 (0 is BOS), or
-    tokens of the prefix such as prefix:1 or prefix:0,2 (0 is its first)."""
+    """Boosted keys: prefix, prefix+bos, bos, input (all up to the end of the prompt), released,
+    slots such as 1:4 or 0:2,5:6 (0 is BOS), or tokens of the prefix such as prefix:1 or prefix:0,2
+    (0 is its first)."""
     length_rule: Literal["paper", "kv"] | None = None
     """What l counts: keys without BOS (paper), or all keys (kv)."""
-    phase: Literal["decode", "last_query", "all_queries", "query"] | None = None
+    phase: Literal["decode", "last_query", "all_queries", "every_query", "query"] | None = None
     """Augmented queries: generated tokens; those and the last prompt token; every query after the
-    span; or only the query that predicts, so that what later tokens read stays as it was."""
+    span; every query; or only the query that predicts, so that what later tokens read stays as it
+    was."""
     only_steps: str | None = None
     """Only the generated tokens from one to before another, such as 0:16 (0 is the first)."""
     layers: str = "all"
@@ -59,13 +67,27 @@ class AugmentationOptions:
     heads: str = "all"
     """all, or layer.head pairs such as 3.1,4.0."""
 
-    def build(self, default_alpha: float) -> Augmentation | None:
-        """The augmentation, or None at alpha 0."""
-        from lapa2_interp.augmentation import Augmentation
+    def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
+        """The augmentations, none at alpha 0."""
+        from lapa2_interp.augmentation import Augmentation, several
+        from lapa2_interp.recipes import read_recipes
 
+        if self.augmentation is not None:
+            beside = [
+                each.name.replace("_", "-")
+                for each in fields_of(self)
+                if each.name != "augmentation" and getattr(self, each.name) != each.default
+            ]
+            if beside:
+                raise AugmentationError(
+                    f"--augmentation names recipes, which take parameters of their own; leave out"
+                    f" --{' and --'.join(beside)} (`lapa2 recipes`)"
+                )
+            return several(read_recipes(self.augmentation))
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
-        fields |= {"tau": self.tau, "floor": self.floor, "steps": _steps(self.only_steps)}
+        fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}
+        fields |= {"steps": _steps(self.only_steps)}
         fields |= {"layers": layer_numbers(self.layers), "heads": pairs("heads", self.heads, ".")}
         given = {
             "span": None if self.span is None else _span(self.span),
@@ -77,7 +99,7 @@ class AugmentationOptions:
             **fields,
             **{name: value for name, value in given.items() if value is not None},
         )
-        return found if found.acts else None
+        return several(found)
 
 
 def _span(text: str) -> Any:

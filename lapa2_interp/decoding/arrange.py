@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Joint, several
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout
@@ -44,7 +44,7 @@ class Arrangement:
         prompt_tokens: Tokens of each prompt by itself.
     """
 
-    augmentations: tuple[Augmentation | None, ...]
+    augmentations: tuple[Joint, ...]
     layouts: tuple[tuple[Layout, ...], ...]
     steps: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
@@ -92,8 +92,8 @@ def arrange(
             )
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):
-        if augmentation is not None:
-            augmentation.selects(size.n_layers, size.n_heads)
+        for rule in several(augmentation):
+            rule.selects(size.n_layers, size.n_heads)
         of_branch = []
         for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
             text = _text(branch, own, open_texts)
@@ -107,8 +107,8 @@ def arrange(
                     f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
                     " or the length"
                 )
-            if augmentation is not None and not open_texts:
-                each.spans(augmentation.span)
+            for rule in () if open_texts else several(augmentation):
+                each.spans(rule.span)
             of_branch.append(each)
         rows.append(tuple(of_branch))
     return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))

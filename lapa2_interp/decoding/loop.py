@@ -28,6 +28,7 @@ from tqdm import tqdm
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import with_neurons_set
+from lapa2_interp.augmentation import several
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import NOTHING, draw
@@ -188,7 +189,7 @@ def _decode(
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
-    direct = any(rule is not None and rule.phase == "query" for rule in plan.augmentations)
+    direct = any(rule.phase == "query" for each in plan.augmentations for rule in several(each))
     rows = open_rows(model, recompute=method.recomputes, direct=direct)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.arrange import Arrangement, arrange
 from lapa2_interp.decoding.sampling import uniforms
@@ -88,7 +88,7 @@ class Plan:
     branches: tuple[str, ...]
     layouts: tuple[tuple[Layout, ...], ...]
     prefixes: tuple[SoftPrefix | None, ...]
-    augmentations: tuple[Augmentation | None, ...]
+    augmentations: tuple[Joint, ...]
     steps: tuple[int, ...]
     prepared: tuple[Prepared, ...] = field(repr=False)
     groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.attention.hooked import Rules, augmented, several
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.augmentation import Augmentation, Rules, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, packed_model

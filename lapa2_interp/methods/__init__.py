@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Joint, Rules, joint, several
 from lapa2_interp.errors import AugmentationError, MethodError, TaskError, first_problem, one_of
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
@@ -147,9 +147,7 @@ def load_task(name: str) -> Task:
     return task
 
 
-def assign(
-    method: Method, branches: Sequence[Branch], augmentation: Augmentation | None
-) -> tuple[Augmentation | None, ...]:
+def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> tuple[Joint, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
     the method has it on.
 
@@ -160,12 +158,13 @@ def assign(
         AugmentationError: There is no branch for the augmentation to act on.
     """
     steered = any(branch.prefix is not None for branch in branches)
-    on_prompt = augmentation.with_profile_span() if augmentation and steered else augmentation
+    rules = several(augmentation)
+    on_prompt = tuple(rule.with_profile_span() if steered else rule for rule in rules)
     of_branches = tuple(
-        augmentation if branch.prefix is not None else on_prompt if method.pro_aug else None
+        joint(rules if branch.prefix is not None else on_prompt if method.pro_aug else None)
         for branch in branches
     )
-    if augmentation is not None and not any(of_branches):
+    if rules and not any(of_branches):
         raise AugmentationError(
             f"{method.name} has no prefix for an augmentation to act on; generate without one"
             " (alpha 0, augmentation none)"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from lapa2_interp import plots
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Joint
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.files import new_folder
@@ -51,7 +51,7 @@ class Attention:
     branch: str
     part: str
     tables: dict[str, pd.DataFrame]
-    arms: dict[str, Augmentation | None]
+    arms: dict[str, Joint]
     cells: pd.DataFrame
 
     @property

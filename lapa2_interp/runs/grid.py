@@ -17,12 +17,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Augmentation, Joint, joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, first_problem, one_of
 from lapa2_interp.loaded import ModelClass
 from lapa2_interp.machine import AUTO, DtypeOrAuto, faster_dtype
 from lapa2_interp.methods import Method, for_task, load_task
+from lapa2_interp.recipes import RECIPES, read_recipes
 from lapa2_interp.tasks import Attribute, Prompts, Task, read_prompts
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
@@ -36,7 +37,7 @@ prompts = 5                      # the task's first 5; or a file's, one on each 
 [[block]]
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
 wording = ["task", "A {attribute} text:"]                       # the task's hard prefixes, or all of this form
-augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt" }
+augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt" }, or a recipe: "instaboost:M=5"
 
 [[block]]
 method = "none"
@@ -78,8 +79,8 @@ class Block(BaseModel):
     prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
     """The task's, the first so many of them at most, or those of a file."""
     augmentation: str | dict[str, Any] = "none"
-    """none; a profile (paper, released) at the method's alpha; or fields of an augmentation, alpha
-    the method's if absent."""
+    """none; a profile (paper, released) at the method's alpha; recipes, as `read_recipes` takes
+    them; or fields of an augmentation, alpha the method's if absent."""
     length: Annotated[int, Field(ge=1)]
     samples: Annotated[int, Field(ge=1)]
     seed: int = 1
@@ -96,7 +97,9 @@ FORMS = {
         "task, a number of at least 1, the path of a file with one on each line, or { file = ..., n"
         " = ... }"
     ),
-    "augmentation": "none, paper, released, or { alpha = ..., law = ..., ... }",
+    "augmentation": (
+        'none, paper, released, a recipe such as "instaboost:M=5", or { alpha = ..., law = ... }'
+    ),
 }
 """For error messages: the values of keys that take several forms."""
 
@@ -287,19 +290,20 @@ def _check_wording(block: Block, task: Task, method: Method, attributes: Sequenc
             )
 
 
-def _augmentation(asked: str | dict[str, Any], method: Method) -> Augmentation | None:
+def _augmentation(asked: str | dict[str, Any], method: Method) -> Joint:
     if asked == "none":
         return None
     if isinstance(asked, str):
         if asked not in ("paper", "released"):
+            if asked.partition(":")[0].strip() in RECIPES:
+                return joint(read_recipes(asked))
+            allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
-                f"{one_of('augmentation', asked, ('none', 'paper', 'released'))}, or a table of"
-                " fields"
+                f"{one_of('augmentation', asked, allowed)}; or a table of fields"
             )
         asked = {"profile": asked}
     fields = {"alpha": method.alpha} | asked
-    found = Augmentation(**{name: _tuples(value) for name, value in fields.items()})
-    return found if found.acts else None
+    return joint(Augmentation(**{name: _tuples(value) for name, value in fields.items()}))
 
 
 def _tuples(value: Any) -> Any:
@@ -311,7 +315,7 @@ def _cell(
     task: Task,
     attribute: str,
     method: Method,
-    augmentation: Augmentation | None,
+    augmentation: Joint,
     needs: list[str],
 ) -> Cell:
     return Cell.of(

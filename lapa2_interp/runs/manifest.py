@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.plan import Plan
 from lapa2_interp.errors import RunError, first_problem
@@ -60,9 +60,9 @@ class Manifest(BaseModel):
     such as DATG's words."""
     prompts: tuple[str, ...]
     """What is continued."""
-    arms: dict[str, Augmentation | None]
-    """The augmentations compared; None is the base method. Column `arm` of the samples names one.
-    """
+    arms: dict[str, Joint]
+    """The augmentations compared, several where they act together; None is the base method. Column
+    `arm` of the samples names one."""
     length: int
     """Tokens of a text, the prompt's included where the task counts them."""
     length_counts_prompt: bool
