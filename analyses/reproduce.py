@@ -54,9 +54,10 @@ ITEMS = (
     "placement",
     "heads",
     "related",
+    "frontier",
 )
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
-EXTRA = ("heads", "related")
+EXTRA = ("heads", "related", "frontier")
 """Ours, whose grids not every scale has."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from lapa2_interp import __version__
 from lapa2_interp.cli.bench import bench
+from lapa2_interp.cli.chat import chat
 from lapa2_interp.cli.circuits import circuits, fading, select
 from lapa2_interp.cli.generate import generate, trace
 from lapa2_interp.cli.look import (
@@ -48,7 +49,7 @@ they take).""",
 )
 
 for command in (
-    models, layout, probe, generate, trace, score, scorers, prefix, words, grids, sweep, runs,
+    models, layout, probe, generate, chat, trace, score, scorers, prefix, words, grids, sweep, runs,
     propositions, report, bench, circuits, select, fading,
 ):  # fmt: skip
     app.command(command)

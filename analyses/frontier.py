@@ -1,0 +1,72 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Attention steering in one frame: control against perplexity
+#
+# LaPA2 with all laws and both profiles, InstABoost, PASTA, Spotlight, split-softmax, a set-point,
+# and LaPA2 on chosen tokens and heads (`lapa2 recipes`), each at its own defaults. It describes:
+# the defaults are not equally strong, heads and tokens were chosen on the same prompts, and nothing is
+# judged.
+#
+#     lapa2 sweep quick/frontier --out results/quick && python analyses/frontier.py results/quick
+#     python figures/frontier.py results/quick
+
+# %%
+import sys
+
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.tables import at_few_steps
+from lapa2_interp.recipes import RECIPES, name_of
+from lapa2_interp.trace.tables import step_table
+
+sys.excepthook = in_one_line
+bench = open_bench("frontier", "Attention steering in one frame: recipes at their defaults")
+cells = bench.cells
+
+
+# %%
+def shown(key):
+    """An arm by its recipe."""
+    rules = bench.run.plan[key].rules
+    if not rules:
+        return "baseline"
+    name = name_of(rules)
+    if name is None:
+        return bench.run.plan[key].arm
+    chosen = rules[0].heads != "all" and not RECIPES[name].needs
+    return f"{name}, chosen heads" if chosen else name
+
+
+names = dict(zip(cells["arm"], map(shown, cells["key"]), strict=True))
+scores = bench.scores(cells)
+scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)
+table = bench.table(scores, cells)
+
+
+# %% [markdown]
+# Attention on the prefix, the mean over layers and heads, against step.
+
+
+# %%
+def curve(trace, samples):
+    steps = step_table(trace, samples.assign(arm="one"))
+    return steps[steps["name"] == "prefix"].drop(columns="arm")
+
+
+steps = bench.steps(cells, curve)
+note = (
+    "Every recipe at its own defaults. Heads and tokens were chosen by knock-outs on the same"
+    " prompts, so what they add is no held-out result."
+)
+bench.write(table, [note])
+steps.to_csv(bench.out / "tables" / "frontier.steps.csv", index=False, float_format="%.6g")
+print(at_few_steps(steps).to_string(index=False))

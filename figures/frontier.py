@@ -1,0 +1,64 @@
+"""Figure frontier: every recipe's accuracy against perplexity, and prefix attention against step."""
+
+import pandas as pd
+from house import METRIC_LABELS, legend_below, render
+
+from lapa2_interp.paper.tables import overall
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
+
+MARKERS = "os^Dv"
+"""Together with the colours, more looks than there are recipes."""
+
+
+def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
+    """Figure frontier: above, accuracy against perplexity with 95 % intervals, better to the upper
+    left; below, attention on the prefix against step. One column per task, one look per recipe.
+
+    Args:
+        table: tables/frontier.csv: columns task, arm, metric, attribute, mean, low, high.
+        steps: tables/frontier.steps.csv: columns task, arm, step, mean.
+    """
+    shown = overall(table[table["mean"].notna()])
+    arms = list(dict.fromkeys(shown["arm"]))
+    looks = {
+        arm: (COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)]) for i, arm in enumerate(arms)
+    }
+    tasks = list(dict.fromkeys(shown["task"]))
+    figure = new_figure(3.6 * max(1, len(tasks)), 5.6)
+    panels = figure.subplots(2, max(1, len(tasks)), squeeze=False)
+    for task, (above, below) in zip(tasks, panels.T, strict=False):
+        of_task = shown[shown["task"] == task]
+        by_arm = {
+            metric: part.set_index("arm")[["mean", "low", "high"]]
+            for metric, part in of_task.groupby("metric")
+            if metric in ("acc", "ppl")
+        }
+        for arm, (colour, marker) in looks.items():
+            if all(arm in part.index for part in by_arm.values()) and len(by_arm) == 2:
+                x, y = by_arm["ppl"].loc[arm], by_arm["acc"].loc[arm]
+                above.errorbar(
+                    x["mean"],
+                    y["mean"],
+                    xerr=[[x["mean"] - x["low"]], [x["high"] - x["mean"]]],
+                    yerr=[[y["mean"] - y["low"]], [y["high"] - y["mean"]]],
+                    color=colour,
+                    marker=marker,
+                    ms=5,
+                    lw=0.7,
+                    ls="",
+                    label=arm,
+                )
+            line = steps[(steps["task"] == task) & (steps["arm"] == arm)]
+            below.plot(
+                line["step"], line["mean"], color=colour, marker=marker, ms=3, lw=1, markevery=8
+            )
+        above.set_xscale("log")
+        above.set_title(task, fontsize=9)
+        plain_axes(above, METRIC_LABELS["ppl"], METRIC_LABELS["acc"])
+        plain_axes(below, "step", "attention on the prefix")
+    legend_below(figure, [("", panel, shown) for panel in panels[0]], 4)
+    return figure
+
+
+if __name__ == "__main__":
+    render("frontier", draw, "steps")

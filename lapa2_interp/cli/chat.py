@@ -1,0 +1,100 @@
+"""The command of a chat: `lapa2 chat`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
+from lapa2_interp.errors import LayoutError
+from lapa2_interp.machine import DtypeOrAuto
+
+
+def chat(
+    messages: Path,
+    /,
+    *,
+    span: str = "system",
+    model: str = "smollm2-135m",
+    length: int = 64,
+    samples: int = 1,
+    seed: int = 1,
+    top_k: int = 200,
+    eos: Literal["keep", "stop", "block"] = "stop",
+    augmentation: AugmentationOptions = AugmentationOptions(),
+    dtype: DtypeOrAuto = "auto",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
+    trust_remote_code: bool = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a chat with attention steered to its system message, a turn or a phrase.
+
+    The chat template writes the messages. Shown are the span's tokens, the continuations, and the
+    attention on the span against step. Nothing is stored. For example
+
+        lapa2 chat messages.json --span "phrase:be brief" --augmentation instaboost
+
+    Args:
+        messages: A JSON list of {"role": ..., "content": ...}.
+        span: What is steered to: system, turn:2 (the second message beside the system's), or
+            phrase:TEXT (a text that occurs once).
+        model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
+        length: Tokens of a continuation, at most.
+        samples: Continuations.
+        seed: Seed of the random streams.
+        top_k: How many of the likeliest tokens are kept; 1 is greedy. Temperature is 1.
+        eos: An end token stops the text, is kept as any other, or is never drawn (block).
+        dtype: Precision; auto is bfloat16 or float32, whichever this machine computes faster.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
+            hooks, through transformers' attention interface.
+        trust_remote_code: Run code that comes with the model.
+        as_json: Print JSON.
+    """
+    try:
+        given = json.loads(messages.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LayoutError(f"cannot read {messages} as JSON: {error}") from None
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
+    from lapa2_interp.decoding.chat import continue_chat
+    from lapa2_interp.layout import Layout
+    from lapa2_interp.machine import resolve_dtype, tell_if_slow
+    from lapa2_interp.models import load_model, load_tokenizer
+
+    rules = augmentation.build(0.5)
+    found = Layout.of_chat(load_tokenizer(model, trust_remote_code), given, span=span)
+    precision = resolve_dtype(dtype, device)
+    tell_if_slow(precision, device)
+    loaded = load_model(
+        model,
+        dtype=precision,
+        device=device,
+        model_class=model_class,
+        trust_remote_code=trust_remote_code,
+    )
+    made = continue_chat(
+        loaded, found, rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
+    )
+    attention = made.trace["prefix"][0].mean("sample").to_numpy()  # NaN once a sample has ended
+    if as_json:
+        facts = {
+            "span": {"slots": list(found.prefix), "tokens": found.tokens[slice(*found.prefix)]},
+            "augmentation": [rule.model_dump(mode="json") for rule in rules],
+            "texts": made.texts,
+            "tokens": made.tokens,
+            "attention": [round(float(each), 6) for each in attention if each == each],
+        }
+        print(json.dumps(facts, indent=1, ensure_ascii=False))
+        return
+    print(f"span {list(found.prefix)} of {len(found)} tokens: {found.tokens[slice(*found.prefix)]}")
+    print(f"augmentation {' + '.join(rule.label for rule in rules) or 'none'}")
+    for text in made.texts:
+        print(f"---\n{text}")
+    steps = [0, *(2**i for i in range(20) if 2**i < len(attention)), len(attention) - 1]
+    print("---\nattention on the span, mean over layers and heads")
+    for step in dict.fromkeys(steps):
+        if attention[step] == attention[step]:
+            print(f"step {step:>5}  {attention[step]:.4f}")
