@@ -13,8 +13,8 @@
 #
 # LaPA2 with all laws and both profiles, InstABoost, PASTA, Spotlight, split-softmax, a set-point,
 # and LaPA2 on chosen tokens and heads (`lapa2 recipes`), each at its own defaults. It describes:
-# the defaults are not equally strong, heads and tokens were chosen on the same prompts, and nothing is
-# judged.
+# the defaults are not equally strong, heads and tokens were chosen on the same prompts, and nothing
+# is judged.
 #
 #     lapa2 sweep quick/frontier --out results/quick && python analyses/frontier.py results/quick
 #     python figures/frontier.py results/quick

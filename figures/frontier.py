@@ -1,4 +1,4 @@
-"""Figure frontier: every recipe's accuracy against perplexity, and prefix attention against step."""
+"""Figure frontier: accuracy against perplexity, prefix attention against step, of all recipes."""
 
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render
