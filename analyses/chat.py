@@ -11,9 +11,10 @@
 # %% [markdown]
 # # Does an instruction hold?
 #
-# A chat whose system message is an instruction, continued by SmolLM2-Instruct with and without LaPA2.
-# Two questions at every step: how much attention does the message get, and how much does it matter
-# for the next token? The second is the divergence from a model whose later queries do not see it.
+# A chat whose system message is an instruction, continued by SmolLM2-Instruct with and without
+# LaPA2 on that message. Two questions at every step: how much attention does the message get, and
+# how much does it matter for the next token? The second is the divergence from a model whose later
+# queries do not see it.
 #
 #     python analyses/chat.py                  # 96 tokens, about a minute
 #     python analyses/chat.py --length 1000    # does it hold over 1,000 tokens?

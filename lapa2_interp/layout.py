@@ -105,7 +105,7 @@ class Layout:
             prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
         merged: The token that crosses the seam between prefix and prompt, if one does. It counts as
-            prefix.
+            prefix. Of a chat, the text of a span that shares a token with the template.
         pad: Padding slots between the soft slots and BOS.
         n_before: Tokens between BOS and the prefix: what stands before the span of a chat. They
             count as prompt.
@@ -225,7 +225,8 @@ class Layout:
             span: What becomes the prefix: "system" (the text of the first message, which has that
                 role), "turn:2" (the text of the second message that is not the system's), or
                 "phrase:be brief" (a text that occurs once in all messages). White space around it
-                that belongs to its first or last token comes with it.
+                that belongs to its first or last token comes with it, and so does a mark of the
+                template that shares a token with a whole message (`merged`).
             add_generation_prompt: End with what opens the assistant's next turn.
 
         Raises:
@@ -289,7 +290,8 @@ class Layout:
         inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
         begin, end = inside[0], inside[-1] + 1
         covered = tokenizer.decode(ids[begin:end])
-        if covered.strip() != phrase.strip():
+        crosses = covered.strip() != phrase.strip()
+        if crosses and phrase != content:
             raise LayoutError(
                 f"the tokens of {phrase!r} read {covered!r}: it begins or ends inside a token; mark"
                 " whole words"
@@ -307,6 +309,7 @@ class Layout:
             l_pre=end - begin,
             l_pro=len(ids) - end,
             counted=end - begin,
+            merged=covered if crosses else None,
             n_before=begin - n_bos,
         )
 

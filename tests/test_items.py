@@ -29,6 +29,7 @@ from lapa2_interp.paper.bench import Bench
 from lapa2_interp.paper.claims import Claim, Findings, disputed, read_claims, shown_claims
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
+from lapa2_interp.recipes import RECIPES
 from lapa2_interp.runs import read
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
@@ -155,10 +156,12 @@ def test_the_scripts_are_all_of_reproduce():
         "who_reads_the_prefix",
         "what_heads_write",
         "why_it_fades",
+        "chat",
     }
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
-    assert {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"} == set(FIGURES)
+    drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
+    assert drawn == {*FIGURES, "frontier"}
 
 
 def test_numbers_are_those_of_the_raw_texts(run):
@@ -201,6 +204,29 @@ def test_figures_are_files_in_two_forms(item, run):
     script("figures", item, run)
     for ending, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (run / "figures" / f"{item}.{ending}").read_bytes().startswith(start)
+
+
+def test_the_frontier_is_drawn_of_any_arms():
+    """Of as many recipes as there are, one without perplexity; the stored run has no such grid."""
+    arms = ["baseline", *RECIPES, "pasta, chosen heads"]
+    rows = [
+        {"model": "m", "task": task, "method": "prefix", "variant": "", "arm": arm}
+        | {"length": 8, "part": 0, "attribute": "all", "metric": metric, "mean": i + 10.0}
+        | {"low": i + 9.0, "high": i + 12.0}
+        for task in ("sentiment", "topic")
+        for i, arm in enumerate(arms)
+        for metric in ("acc", "ppl")
+        if (arm, metric) != ("pasta", "ppl")
+    ]
+    steps = [
+        {"task": row["task"], "arm": row["arm"], "step": step, "mean": 0.1}
+        for row in rows
+        for step in range(3)
+    ]
+    drawing = figure("frontier")(pd.DataFrame(rows), pd.DataFrame(steps))
+    assert len(drawing.axes) == 4
+    labels = drawing.axes[0].get_legend_handles_labels()[1]
+    assert labels == [arm for arm in arms if arm != "pasta"]
 
 
 def test_a_figure_alone_makes_its_table_first(run, tmp_path):

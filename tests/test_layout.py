@@ -1,15 +1,21 @@
 """Spans and lengths: every row of the table "which keys the official span covers", both profiles,
 all phases."""
 
+import copy
+import json
+
 import numpy as np
 import pytest
 from conftest import load
 from oracle import oracle_bias
 
 from lapa2_interp import Augmentation
+from lapa2_interp.cli import main
+from lapa2_interp.decoding.chat import continue_chat
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import Layout, left_pad, text_markers
+from lapa2_interp.layout import Layout, explain, left_pad, text_markers
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.recipes import recipe
 
 
 @pytest.mark.parametrize(
@@ -337,3 +343,139 @@ def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):
         for attribute in task.attributes:
             for prompt in task.prompts.texts:
                 assert Layout.of(gpt2_tokenizer, task.prefix(attribute), prompt).merged is None
+
+
+CHAT = [
+    {"role": "system", "content": "Be very brief. Speak like a pirate."},
+    {"role": "user", "content": "What is rain? Water?"},
+    {"role": "assistant", "content": "Water, arr\u00e9."},
+    {"role": "user", "content": "And snow? Tell me, please."},
+]
+TEMPLATES = {
+    "trims": (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "folds": (
+        "{% for m in messages %}{% if m['role'] == 'system' %}<<{{ m['content'] }}>>"
+        "{% else %}({{ m['content'] }}){% endif %}{% endfor %}!"
+    ),
+}
+
+
+def chat_tokenizer(template=None, name="smollm2-135m"):
+    found = copy.deepcopy(load_tokenizer(name))
+    if template is not None:
+        found.chat_template = template
+    return found
+
+
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+@pytest.mark.parametrize(
+    ("span", "text"),
+    [
+        ("system", CHAT[0]["content"]),
+        ("turn:1", CHAT[1]["content"]),
+        ("turn:2", CHAT[2]["content"]),
+        ("turn:3", CHAT[3]["content"]),
+        ("phrase:like a pirate", "like a pirate"),
+        ("phrase:arr\u00e9", "arr\u00e9"),
+        ("phrase:Tell me", "Tell me"),
+    ],
+)
+def test_the_span_of_a_chat_is_its_text_among_the_templates_own_tokens(template, span, text):
+    tokenizer = chat_tokenizer(TEMPLATES.get(template))
+    found = Layout.of_chat(tokenizer, CHAT, span=span)
+    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert list(found.ids) == whole
+    covered = tokenizer.decode(found.ids[slice(*found.prefix)])
+    if found.merged is None:
+        assert covered.strip() == text
+    else:  # "?)" is one token
+        assert (template, covered, found.merged) == ("folds", f"{text})", covered)
+    parts = (found.bos, found.before, found.prefix, found.prompt)
+    assert [a.stop for a in parts[:-1]] == [b.start for b in parts[1:]]
+    assert (parts[0].start, parts[-1].stop) == (0, len(found))
+    assert found.lengths(np.array([len(found) - 1]), "paper") == len(found) - found.n_bos
+    padded = left_pad([found, Layout.of(tokenizer, "a:", "b " * 99)])[0]
+    assert padded.prefix.start == found.prefix.start + padded.pad
+
+
+def test_what_a_chat_does_not_have_is_named():
+    tokenizer = chat_tokenizer()
+    for messages, span, problem in [
+        (CHAT[1:], "system", "no system message in front .its roles: user, assistant, user"),
+        (CHAT, "turn:4", "no turn 4; the chat has turns 1 to 3"),
+        (CHAT, "turn:0", "no turn 0"),
+        (CHAT, "phrase:ater", "occurs 2 times"),
+        (CHAT, "phrase:storm", "occurs 0 times"),
+        (CHAT, "phrase:", "occurs 0 times"),
+        (CHAT, "phrase:irate", "begins or ends inside a token; mark whole words"),
+        (CHAT, "user", "should be system, turn:NUMBER or phrase:TEXT"),
+        ([], "system", "a chat is a list of messages"),
+        ([{"role": "system"}], "system", "a chat is a list of messages"),
+        (
+            [{"role": "system", "content": " "}, *CHAT[1:]],
+            "system",
+            "message 1 of the chat is empty",
+        ),
+    ]:
+        with pytest.raises(LayoutError, match=problem):
+            Layout.of_chat(tokenizer, messages, span=span)
+    for template, problem in {
+        "{{ raise_exception('no system role') }}": "refuses these messages: no system role",
+        "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}": "once and unchanged",
+        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}": "once and unchanged",
+        "{{ messages[-1]['content'] }}": "once and unchanged",
+    }.items():
+        with pytest.raises(LayoutError, match=problem):
+            Layout.of_chat(chat_tokenizer(template), CHAT)
+    bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(LayoutError, match="nothing stands behind .*add_generation_prompt=True"):
+        Layout.of_chat(chat_tokenizer(bare), CHAT, span="turn:3")
+    assert Layout.of_chat(chat_tokenizer(bare), CHAT).n_bos == 0
+    with pytest.raises(LayoutError, match="no chat template"):
+        Layout.of_chat(load_tokenizer("tiny-gpt2"), CHAT)
+
+
+def test_a_chat_is_explained_and_traced_whole():
+    model = load("tiny-llama", "float64")
+    tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
+    found = Layout.of_chat(tokenizer, CHAT, span="phrase:arr\u00e9")
+    rule = Augmentation(alpha=0.5, phase="every_query")
+    facts = explain(found, rule, 3)
+    assert sum(key["boosted"] for key in facts["tokens"]) == found.l_pre
+    assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
+    made = continue_chat(model, found, rule, length=5, samples=3, trace="full")
+    sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))
+    for i, tokens in enumerate(made.tokens):
+        assert np.abs(sums[0, i, : len(tokens)] - 1).max() < 1e-5
+    alone = continue_chat(model, found, rule, length=5)
+    assert alone.tokens[0] == made.tokens[0]
+    steady = continue_chat(model, found, recipe("set-point", tau=0.4), length=8, eos="block")
+    assert np.abs(steady.trace["prefix"].values - 0.4).min() < 1e-6
+    assert (steady.trace["prefix"].values > 0.4 - 1e-6).all()
+    for wrong in ({"length": 0}, {"samples": 0}, {"length": 9999}):
+        with pytest.raises(LayoutError, match="at least 1|exceed the context"):
+            continue_chat(model, found, **wrong)
+
+
+def test_a_chat_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(CHAT), "utf-8")
+    asked = ["chat", str(file), "--length", "3", "--dtype", "float32"]
+    assert main([*asked, "--span", "phrase:very brief", "--augmentation", "set-point:tau=0.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "('\u0120very', '\u0120brief')" in shown
+    assert "step     0" in shown
+    assert main([*asked, "--alpha", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["augmentation"] == []
+    assert len(facts["attention"]) <= 3
+    file.write_text("[1]")
+    for wrong, problem in (
+        (asked, "should be a list of"),
+        (["chat", str(tmp_path / "none.json")], "cannot read"),
+    ):
+        assert main(wrong) == 2
+        assert problem in capsys.readouterr().err
