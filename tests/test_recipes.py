@@ -11,6 +11,7 @@ import torch
 from conftest import MODEL_CLASSES, cell_of, generate, load
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented
+from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
@@ -385,3 +386,24 @@ def test_laws_that_read_the_scores_may_share_a_row_where_they_do_not_meet():
         augmented(model, [read_recipes("split-softmax + spotlight-per-head")], layout),
     ):
         pytest.fail("entered")
+
+
+@pytest.mark.parametrize("text", ["lapa2", "instaboost", "set-point", "pasta", "split-softmax"])
+def test_beyond_two_thousand_tokens(text):
+    """One query of a cached step, with 2,100 keys behind it."""
+    layout = branch(load("tiny-llama"))
+    n = 2101
+    scores = torch.randn(1, 4, 1, n, generator=torch.Generator().manual_seed(0)).double()
+    bias = Bias([read_recipes(text)], [layout], (2, 4))
+    found = bias.add(1, scores, first=n - 1).softmax(-1)[0, :, 0]
+    before = scores.softmax(-1)[0, :, 0]
+    share, after = before[:, [*PREFIX]].sum(-1), found[:, [*PREFIX]].sum(-1)
+    rest = before[:, [0, *range(7, 13)]].sum(-1)
+    wanted = {
+        "lapa2": share * (factor := math.sqrt((n - 1) / 6)) / (1 + share * (factor - 1)),
+        "instaboost": 3 * share / (1 + 2 * share),
+        "set-point": torch.full_like(share, 0.2),
+        "pasta": share / (1 - 0.99 * rest),
+        "split-softmax": share**0.75,
+    }
+    assert (after - wanted[text]).abs().max() < 1e-12
