@@ -22,6 +22,7 @@ from lapa2_interp.machine import measured, remember
 from lapa2_interp.methods import Soft
 from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
 from lapa2_interp.progress import shown_time
+from lapa2_interp.recipes import RECIPES, name_of
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import (
@@ -127,6 +128,33 @@ def arms(grid):
         arm = (cell.model, cell.task.name, cell.method, cell.variant, cell.arm)
         found[arm] = found.get(arm, 0) + cell.samples * len(cell.task.prompts.texts)
     return found
+
+
+def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
+    grid = load_grid("quick/frontier")
+    assert set(arms(grid).values()) == {300}
+    for task in ("sentiment", "topic"):
+        rules = {cell.rules for cell in grid.cells if cell.task.name == task}
+        assert {name_of(each) for each in rules if each} == set(RECIPES)
+        assert len(rules) == len(RECIPES) + 2  # the baseline; PASTA in chosen heads
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("past", "unknown augmentation 'past'.*did you mean 'pasta'.*or a table of fields"),
+        ("selective:tokens=1", "needs tokens and heads|needs heads"),
+        ("pasta:alpha=x", "cannot be read; give a number"),
+    ],
+)
+def test_a_grid_refuses_recipes_by_name(text, problem, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        f'model = "tiny-llama"\ntask = "sentiment"\nlength = 8\nsamples = 1\n[[block]]\n'
+        f'method = "prefix"\naugmentation = ["none", "{text}"]\n'
+    )
+    with pytest.raises(GridError, match=problem):
+        load_grid(str(file))
 
 
 @pytest.mark.parametrize("name", PAPER)
