@@ -47,6 +47,7 @@ def teacher_forced(
     prefixes: Sequence[SoftPrefix | None] | None = None,
     trace: TraceKind = "full",
     branch: str = "target",
+    patterns: Sequence[tuple[int, int]] = (),
     chunk: int | None = None,
     progress: tqdm | None = None,
 ) -> xr.Dataset:
@@ -61,11 +62,13 @@ def teacher_forced(
         prefixes: The rows' soft prefixes.
         trace: "pooled" or "full".
         branch: Name of the trace's only branch; its samples are the rows.
+        patterns: (layer, head) pairs whose whole attention rows are kept, as in `Recorder`.
         chunk: Queries read at once; changes nothing but memory and time.
         progress: A bar to advance by the steps read.
 
     Raises:
-        TraceError: No text, an empty one, trace "none", or a chunk of nothing.
+        TraceError: No text, an empty one, trace "none", a head that the model does not have, or a
+            chunk of nothing.
         LayoutError: A text exceeds the context, or the numbers of layouts, texts, prefixes and
             augmentations differ.
     """
@@ -110,7 +113,7 @@ def teacher_forced(
             [soft[i] for i in group],
         )
         with packed_model(model):
-            parts.append(_read(model, batch, trace, branch, chunk, progress))
+            parts.append(_read(model, batch, trace, branch, patterns, chunk, progress))
     if len(parts) == 1:
         return parts[0]
     import xarray as xr
@@ -160,6 +163,7 @@ def _read(
     batch: _Batch,
     trace: TraceKind,
     branch: str,
+    patterns: Sequence[tuple[int, int]],
     chunk: int | None,
     progress: tqdm | None,
 ) -> xr.Dataset:
@@ -169,7 +173,7 @@ def _read(
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
-    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)
+    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
     recorder.begin(padded)
     direct = any(rule.phase == "query" for row in batch.rules for rule in several(row))
     state = open_rows(model, direct=direct)

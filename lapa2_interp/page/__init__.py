@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
     from lapa2_interp.plots import Drawing
 
@@ -60,6 +62,16 @@ def template(name: str, folder: Path | None = None) -> Template:
     return Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     ).get_template(name)
+
+
+def embedded(data: Any) -> Markup:
+    """JSON that can stand in a script element whatever its strings are."""
+    from markupsafe import Markup
+
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return Markup(text)
 
 
 def png(drawing: Drawing) -> str:

@@ -27,7 +27,7 @@ from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.models import reading_tokenizer
-from lapa2_interp.page import template
+from lapa2_interp.page import embedded, template
 from lapa2_interp.paper.claims import disagreement, disputed, read_claims
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
@@ -155,18 +155,8 @@ def run_report(
         max_prompts=PROMPTS,
         traced=any(text["p"] or text["b"] for text in _each_text(texts)),
         n_texts=sum(1 for _ in _each_text(texts)),
-        texts=_embedded(texts),
+        texts=embedded(texts),
     )
-
-
-def _embedded(data: Any) -> Markup:
-    """JSON that can stand in a script element whatever its strings are."""
-    from markupsafe import Markup
-
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    for mark in "<>&\u2028\u2029":
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return Markup(text)
 
 
 # --- what was run

@@ -1,0 +1,813 @@
+// A text of a run, head by head. Plain canvas; nothing is loaded.
+//
+// 1. unpack(data): the packed arrays as numbers, and what is asked of them.
+// 2. Ctx and Svg: panels are drawn once, on a canvas or as SVG.
+// 3. render({ model, el }): the controls, the panels and the readout, in the form of anywidget.
+
+const MISSING = NaN;
+const PARTS = { bos: "BOS", prefix: "prefix", prompt: "prompt", generated: "text" };
+
+// --- numbers
+
+async function inflated(base64) {
+  const raw = Uint8Array.from(atob(base64), character => character.charCodeAt(0));
+  const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+function arraysOf(index, bytes) {
+  const found = {};
+  let at = 0;
+  for (const [name, { type, length }] of Object.entries(index)) {
+    if (type === "uint8") found[name] = bytes.subarray(at, at + length);
+    if (type === "uint16") {
+      const low = bytes.subarray(at, at + length), high = bytes.subarray(at + length, at + 2 * length);
+      found[name] = Uint16Array.from(low, (value, i) => value + 256 * high[i]);
+    }
+    if (type === "float32") {
+      const view = new DataView(bytes.buffer, bytes.byteOffset + at, 4 * length);
+      found[name] = Float32Array.from({ length }, (_, i) => view.getFloat32(4 * i, true));
+    }
+    at += length * { uint8: 1, uint16: 2, float32: 4 }[type];
+  }
+  return found;
+}
+
+/** The numbers of a view; a head is layer * heads + head, or "mean". */
+export async function unpack(data) {
+  const arrays = arraysOf(data.arrays, await inflated(data.packed));
+  const n = data.layers * data.heads, first = data.parts.length, top = 2 ** data.bits - 1;
+  const values = Float64Array.from({ length: top + 1 }, (_, code) =>
+    code ? data.floor ** (1 - (code - 1) / (top - 1)) : 0);
+  const means = data.arms.map(arm => new Array(arm.steps));
+
+  function row(arm, step, head) {
+    const codes = arrays[`pattern${arm}`], width = first + step;
+    const start = n * (step * first + step * (step - 1) / 2);
+    if (head !== "mean") {
+      return Float64Array.from(codes.subarray(start + head * width, start + (head + 1) * width), code => values[code]);
+    }
+    if (!means[arm][step]) {
+      const sums = new Float64Array(width);
+      for (let i = 0; i < n * width; i++) sums[i % width] += values[codes[start + i]];
+      means[arm][step] = sums.map(sum => sum / n);
+    }
+    return means[arm][step];
+  }
+
+  function mass(arm, name, step, head) {
+    const stored = arrays[`masses${arm}`], { steps } = data.arms[arm];
+    const start = (data.masses.indexOf(name) * steps + step) * n;
+    if (head !== "mean") return stored[start + head];
+    return stored.subarray(start, start + n).reduce((sum, value) => sum + value, 0) / n;
+  }
+
+  function odds(arm, step, head) {
+    const on = mass(arm, data.steered, step, head);
+    const off = data.masses.filter(name => name !== data.steered)
+      .reduce((sum, name) => sum + mass(arm, name, step, head), 0);
+    return on > 0 && off > 0 ? Math.log(on / off) : MISSING;
+  }
+
+  return { n, first, row, mass, odds };
+}
+
+// --- drawing
+
+const RAMPS = {
+  light: [[255, 255, 255], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]],
+  dark: [[22, 26, 32], [20, 62, 104], [31, 111, 171], [98, 176, 227], [226, 243, 255]],
+};
+const SPLITS = {
+  light: [[33, 102, 172], [146, 197, 222], [255, 255, 255], [244, 165, 130], [178, 24, 43]],
+  dark: [[120, 190, 255], [38, 92, 150], [22, 26, 32], [150, 66, 40], [255, 160, 120]],
+};
+const STRIPS = { bos: "#8b949e", prefix: "#d55e00", prompt: "#0072b2", generated: "#009e73" };
+
+const mixed = (stops, t) => {
+  const place = Math.min(Math.max(t, 0), 1) * (stops.length - 1), i = Math.min(Math.floor(place), stops.length - 2);
+  return stops[i].map((value, c) => Math.round(value + (stops[i + 1][c] - value) * (place - i)));
+};
+const css = colour => `rgb(${colour.join(",")})`;
+const inkOn = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#1f2328" : "#ffffff";
+
+/** A scale from numbers to colours; `split` is about 0 and has two colours. */
+function scaleOf(max, split, log, theme) {
+  const least = max * 1e-3;
+  const place = size => log
+    ? Math.log1p(size / least) / Math.log1p(max / least)
+    : size / max;
+  const colour = value => {
+    if (!(max > 0)) return mixed(split ? SPLITS[theme] : RAMPS[theme], split ? 0.5 : 0);
+    const t = Math.min(place(Math.abs(value)), 1);
+    return split ? mixed(SPLITS[theme], 0.5 + 0.5 * Math.sign(value) * t) : mixed(RAMPS[theme], t);
+  };
+  return { max, split, colour };
+}
+
+/** What panels draw with, as SVG text. */
+class Svg {
+  constructor(width, height) {
+    this.size = [width, height];
+    this.parts = [];
+    this.fillStyle = this.strokeStyle = "#000";
+    this.font = "11px sans-serif";
+    this.textAlign = "left";
+  }
+  fillRect(x, y, w, h) {
+    this.parts.push(`<rect x="${x}" y="${y}" width="${w}" height="${h}" fill="${this.fillStyle}"/>`);
+  }
+  strokeRect(x, y, w, h) {
+    this.parts.push(`<rect x="${x}" y="${y}" width="${w}" height="${h}" fill="none" stroke="${this.strokeStyle}"/>`);
+  }
+  fillText(text, x, y) {
+    const anchor = { left: "start", center: "middle", right: "end" }[this.textAlign];
+    const plain = text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g, "\ufffd")
+      .replace(/[&<>"]/g, mark => `&#${mark.charCodeAt(0)};`);
+    const size = parseFloat(this.font.match(/([\d.]+)px/)[1]);
+    const weight = this.font.startsWith("600") ? ' font-weight="600"' : "";
+    this.parts.push(`<text x="${x}" y="${y}" fill="${this.fillStyle}" font-family="sans-serif" font-size="${size}"${weight} text-anchor="${anchor}" xml:space="preserve">${plain}</text>`);
+  }
+  toString() {
+    const [w, h] = this.size;
+    return `<svg xmlns="http://www.w3.org/2000/svg" width="${w}" height="${h}" viewBox="0 0 ${w} ${h}">${this.parts.join("")}</svg>\n`;
+  }
+}
+
+const SPACE = { left: 30, right: 4, top: 8, bottom: 18 };
+
+/** Where the cells of a panel lie in a figure of this size. */
+function boxOf(panel, width, height) {
+  const w = width - SPACE.left - SPACE.right, h = height - SPACE.top - SPACE.bottom;
+  const x = c => SPACE.left + Math.round(c * w / panel.cols), y = r => SPACE.top + Math.round(r * h / panel.rows);
+  return {
+    x, y,
+    at: (left, top) => {
+      const c = Math.floor((left - SPACE.left) / w * panel.cols), r = Math.floor((top - SPACE.top) / h * panel.rows);
+      return c >= 0 && r >= 0 && c < panel.cols && r < panel.rows ? [r, c] : null;
+    },
+  };
+}
+
+const every = (n, room) => [1, 2, 5, 10, 20, 50, 100, 200, 500].find(step => n / step * 24 <= room) ?? n;
+
+function drawPanel(ctx, panel, width, height, look, left = 0, top = 0) {
+  const box = boxOf(panel, width, height);
+  ctx.fillStyle = look.hole;
+  ctx.fillRect(left + box.x(0), top + box.y(0), box.x(panel.cols) - box.x(0), box.y(panel.rows) - box.y(0));
+  for (let r = 0; r < panel.rows; r++) {
+    for (let c = 0; c < panel.cols; c++) {
+      const value = panel.value(r, c);
+      if (Number.isNaN(value)) continue;
+      ctx.fillStyle = css(panel.scale.colour(value));
+      ctx.fillRect(left + box.x(c), top + box.y(r), box.x(c + 1) - box.x(c), box.y(r + 1) - box.y(r));
+    }
+  }
+  for (const [c, stop, colour] of panel.strips) {
+    ctx.fillStyle = colour;
+    ctx.fillRect(left + box.x(c), top + 1, Math.max(1, box.x(stop) - box.x(c) - 1), 5);
+  }
+  ctx.font = "10px sans-serif";
+  ctx.fillStyle = look.pale;
+  ctx.textAlign = "right";
+  const gap = every(panel.rows, height);
+  for (let r = 0; r < panel.rows; r += gap) ctx.fillText(String(r), left + SPACE.left - 4, top + (box.y(r) + box.y(r + 1)) / 2 + 3.5);
+  ctx.textAlign = "center";
+  const step = every(panel.cols, width);
+  for (let c = 0; c < panel.cols; c += step) ctx.fillText(panel.column(c), left + (box.x(c) + box.x(c + 1)) / 2, top + height - 5);
+  for (const [r, c, colour] of panel.marks) {
+    ctx.strokeStyle = colour;
+    const [r0, r1] = r === null ? [0, panel.rows] : [r, r + 1], [c0, c1] = c === null ? [0, panel.cols] : [c, c + 1];
+    ctx.strokeRect(left + box.x(c0) + 0.5, top + box.y(r0) + 0.5, box.x(c1) - box.x(c0) - 1, box.y(r1) - box.y(r0) - 1);
+  }
+}
+
+// --- words
+
+const shown = (value, sign = false) => {
+  if (value === null || value === undefined || Number.isNaN(value)) return "none";
+  const size = Math.abs(value);
+  const text = size === 0 ? "0" : size < 1e-3 || size >= 1e5 ? value.toExponential(3) : value.toPrecision(4);
+  return sign && value > 0 ? `+${text}` : text;
+};
+const within = each => each.low === null || each.low === undefined || Number.isNaN(each.low)
+  ? "" : ` [${shown(each.low)}, ${shown(each.high)}]`;
+const quoted = text => `“${text.replace(/\n/g, "↵")}”`;
+const csvCell = value => {
+  if (typeof value === "number") return Number.isNaN(value) ? "" : String(value);
+  const text = /^[=+\-@\t\r\n'\s]/.test(value) ? `'${value}` : value;
+  return /[",\n\r]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
+};
+const csvText = rows => rows.map(row => row.map(csvCell).join(",")).join("\r\n") + "\r\n";
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name in element && !name.startsWith("aria")) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// --- the viewer
+
+/**
+ * Shows a view in an element.
+ *
+ * @param model Has get("data"), which is `View.data`.
+ * @param el Where to. Its data-* attributes hold the current readout.
+ * @param hash Whether the address of the page holds the state.
+ * @returns A function that lets go of what was listened to.
+ */
+export async function render({ model, el, hash = false }) {
+  const data = model.get("data"), root = make("div", { className: "lapa2-view" });
+  el.append(root);
+  if (typeof DecompressionStream === "undefined") {
+    root.append("This browser cannot unpack the page's numbers; use one of 2023 or later.");
+    return () => {};
+  }
+  const numbers = await unpack(data), { n, first } = numbers, arms = data.arms, two = arms.length === 2;
+  const steps = Math.max(...arms.map(arm => arm.steps)), keys = first + steps - 1;
+  const metrics = Object.keys(arms[0].control);
+  const headName = head => head === "mean" ? "mean" : `${Math.floor(head / data.heads)}.${head % data.heads}`;
+  const headOf = text => {
+    const parts = /^(\d+)\.(\d+)$/.exec(text ?? "");
+    return parts && +parts[1] < data.layers && +parts[2] < data.heads ? parts[1] * data.heads + +parts[2] : "mean";
+  };
+  const partOf = key => key < first ? data.parts[key] : "generated";
+  const armsAt = step => arms.map((arm, i) => i).filter(i => step < arms[i].steps);
+
+  const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query", bos: "attention on BOS" };
+  if (data.steered === "prompt") delete colours.prefix;
+  for (const metric of metrics) colours[metric] = `control (${metric}, nats)`;
+  colours.none = "nothing";
+  const grids = {
+    mass: `attention on the ${data.steered}, this step`,
+    text: `attention on the ${data.steered}, mean over this text`,
+    odds: `log-odds of the ${data.steered}, this step`,
+  };
+  if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run`;
+  for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
+
+  const usual = { step: 0, head: "mean", key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
+  const state = { ...usual };
+  let hover = null;
+
+  function take(wanted) {
+    const whole = (value, stop, old) => /^\d+$/.test(value) && +value < stop ? +value : old;
+    const among = (value, allowed, old) => allowed.includes(value) ? value : old;
+    for (const [name, given] of Object.entries(wanted)) {
+      const value = String(given);
+      if (name === "step") state.step = whole(value, steps, state.step);
+      if (name === "key") state.key = whole(value, keys, state.key);
+      if (name === "head") state.head = headName(headOf(value));
+      if (name === "pin") state.pin = headOf(value) === "mean" ? "" : headName(headOf(value));
+      if (name === "colour") state.colour = among(value, Object.keys(colours), state.colour);
+      if (name === "grid") state.grid = among(value, Object.keys(grids), state.grid);
+      if (name === "scale") state.scale = among(value, ["shared", "own"], state.scale);
+      if (name === "sort") state.sort = among(value, ["head", ...Object.keys(columnsOf())], state.sort);
+      if (["log", "bos", "order", "down"].includes(name)) state[name] = value === "1" ? "1" : "";
+    }
+    state.key = Math.min(state.key, first + state.step - 1);
+  }
+
+  const readHash = () => take({ ...usual, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) });
+  const writeHash = () => {
+    const differs = Object.entries(state).filter(([name, value]) => String(value) !== String(usual[name]));
+    history.replaceState(null, "", `#${new URLSearchParams(differs)}`);
+  };
+  const set = wanted => {
+    take(wanted);
+    hover = null;
+    if (hash) writeHash();
+    show();
+  };
+
+  // --- panels
+
+  const theme = () => matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const lookOf = () => {
+    const style = getComputedStyle(root), read = name => style.getPropertyValue(name).trim();
+    return { ink: read("--ink"), pale: read("--pale"), hole: read("--hole"), page: read("--page"), mark: read("--mark"), pin: read("--pin") };
+  };
+  const masked = key => state.bos && partOf(key) === "bos";
+
+  function topOf(panel) {
+    let max = 0;
+    for (let r = 0; r < panel.rows; r++) {
+      for (let c = 0; c < panel.cols; c++) max = Math.max(max, Math.abs(panel.value(r, c)) || 0);
+    }
+    return max;
+  }
+  function scaled(panels, log) {
+    const shares = panels.filter(panel => !panel.split);
+    const most = Math.max(0, ...shares.map(topOf));
+    for (const panel of panels) {
+      panel.scale = scaleOf(panel.split || state.scale === "own" ? topOf(panel) : most, panel.split, log, theme());
+    }
+    return panels;
+  }
+
+  function mapsOf(head) {
+    const strips = [];
+    for (let key = 0; key < keys; key++) {
+      const last = strips[strips.length - 1];
+      if (last && last[3] === partOf(key)) last[1] = key + 1;
+      else strips.push([key, key + 1, STRIPS[partOf(key)], partOf(key)]);
+    }
+    const of = headOf(head), rows = arms.map((arm, i) => Array.from({ length: arm.steps }, (_, step) => numbers.row(i, step, of)));
+    const cell = i => (step, key) => masked(key) ? MISSING : rows[i][step]?.[key] ?? MISSING;
+    const panels = arms.map((arm, i) => ({ title: arm.name, value: cell(i), split: false }));
+    if (two) panels.push({ title: "difference", value: (step, key) => cell(1)(step, key) - cell(0)(step, key), split: true });
+    for (const panel of panels) {
+      Object.assign(panel, { rows: steps, cols: keys, strips, column: String, head, kind: "map" });
+    }
+    return scaled(panels, state.log);
+  }
+
+  function valuesOf(name) {
+    const grid = each => ({ mean: each.mean.flat(), low: each.low.flat(), high: each.high.flat() });
+    const heads = read => ({ mean: Array.from({ length: n }, (_, head) => read(head)) });
+    if (data.study[name]) return [{ title: data.study[name].about, split: true, ...grid(data.study[name]) }];
+    if (name === "run") {
+      const found = arms.filter(arm => arm.run.mean).map(arm => ({ title: arm.name, split: false, ...grid(arm.run) }));
+      if (data.differences.mean) found.push({ title: "difference", split: true, ...grid(data.differences) });
+      return found;
+    }
+    const read = {
+      mass: (i, head) => state.step < arms[i].steps ? numbers.mass(i, data.steered, state.step, head) : MISSING,
+      odds: (i, head) => state.step < arms[i].steps ? numbers.odds(i, state.step, head) : MISSING,
+      text: (i, head) => {
+        let sum = 0;
+        for (let step = 0; step < arms[i].steps; step++) sum += numbers.mass(i, data.steered, step, head);
+        return sum / arms[i].steps;
+      },
+    }[name];
+    const found = arms.map((arm, i) => ({ title: arm.name, split: name === "odds", ...heads(head => read(i, head)) }));
+    if (two) found.push({ title: "difference", split: true, mean: found[1].mean.map((value, head) => value - found[0].mean[head]) });
+    return found;
+  }
+
+  function gridsOf() {
+    const each = valuesOf(state.grid), lead = each[each.length - 1].mean;
+    // By layer, the heads in the order in which they stand.
+    const order = Array.from({ length: data.layers }, (_, layer) => {
+      const heads = Array.from({ length: data.heads }, (_, head) => layer * data.heads + head);
+      return state.order ? heads.sort((a, b) => (lead[b] ?? -Infinity) - (lead[a] ?? -Infinity)) : heads;
+    });
+    return scaled(each.map(values => ({
+      ...values, rows: data.layers, cols: data.heads, strips: [], kind: "grid", order,
+      value: (layer, c) => values.mean[order[layer][c]] ?? MISSING,
+      column: c => state.order ? (c === 0 ? "1st" : String(c + 1)) : String(c),
+    })), state.log);
+  }
+
+  function columnsOf() {
+    const found = {};
+    for (const name of Object.keys(grids).filter(name => name !== "text")) {
+      valuesOf(name).forEach((each, i) => { found[name + i] = { ...each, name, title: data.study[name] ? grids[name] : `${{ mass: "attention", odds: "log-odds", run: "all texts" }[name]}, ${each.title}` }; });
+    }
+    return found;
+  }
+
+  // --- elements
+
+  const choice = (name, label, options) => make("label", {}, label,
+    make("select", { name, onchange: event => set({ [name]: event.target.value }) },
+      ...Object.entries(options).map(([value, text]) => make("option", { value }, text))));
+  const tick = (name, label) => make("label", { className: "tick" },
+    make("input", { type: "checkbox", name, onchange: event => set({ [name]: event.target.checked ? "1" : "" }) }), label);
+  const button = (text, label, click) => make("button", { type: "button", "aria-label": label, onclick: click }, text);
+
+  const slider = make("input", { type: "range", name: "step", min: 0, max: steps - 1, step: 1, oninput: event => set({ step: event.target.value }) });
+  const headChoice = choice("head", "Head", Object.fromEntries(["mean", ...Array.from({ length: n }, (_, head) => headName(head))]
+    .map(name => [name, name === "mean" ? "mean of all heads" : name])));
+  const pinButton = make("button", { type: "button", onclick: () => pin(state.head) });
+  const pin = head => set({ pin: head === state.pin || head === "mean" ? "" : head });
+  const stepName = make("output", {});
+  const controls = make("form", { className: "controls", "aria-label": "What is shown", onsubmit: event => event.preventDefault() },
+    make("div", { className: "stepper" },
+      button("‹", "One step back", () => set({ step: Math.max(0, state.step - 1) })),
+      make("label", {}, "Step", slider), stepName,
+      button("›", "One step on", () => set({ step: Math.min(steps - 1, state.step + 1) }))),
+    headChoice, pinButton,
+    choice("scale", "Colour scale", { shared: "shared by the arms", own: "each its own" }),
+    tick("log", "log scale"), tick("bos", "without BOS"));
+
+  const exports = (panel, name) => make("span", { className: "exports", role: "group", "aria-label": `Save ${name}` },
+    ...["PNG", "SVG", "CSV"].map(kind => button(kind, `Save ${name} as ${kind}`, () => save(panel, kind))));
+  const section = (panel, title, ...children) => make("section", { className: panel, "aria-label": title },
+    make("header", {}, make("h2", {}, title), ...(panel ? [exports(panel, `the ${title.toLowerCase()}`)] : [])), ...children);
+
+  const texts = make("div", { className: "arms" });
+  const maps = make("div", { className: "figures" }), pinned = make("div", { className: "figures" }), mapTitle = make("h3", {}), pinTitle = make("h3", {});
+  const heads = make("div", { className: "figures" });
+  const rowTable = make("details", { ontoggle: () => show() }, make("summary", {}, "This step as a table"));
+  const headTable = make("details", { ontoggle: () => show() }, make("summary", {}, "Heads as a table, sorted"));
+  const readout = make("p", { className: "readout", role: "status", "aria-live": "polite" });
+  const about = make("details", { className: "about" }, make("summary", {}, "What this is"));
+
+  root.append(
+    make("header", {}, make("h1", {}, data.title)), controls,
+    section("text", "Text", choice("colour", "Coloured by", colours), texts),
+    section("map", "Attention of steps on keys", make("p", { className: "legend" },
+      ...Object.entries(PARTS).map(([name, word]) => make("span", {}, make("i", { style: `background:${STRIPS[name]}` }), word)),
+      "Rows are steps, columns are keys. Arrow keys move; p pins the head."), mapTitle, maps, pinTitle, pinned, rowTable),
+    section("grid", "Layers and heads", make("div", { className: "controls" }, choice("grid", "Value", grids), tick("order", "sort heads in each layer")),
+      make("p", { className: "legend" }, "Rows are layers, columns are heads. Arrow keys or a click choose a head; Enter pins it."), heads, headTable),
+    about, readout);
+
+  // --- what the page says about itself
+
+  const facts = { ...data.facts };
+  arms.forEach(arm => { facts[arm.name] = `augmentation ${arm.rule}; ${arm.steps} tokens shown, the text ended by: ${arm.end}`; });
+  about.append(make("dl", {}, ...Object.entries(facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])));
+  const notes = [
+    `Attention on single keys was read again with the run's model, under the arm's augmentation at the same steps. It is stored in ${2 ** data.bits - 1} steps of a log scale from ${data.floor.toExponential(1)} to 1, so a number is right to ${(100 * data.precision).toPrecision(2)} % of itself; less is shown as 0. Attention on whole parts is stored as float32.`,
+    ...arms.map(arm => arm.off === null ? `${arm.name}: the run recorded no attention of this text to compare with.`
+      : `${arm.name}: the largest difference from the attention that the run recorded is ${arm.off.toExponential(1)}.`),
+    data.same ? "The arms have the same text." : "Each arm has a text of its own. At keys of the text a difference compares places, not words.",
+    data.noControl ? `There is no control by step: ${data.noControl}.` : `Control (${metrics.join(", ")}) is read on the shown text, behind the task's opposite prefixes, with the arm's augmentation in every branch.`,
+    "One text has no interval. Intervals of all texts of the run, of effects and of writes are 95 %, over prompts.",
+  ];
+  about.append(...notes.map(note => make("p", {}, note)));
+
+  // --- figures on the page
+
+  const drawn = new Map();
+  function figuresIn(place, panels, aspect) {
+    while (place.children.length > panels.length) place.lastChild.remove();
+    while (place.children.length < panels.length) place.append(newFigure());
+    panels.forEach((panel, i) => {
+      const figure = place.children[i], canvas = figure.querySelector("canvas"), width = Math.max(120, Math.floor(figure.clientWidth));
+      const height = Math.round(aspect(width)), dense = Math.min(devicePixelRatio || 1, 3), look = lookOf();
+      canvas.width = width * dense;
+      canvas.height = height * dense;
+      canvas.style.height = `${height}px`;
+      canvas.setAttribute("aria-label", panel.kind === "map"
+        ? `Attention of head ${panel.head}, ${panel.title}: ${panel.rows} steps by ${panel.cols} keys. Arrow keys move the cursor.`
+        : `${grids[state.grid]}, ${panel.title}: ${panel.rows} layers by ${panel.cols} heads. Arrow keys choose a head, Enter pins it.`);
+      const ctx = canvas.getContext("2d");
+      ctx.setTransform(dense, 0, 0, dense, 0, 0);
+      drawPanel(ctx, marked(panel, look), width, height, look);
+      const bar = figure.querySelector(".bar"), most = panel.scale.max;
+      figure.querySelector("figcaption b").textContent = panel.title;
+      bar.style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((panel.split ? SPLITS : RAMPS)[theme()], t))).join(",")})`;
+      figure.querySelector(".least").textContent = panel.split ? shown(-most) : "0";
+      figure.querySelector(".most").textContent = shown(most);
+      drawn.set(canvas, { panel, box: boxOf(panel, width, height) });
+    });
+  }
+  function marked(panel, look) {
+    const head = headOf(state.head), marks = [];
+    if (panel.kind === "map") marks.push([state.step, null, look.mark], [state.step, state.key, look.ink]);
+    else {
+      for (const [which, colour] of [[headOf(state.pin), look.pin], [head, look.mark]]) {
+        if (which !== "mean") marks.push([Math.floor(which / data.heads), panel.order[Math.floor(which / data.heads)].indexOf(which), colour]);
+      }
+    }
+    return { ...panel, marks };
+  }
+  function newFigure() {
+    const canvas = make("canvas", { tabIndex: 0, role: "application" });
+    const place = event => {
+      const { panel, box } = drawn.get(canvas), edge = canvas.getBoundingClientRect();
+      const cell = box.at(event.clientX - edge.left, event.clientY - edge.top);
+      return cell && { panel, cell };
+    };
+    canvas.addEventListener("pointermove", event => {
+      const found = place(event);
+      hover = found && hovered(found);
+      tell();
+    });
+    canvas.addEventListener("pointerleave", () => { hover = null; tell(); });
+    canvas.addEventListener("click", event => {
+      const found = place(event);
+      if (found) set(hovered(found));
+    });
+    canvas.addEventListener("keydown", event => {
+      const { panel } = drawn.get(canvas), to = panel.kind === "map" ? movedInMap(event.key, panel) : movedInGrid(event.key, panel);
+      if (!to) return;
+      event.preventDefault();
+      set(to);
+    });
+    return make("figure", {}, make("figcaption", {}, make("b", {}),
+      make("span", { className: "key" }, make("span", { className: "least" }), make("i", { className: "bar" }), make("span", { className: "most" }))), canvas);
+  }
+  const hovered = ({ panel, cell: [r, c] }) => panel.kind === "map"
+    ? { step: r, key: Math.min(c, first + r - 1), head: panel.head } : { head: headName(panel.order[r][c]) };
+  function movedInMap(pressed, panel) {
+    const { step, key } = state, last = first + step - 1;
+    const moves = {
+      ArrowLeft: { key: Math.max(0, key - 1) }, ArrowRight: { key: Math.min(last, key + 1) },
+      ArrowUp: { step: Math.max(0, step - 1) }, ArrowDown: { step: Math.min(steps - 1, step + 1) },
+      PageUp: { step: Math.max(0, step - 10) }, PageDown: { step: Math.min(steps - 1, step + 10) },
+      Home: { key: 0 }, End: { key: last },
+      p: { pin: panel.head === state.pin ? "" : panel.head },
+    };
+    return moves[pressed];
+  }
+  function movedInGrid(pressed, panel) {
+    const now = headOf(state.head), layer = now === "mean" ? 0 : Math.floor(now / data.heads);
+    const place = now === "mean" ? 0 : panel.order[layer].indexOf(now);
+    const to = (l, c) => ({ head: headName(now === "mean" ? panel.order[0][0] : panel.order[Math.min(Math.max(l, 0), data.layers - 1)][Math.min(Math.max(c, 0), data.heads - 1)]) });
+    const moves = {
+      ArrowLeft: () => to(layer, place - 1), ArrowRight: () => to(layer, place + 1), ArrowUp: () => to(layer - 1, place),
+      ArrowDown: () => to(layer + 1, place), Home: () => to(layer, 0), End: () => to(layer, data.heads - 1),
+      Enter: () => ({ pin: state.head === state.pin ? "" : state.head }), " ": () => ({ pin: state.head === state.pin ? "" : state.head }),
+      Escape: () => ({ head: "mean" }),
+    };
+    return moves[pressed]?.();
+  }
+
+  // --- the text
+
+  const nothing = key => key.text === "" ? "·" : key.text.replace(/\n/g, "↵\n");
+  function wordsOf(i) {
+    const arm = arms[i], head = headOf(state.head);
+    return arm.keys.map((text, key) => {
+      const step = key - first, of = Math.min(state.step, arm.steps - 1);
+      let value = MISSING;
+      if (state.colour === "read") value = key < first + of ? numbers.row(i, of, head)[key] : MISSING;
+      else if (step >= 0 && state.colour !== "none") {
+        value = state.colour === "mass" ? numbers.mass(i, data.steered, step, head) : state.colour === "bos" ? numbers.mass(i, "bos", step, head)
+          : arm.control[state.colour]?.[step] ?? MISSING;
+      }
+      if (state.colour === "read" && masked(key)) value = MISSING;
+      return { text, key, step, value, part: partOf(key) };
+    });
+  }
+  function textScales(words) {
+    const most = words.map(list => Math.max(0, ...list.map(word => Math.abs(word.value) || 0)));
+    const split = metrics.includes(state.colour) && words.flat().some(word => word.value < 0);
+    return most.map(own => scaleOf(state.scale === "own" ? own : Math.max(...most), split, state.log, theme()));
+  }
+  function showTexts() {
+    const words = arms.map((arm, i) => wordsOf(i)), scales = textScales(words), focused = root.ownerDocument.activeElement;
+    const inside = texts.contains(focused) ? [focused.closest(".arm").dataset.arm, focused.dataset.key] : null;
+    texts.replaceChildren(...arms.map((arm, i) => {
+      const at = first + Math.min(state.step, arm.steps - 1);
+      const line = make("div", { className: "line", role: "group", "aria-label": `Tokens of ${arm.name}; arrow keys move the step` }, ...words[i].map(word => {
+        const token = make("button", { type: "button", className: `token ${word.part}`, tabIndex: word.key === at ? 0 : -1 }, nothing(word));
+        token.dataset.key = word.key;
+        if (!Number.isNaN(word.value)) {
+          const colour = scales[i].colour(word.value);
+          token.style.background = css(colour);
+          token.style.color = inkOn(colour);
+        }
+        if (word.key === at && state.step < arm.steps) token.setAttribute("aria-current", "step");
+        token.setAttribute("aria-label", `${quoted(word.text)}, ${word.step >= 0 ? `step ${word.step}` : PARTS[word.part]}: ${shown(word.value)}`);
+        return token;
+      }));
+      const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line,
+        make("span", { className: "key" }, scales[i].split ? shown(-scales[i].max) : "0", make("i", { className: "bar", style: `background: linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((scales[i].split ? SPLITS : RAMPS)[theme()], t))).join(",")})` }), shown(scales[i].max)));
+      column.dataset.arm = i;
+      return column;
+    }));
+    if (inside) texts.querySelector(`[data-arm="${inside[0]}"] [aria-current], [data-arm="${inside[0]}"] [tabindex="0"]`)?.focus();
+  }
+  const placed = target => target.closest?.(".token")?.dataset.key;
+  const ofToken = key => +key >= first ? { step: +key - first } : { key: +key };
+  texts.addEventListener("click", event => { if (placed(event.target)) set(ofToken(placed(event.target))); });
+  texts.addEventListener("pointerover", event => {
+    const key = placed(event.target);
+    hover = key ? ofToken(key) : null;
+    tell();
+  });
+  texts.addEventListener("pointerleave", () => { hover = null; tell(); });
+  texts.addEventListener("keydown", event => {
+    const to = { ArrowLeft: state.step - 1, ArrowRight: state.step + 1, Home: 0, End: steps - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    set({ step: Math.min(Math.max(to, 0), steps - 1) });
+  });
+
+  // --- tables
+
+  function tableOf(caption, names, rows, sort) {
+    const head = make("tr", {}, ...names.map(([name, title]) => {
+      const cell = make("th", { scope: "col" });
+      if (!sort) cell.textContent = title;
+      else {
+        const own = state.sort === name;
+        cell.setAttribute("aria-sort", own ? (state.down ? "descending" : "ascending") : "none");
+        cell.append(make("button", { type: "button", onclick: () => set({ sort: name, down: own ? (state.down ? "" : "1") : name === "head" ? "" : "1" }) }, title));
+      }
+      return cell;
+    }));
+    const body = rows.map(cells => make("tr", {}, ...cells.map((cell, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, cell))));
+    return make("div", { className: "box", tabIndex: 0, role: "region", "aria-label": caption },
+      make("table", {}, make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...body)));
+  }
+  function fill(details, build) {
+    details.querySelector(".box")?.remove();
+    if (details.open) details.append(build());
+  }
+  function mapRows() {
+    const head = headOf(state.head), there = armsAt(state.step), rows = arms.map((arm, i) => there.includes(i) ? numbers.row(i, state.step, head) : null);
+    return Array.from({ length: first + state.step }, (_, key) => {
+      const found = rows.map(row => row ? row[key] : MISSING);
+      return { key, words: arms.map(arm => arm.keys[key] ?? ""), part: PARTS[partOf(key)], found, difference: two ? found[1] - found[0] : MISSING };
+    });
+  }
+  const showTables = () => {
+    fill(rowTable, () => tableOf(`Attention of head ${state.head} at step ${state.step}`,
+      ["key", "part", ...arms.flatMap(arm => [`token, ${arm.name}`, arm.name]), ...(two ? ["difference"] : [])].map(name => [name, name]),
+      mapRows().map(row => [String(row.key), row.part, ...arms.flatMap((arm, i) => [quoted(row.words[i]), shown(row.found[i])]), ...(two ? [shown(row.difference, true)] : [])])));
+    fill(headTable, () => {
+      const columns = columnsOf(), order = sortedHeads(columns);
+      return tableOf("Every head at this step", [["head", "head"], ...Object.entries(columns).map(([name, each]) => [name, each.title])],
+        order.map(head => [button(headName(head), `Choose head ${headName(head)}`, () => set({ head: headName(head) })),
+          ...Object.values(columns).map(each => shown(each.mean[head], each.split) + within({ low: each.low?.[head], high: each.high?.[head] }))]), true);
+    });
+  };
+  function sortedHeads(columns) {
+    const order = Array.from({ length: n }, (_, head) => head), sign = state.down ? -1 : 1;
+    if (state.sort === "head") return state.down ? order.reverse() : order;
+    const value = head => columns[state.sort].mean[head];
+    const lacks = head => value(head) === null || Number.isNaN(value(head));
+    return order.sort((a, b) => lacks(a) - lacks(b) || (lacks(a) ? 0 : sign * (value(a) - value(b))) || a - b);
+  }
+
+  // --- the readout
+
+  function tell() {
+    const now = { ...state, ...hover }, head = headOf(now.head), there = armsAt(now.step), key = Math.min(now.key, first + now.step - 1);
+    const values = arms.map((arm, i) => there.includes(i) ? numbers.row(i, now.step, head)[key] : MISSING);
+    const masses = arms.map((arm, i) => there.includes(i) ? numbers.mass(i, data.steered, now.step, head) : MISSING);
+    const odds = arms.map((arm, i) => there.includes(i) ? numbers.odds(i, now.step, head) : MISSING);
+    const beside = (list, sign) => arms.map((arm, i) => `${arm.name} ${shown(list[i])}`).join(", ") + (two ? `, difference ${shown(list[1] - list[0], sign)}` : "");
+    const named = i => arms[i].keys[key] ?? "", same = new Set(arms.map((arm, i) => named(i))).size === 1;
+    const word = same ? quoted(named(0)) : arms.map((arm, i) => quoted(named(i))).join(" / ");
+    const next = arms.map((arm, i) => there.includes(i) ? quoted(arm.keys[first + now.step]) : "none");
+    const lines = [
+      `Step ${now.step} predicts ${new Set(next).size === 1 ? next[0] : next.join(" / ")}. ${head === "mean" ? "Mean of all heads" : `Head ${now.head}`}, key ${key} ${word} (${PARTS[partOf(key)]}): ${beside(values, true)}.`,
+      `On the ${data.steered}: ${beside(masses, true)}. Log-odds: ${beside(odds, true)}.`,
+    ];
+    for (const metric of metrics) lines.push(`Control ${metric}: ${beside(arms.map(arm => arm.control[metric]?.[now.step] ?? MISSING), true)}.`);
+    const told = { step: now.step, head: now.head, key, part: partOf(key), pin: state.pin, difference: two ? values[1] - values[0] : "" };
+    values.forEach((value, i) => { told[`value${i}`] = value; });
+    masses.forEach((value, i) => { told[`mass${i}`] = value; });
+    odds.forEach((value, i) => { told[`odds${i}`] = value; });
+    if (head !== "mean") {
+      const known = { ...Object.fromEntries(Object.entries(data.study)), ...Object.fromEntries(arms.filter(arm => arm.run.mean).map(arm => [`all texts, ${arm.name}`, { ...arm.run, about: `attention on the ${data.steered}, all texts, ${arm.name}`, unit: "" }])) };
+      const layer = Math.floor(head / data.heads), at = head % data.heads, found = [];
+      for (const [name, each] of Object.entries(known)) {
+        const one = { mean: each.mean[layer][at], low: each.low[layer][at], high: each.high[layer][at] };
+        found.push(`${each.about} ${shown(one.mean)}${within(one)}${each.unit && ` ${each.unit}`}`);
+        if (data.study[name]) Object.assign(told, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
+      }
+      if (found.length) lines.push(`${found.join("; ")}.`);
+    }
+    for (const name of Object.keys(el.dataset)) if (name !== "ready" && !(name in told)) delete el.dataset[name];
+    for (const [name, value] of Object.entries(told)) el.dataset[name] = value ?? "";
+    readout.replaceChildren(...lines.map(line => make("span", {}, line)));
+  }
+
+  // --- all of it
+
+  function show() {
+    slider.value = state.step;
+    slider.setAttribute("aria-valuetext", `step ${state.step} of ${steps - 1}`);
+    stepName.textContent = `${state.step} of ${steps - 1}`;
+    for (const field of root.querySelectorAll("select")) field.value = state[field.name];
+    for (const field of root.querySelectorAll("input[type=checkbox]")) field.checked = state[field.name] === "1";
+    const isPinned = state.pin !== "" && state.pin === state.head;
+    pinButton.textContent = isPinned ? "Let go of this head" : "Pin this head";
+    pinButton.disabled = state.head === "mean";
+    const tall = width => Math.min(Math.max(steps * 6, 160), 420) * Math.min(1, 0.55 + width / 900) + SPACE.top + SPACE.bottom;
+    mapTitle.textContent = state.head === "mean" ? "Mean of all heads" : `Head ${state.head}`;
+    figuresIn(maps, mapsOf(state.head), tall);
+    const second = state.pin && state.pin !== state.head;
+    pinTitle.textContent = second ? `Pinned: head ${state.pin}` : "";
+    pinTitle.hidden = !second;
+    figuresIn(pinned, second ? mapsOf(state.pin) : [], tall);
+    figuresIn(heads, gridsOf(), () => Math.min(Math.max(data.layers * 12, 72), 480) + SPACE.top + SPACE.bottom);
+    showTexts();
+    showTables();
+    tell();
+  }
+
+  // --- files
+
+  function rowsOf(panel) {
+    if (panel === "text") {
+      return [["arm", "key", "step", "part", "token", colours[state.colour]],
+        ...arms.flatMap((arm, i) => wordsOf(i).map(word => [arm.name, word.key, word.step < 0 ? "" : word.step, PARTS[word.part], word.text, word.value]))];
+    }
+    if (panel === "map") {
+      const rows = [["head", "arm", "step", "key", "part", "token", "attention"]];
+      for (const head of [state.head, ...(state.pin && state.pin !== state.head ? [state.pin] : [])]) {
+        arms.forEach((arm, i) => {
+          for (let step = 0; step < arm.steps; step++) {
+            numbers.row(i, step, headOf(head)).forEach((value, key) => rows.push([head, arm.name, step, key, PARTS[partOf(key)], arm.keys[key], value]));
+          }
+        });
+      }
+      return rows;
+    }
+    const columns = columnsOf(), order = sortedHeads(columns);
+    const names = Object.values(columns).flatMap(each => each.low ? [each.title, `${each.title}, low`, `${each.title}, high`] : [each.title]);
+    return [["layer", "head", ...names], ...order.map(head => [Math.floor(head / data.heads), head % data.heads,
+      ...Object.values(columns).flatMap(each => (each.low ? [each.mean, each.low, each.high] : [each.mean]).map(list => list[head] ?? MISSING))])];
+  }
+  function picture(panel, start) {
+    const look = lookOf(), bold = "600 12px sans-serif";
+    if (panel === "text") {
+      const width = 640, measure = make("canvas").getContext("2d"), size = 20;
+      measure.font = "13px sans-serif";
+      const words = arms.map((arm, i) => wordsOf(i)), scales = textScales(words), placedWords = [];
+      let y = 24;
+      words.forEach((list, i) => {
+        placedWords.push({ title: arms[i].name, y });
+        let x = 10;
+        y += size + 6;
+        for (const word of list) {
+          const text = word.text === "" ? "·" : word.text.replace(/\n/g, "↵"), w = measure.measureText(text).width;
+          if (x + w > width - 10) { x = 10; y += size; }
+          placedWords.push({ text, x, y, w, colour: Number.isNaN(word.value) ? null : scales[i].colour(word.value) });
+          x += w;
+        }
+        y += 2 * size;
+      });
+      const ctx = start(width, y), plain = look.ink;
+      ctx.fillStyle = look.page;
+      ctx.fillRect(0, 0, width, y);
+      for (const each of placedWords) {
+        ctx.textAlign = "left";
+        ctx.font = each.title ? bold : "13px sans-serif";
+        if (each.colour) {
+          ctx.fillStyle = css(each.colour);
+          ctx.fillRect(each.x, each.y - 14, each.w, size - 2);
+        }
+        ctx.fillStyle = each.colour ? inkOn(each.colour) : plain;
+        ctx.fillText(each.title ?? each.text, each.title ? 10 : each.x, each.y);
+      }
+      return ctx;
+    }
+    const groups = panel === "grid" ? [["", gridsOf()]] : [[state.head, mapsOf(state.head)], ...(state.pin && state.pin !== state.head ? [[state.pin, mapsOf(state.pin)]] : [])];
+    const w = 340, h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, across = groups[0][1].length;
+    const ctx = start(across * w + 10, groups.length * (h + 40) + 10);
+    ctx.fillStyle = look.page;
+    ctx.fillRect(0, 0, across * w + 10, groups.length * (h + 40) + 10);
+    groups.forEach(([head, panels], g) => panels.forEach((each, i) => {
+      ctx.font = bold;
+      ctx.textAlign = "left";
+      ctx.fillStyle = look.ink;
+      const what = panel === "grid" ? grids[state.grid] : head === "mean" ? "mean of all heads" : `head ${head}`;
+      ctx.fillText(data.study[state.grid] && panel === "grid" ? what : `${each.title}: ${what}`, 10 + i * w, 20 + g * (h + 40));
+      ctx.font = "10px sans-serif";
+      ctx.fillStyle = look.pale;
+      ctx.fillText(`colours from ${each.split ? shown(-each.scale.max) : 0} to ${shown(each.scale.max)}${state.log ? ", log" : ""}`, 10 + i * w, 34 + g * (h + 40));
+      drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 38 + g * (h + 40));
+    }));
+    return ctx;
+  }
+  async function fileOf(panel, kind) {
+    if (kind === "CSV") return new Blob(["\ufeff", csvText(rowsOf(panel))], { type: "text/csv" });
+    if (kind === "SVG") return new Blob([String(picture(panel, (w, h) => new Svg(w, h)))], { type: "image/svg+xml" });
+    const canvas = make("canvas");
+    picture(panel, (w, h) => {
+      Object.assign(canvas, { width: 2 * w, height: 2 * h });
+      const ctx = canvas.getContext("2d");
+      ctx.scale(2, 2);
+      return ctx;
+    });
+    return new Promise(done => canvas.toBlob(done, "image/png"));
+  }
+  async function save(panel, kind) {
+    const address = URL.createObjectURL(await fileOf(panel, kind));
+    make("a", { href: address, download: `${panel}-step${state.step}-head${state.head}.${kind.toLowerCase()}` }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 10_000);
+  }
+
+  // --- life
+
+  const dark = matchMedia("(prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
+  let width = 0;
+  const resized = new ResizeObserver(() => {
+    if (root.clientWidth !== width) {
+      width = root.clientWidth;
+      show();
+    }
+  });
+  if (hash) {
+    readHash();
+    addEventListener("hashchange", followed);
+  }
+  show();
+  width = root.clientWidth;
+  resized.observe(root);
+  dark.addEventListener("change", show);
+  el.viewer = { set, state, file: fileOf, numbers };
+  el.dataset.ready = "yes";
+  return () => {
+    resized.disconnect();
+    dark.removeEventListener("change", show);
+    removeEventListener("hashchange", followed);
+  };
+}
+
+export default { render };
