@@ -34,6 +34,7 @@ _HOMES = {
     "soft_inputs": "attention.cache",
     "step_table": "trace.tables",
     "teacher_forced": "decoding.teacher_forcing",
+    "view": "viewer",
 }
 _OTHER_NAMES = {"method": "get"}
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "soft_inputs",
     "step_table",
     "teacher_forced",
+    "view",
 ]
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
         prefix_token_table,
         step_table,
     )
+    from lapa2_interp.viewer import view
 
 
 def __getattr__(name: str) -> Any:

@@ -43,6 +43,7 @@ OF_BRIDGES = (
     "planted",
     "selection",
     "study",
+    "view",
 )
 """Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge."""
 collect_ignore = (

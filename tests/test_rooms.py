@@ -16,7 +16,7 @@ CORE = (
     "kit", "circuits",
 )  # fmt: skip
 """Rooms in the order of docs/architecture.md; a room is a module or a folder of the package."""
-RUNS, PAPER, FRONT = ("runs",), ("paper",), ("report", "cli")
+RUNS, PAPER, FRONT = ("runs",), ("paper",), ("report", "viewer", "cli")
 ORDER = (*CORE, *RUNS, *PAPER, *FRONT)
 
 
@@ -114,7 +114,7 @@ def test_the_public_names_are_these():
     assert set(lapa2_interp.__all__) == {
         "Augmentation", "Cell", "Lapa2Error", "Layout", "Run", "__version__", "augmented", "find_prefix", "generate",
         "head_table", "load_model", "load_run", "load_task", "load_tokenizer", "local_ratio", "method", "model_card", "pooled",
-        "prefix_token_table", "probe", "soft_inputs", "step_table", "teacher_forced",
+        "prefix_token_table", "probe", "soft_inputs", "step_table", "teacher_forced", "view",
     }  # fmt: skip
     for name in lapa2_interp.__all__:
         assert getattr(lapa2_interp, name) is not None

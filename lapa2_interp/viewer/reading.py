@@ -64,7 +64,7 @@ class Reading:
         augmentation: What acted.
         tokens: The text that was read.
         end: Why the text ended.
-        patterns: By step, attention on every live key, [layer, head, key].
+        patterns: By step, attention on every live key, [layer, head, key]; a step more, a key more.
         masses: Attention on each of MASSES, [mass, step, layer, head].
         control: By metric, the control at every step in nats; empty where there is none.
         off: The largest difference from the sums that the run recorded; None where it recorded none
@@ -77,7 +77,7 @@ class Reading:
     augmentation: Augmentation | None
     tokens: tuple[int, ...]
     end: str
-    patterns: tuple[Float[np.ndarray, "layer head key"], ...]
+    patterns: tuple[Float[np.ndarray, "layer head _"], ...]
     masses: Float[np.ndarray, "mass step layer head"]
     control: Mapping[str, Sequence[float]]
     off: float | None
@@ -257,9 +257,7 @@ def read_again(
         gaps.append(by_prompt)
         augmentation, mean = todo.augmentations[number], _interval(by_prompt)
         readings.append(
-            Reading(
-                name, augmentation, tuple(tokens), end, patterns, masses, values, off, mean
-            )
+            Reading(name, augmentation, tuple(tokens), end, patterns, masses, values, off, mean)
         )
     paired: dict[str, np.ndarray] = {}
     if len(gaps) == 2:
@@ -339,9 +337,7 @@ def _control(
         if question.cases[0].layouts[0].ids != todo.layouts[number][0].ids:
             return {}, "the branch's prefix is not the task's"
         metrics = [name for name in ("js", "lex") if name in question.metrics]
-        score = control(
-            model, question, metrics=metrics, augmentation=todo.augmentations[number]
-        )
+        score = control(model, question, metrics=metrics, augmentation=todo.augmentations[number])
     except Lapa2Error as error:
         return {}, str(error)
     return {name: score.values[name][0].tolist() for name in metrics}, ""
@@ -433,5 +429,3 @@ def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
             grids.append(grid)
         values[name] = HeadValues(about, unit, *grids)
     return values
-
-

@@ -240,7 +240,6 @@ export async function render({ model, el, hash = false }) {
   const armsAt = step => arms.map((arm, i) => i).filter(i => step < arms[i].steps);
 
   const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query", bos: "attention on BOS" };
-  if (data.steered === "prompt") delete colours.prefix;
   for (const metric of metrics) colours[metric] = `control (${metric}, nats)`;
   colours.none = "nothing";
   const grids = {
@@ -302,10 +301,9 @@ export async function render({ model, el, hash = false }) {
     return max;
   }
   function scaled(panels, log) {
-    const shares = panels.filter(panel => !panel.split);
-    const most = Math.max(0, ...shares.map(topOf));
+    const most = Math.max(0, ...panels.filter(panel => !panel.apart).map(topOf));
     for (const panel of panels) {
-      panel.scale = scaleOf(panel.split || state.scale === "own" ? topOf(panel) : most, panel.split, log, theme());
+      panel.scale = scaleOf(panel.apart || state.scale === "own" ? topOf(panel) : most, panel.split, log, theme());
     }
     return panels;
   }
@@ -320,7 +318,7 @@ export async function render({ model, el, hash = false }) {
     const of = headOf(head), rows = arms.map((arm, i) => Array.from({ length: arm.steps }, (_, step) => numbers.row(i, step, of)));
     const cell = i => (step, key) => masked(key) ? MISSING : rows[i][step]?.[key] ?? MISSING;
     const panels = arms.map((arm, i) => ({ title: arm.name, value: cell(i), split: false }));
-    if (two) panels.push({ title: "difference", value: (step, key) => cell(1)(step, key) - cell(0)(step, key), split: true });
+    if (two) panels.push({ title: "difference", apart: true, value: (step, key) => cell(1)(step, key) - cell(0)(step, key), split: true });
     for (const panel of panels) {
       Object.assign(panel, { rows: steps, cols: keys, strips, column: String, head, kind: "map" });
     }
@@ -333,7 +331,7 @@ export async function render({ model, el, hash = false }) {
     if (data.study[name]) return [{ title: data.study[name].about, split: true, ...grid(data.study[name]) }];
     if (name === "run") {
       const found = arms.filter(arm => arm.run.mean).map(arm => ({ title: arm.name, split: false, ...grid(arm.run) }));
-      if (data.differences.mean) found.push({ title: "difference", split: true, ...grid(data.differences) });
+      if (data.differences.mean) found.push({ title: "difference", apart: true, split: true, ...grid(data.differences) });
       return found;
     }
     const read = {
@@ -346,7 +344,7 @@ export async function render({ model, el, hash = false }) {
       },
     }[name];
     const found = arms.map((arm, i) => ({ title: arm.name, split: name === "odds", ...heads(head => read(i, head)) }));
-    if (two) found.push({ title: "difference", split: true, mean: found[1].mean.map((value, head) => value - found[0].mean[head]) });
+    if (two) found.push({ title: "difference", apart: true, split: true, mean: found[1].mean.map((value, head) => value - found[0].mean[head]) });
     return found;
   }
 
@@ -415,7 +413,7 @@ export async function render({ model, el, hash = false }) {
     section("map", "Attention of steps on keys", make("p", { className: "legend" },
       ...Object.entries(PARTS).map(([name, word]) => make("span", {}, make("i", { style: `background:${STRIPS[name]}` }), word)),
       "Rows are steps, columns are keys. Arrow keys move; p pins the head."), mapTitle, maps, pinTitle, pinned, rowTable),
-    section("grid", "Layers and heads", make("div", { className: "controls" }, choice("grid", "Value", grids), tick("order", "sort heads in each layer")),
+    section("grid", "Layers and heads", make("div", { className: "controls" }, choice("grid", "Value", grids), tick("order", "sort heads in each layer, by the last figure")),
       make("p", { className: "legend" }, "Rows are layers, columns are heads. Arrow keys or a click choose a head; Enter pins it."), heads, headTable),
     about, readout);
 
