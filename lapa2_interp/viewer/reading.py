@@ -280,16 +280,15 @@ def read_again(
 
 def _text(made: FinishedCell, chosen: Chosen) -> tuple[list[int], str, int]:
     """Tokens of the chosen text, why it ended, and its row among the samples."""
-    table = made.samples.reset_index(drop=True)
-    found = table.index[(table["prompt"] == chosen.prompt) & (table["sample"] == chosen.sample)]
-    if not len(found) or not table.loc[found[0], "n_tokens"]:
+    table = made.samples
+    rows = np.flatnonzero((table["prompt"] == chosen.prompt) & (table["sample"] == chosen.sample))
+    tokens = [int(token) for row in rows[:1] for token in table["tokens"].iloc[row]]
+    if not tokens:
         raise TraceError(
             f"sample {chosen.sample} of {chosen.prompt!r} has no tokens; choose another with"
             " --prompt or --sample"
         )
-    row = int(found[0])
-    tokens = [int(token) for token in table.loc[row, "tokens"]]
-    return tokens, str(table.loc[row, "finish"]), row
+    return tokens, str(table["finish"].iloc[rows[0]]), int(rows[0])
 
 
 def _branch(todo: Plan, name: str | None) -> int:

@@ -91,18 +91,18 @@ const mixed = (stops, t) => {
 const css = colour => `rgb(${colour.join(",")})`;
 const inkOn = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#1f2328" : "#ffffff";
 
-/** A scale from numbers to colours; `split` is about 0 and has two colours. */
-function scaleOf(max, split, log, theme) {
+/** A scale from numbers to colours: from 0 to max, from -max to max (`split`), or from min to max. */
+function scaleOf(max, split, log, theme, min = 0) {
   const least = max * 1e-3;
-  const place = size => log
+  const place = size => log && min === 0
     ? Math.log1p(size / least) / Math.log1p(max / least)
-    : size / max;
+    : (size - min) / (max - min);
   const colour = value => {
-    if (!(max > 0)) return mixed(split ? SPLITS[theme] : RAMPS[theme], split ? 0.5 : 0);
-    const t = Math.min(place(Math.abs(value)), 1);
-    return split ? mixed(SPLITS[theme], 0.5 + 0.5 * Math.sign(value) * t) : mixed(RAMPS[theme], t);
+    if (!(max > min)) return mixed(split ? SPLITS[theme] : RAMPS[theme], split ? 0.5 : 0);
+    if (!split) return mixed(RAMPS[theme], place(value));
+    return mixed(SPLITS[theme], 0.5 + 0.5 * Math.sign(value) * Math.min(place(Math.abs(value)), 1));
   };
-  return { max, split, colour };
+  return { min: split ? -max : min, max, split, colour };
 }
 
 /** What panels draw with, as SVG text. */
@@ -293,17 +293,23 @@ export async function render({ model, el, hash = false }) {
   };
   const masked = key => state.bos && partOf(key) === "bos";
 
-  function topOf(panel) {
-    let max = 0;
+  /** The ends of a panel's values; 0 is one of them unless the values have another lower end. */
+  function endsOf(panel) {
+    let low = panel.open ? Infinity : 0, high = panel.open ? -Infinity : 0;
     for (let r = 0; r < panel.rows; r++) {
-      for (let c = 0; c < panel.cols; c++) max = Math.max(max, Math.abs(panel.value(r, c)) || 0);
+      for (let c = 0; c < panel.cols; c++) {
+        const value = panel.value(r, c), size = panel.open ? value : Math.abs(value);
+        if (!Number.isNaN(size)) [low, high] = [Math.min(low, size), Math.max(high, size)];
+      }
     }
-    return max;
+    return [low, high];
   }
   function scaled(panels, log) {
-    const most = Math.max(0, ...panels.filter(panel => !panel.apart).map(topOf));
+    const all = panels.filter(panel => !panel.apart).map(endsOf);
+    const shared = [Math.min(...all.map(ends => ends[0])), Math.max(...all.map(ends => ends[1]))];
     for (const panel of panels) {
-      panel.scale = scaleOf(panel.apart || state.scale === "own" ? topOf(panel) : most, panel.split, log, theme());
+      const [low, high] = panel.apart || state.scale === "own" ? endsOf(panel) : shared;
+      panel.scale = scaleOf(high, panel.split, log, theme(), low);
     }
     return panels;
   }
@@ -343,7 +349,7 @@ export async function render({ model, el, hash = false }) {
         return sum / arms[i].steps;
       },
     }[name];
-    const found = arms.map((arm, i) => ({ title: arm.name, split: name === "odds", ...heads(head => read(i, head)) }));
+    const found = arms.map((arm, i) => ({ title: arm.name, split: false, open: name === "odds", ...heads(head => read(i, head)) }));
     if (two) found.push({ title: "difference", apart: true, split: true, mean: found[1].mean.map((value, head) => value - found[0].mean[head]) });
     return found;
   }
@@ -450,11 +456,11 @@ export async function render({ model, el, hash = false }) {
       const ctx = canvas.getContext("2d");
       ctx.setTransform(dense, 0, 0, dense, 0, 0);
       drawPanel(ctx, marked(panel, look), width, height, look);
-      const bar = figure.querySelector(".bar"), most = panel.scale.max;
+      const bar = figure.querySelector(".bar");
       figure.querySelector("figcaption b").textContent = panel.title;
       bar.style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((panel.split ? SPLITS : RAMPS)[theme()], t))).join(",")})`;
-      figure.querySelector(".least").textContent = panel.split ? shown(-most) : "0";
-      figure.querySelector(".most").textContent = shown(most);
+      figure.querySelector(".least").textContent = shown(panel.scale.min);
+      figure.querySelector(".most").textContent = shown(panel.scale.max);
       drawn.set(canvas, { panel, box: boxOf(panel, width, height) });
     });
   }
@@ -560,7 +566,7 @@ export async function render({ model, el, hash = false }) {
         return token;
       }));
       const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line,
-        make("span", { className: "key" }, scales[i].split ? shown(-scales[i].max) : "0", make("i", { className: "bar", style: `background: linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((scales[i].split ? SPLITS : RAMPS)[theme()], t))).join(",")})` }), shown(scales[i].max)));
+        make("span", { className: "key" }, shown(scales[i].min), make("i", { className: "bar", style: `background: linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((scales[i].split ? SPLITS : RAMPS)[theme()], t))).join(",")})` }), shown(scales[i].max)));
       column.dataset.arm = i;
       return column;
     }));
@@ -758,7 +764,7 @@ export async function render({ model, el, hash = false }) {
       ctx.fillText(data.study[state.grid] && panel === "grid" ? what : `${each.title}: ${what}`, 10 + i * w, 20 + g * (h + 40));
       ctx.font = "10px sans-serif";
       ctx.fillStyle = look.pale;
-      ctx.fillText(`colours from ${each.split ? shown(-each.scale.max) : 0} to ${shown(each.scale.max)}${state.log ? ", log" : ""}`, 10 + i * w, 34 + g * (h + 40));
+      ctx.fillText(`colours from ${shown(each.scale.min)} to ${shown(each.scale.max)}${state.log ? ", log" : ""}`, 10 + i * w, 34 + g * (h + 40));
       drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 38 + g * (h + 40));
     }));
     return ctx;
