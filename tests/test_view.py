@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from browsers import DRIVERS, FLAGS, chromium
-from conftest import load, run_of
+from conftest import load, run_of, soft_set
 
-from lapa2_interp import view
+from lapa2_interp import load_task, view
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cli import main
@@ -223,6 +223,29 @@ def test_a_run_without_trace_and_arm_is_shown_without_comparison(tmp_path):
         view(alone, model=model).save(tmp_path)
 
 
+def test_soft_slots_are_keys_of_their_own(tmp_path):
+    model, task = load("tiny-llama"), load_task("sentiment")
+    given = {"prefixes": soft_set(tmp_path, model, task)}
+    made = run_of(
+        model,
+        "prefix",
+        task,
+        ["positive"],
+        ["The lake"],
+        length=14,
+        samples=1,
+        trace="full",
+        parameters=given,
+    )
+    shown = view(made, model=model)
+    assert shown.data["parts"][:6] == ["prefix"] * 5 + ["bos"]
+    assert shown.data["arms"][0]["keys"][:2] == ["soft 1", "soft 2"]
+    assert shown.found.no_control == "the branch has a soft prefix"
+    reading = shown.found.readings[0]
+    assert reading.off < 1e-5
+    assert np.allclose(reading.patterns[2][..., :5].sum(-1), reading.masses[0, 2], atol=1e-5)
+
+
 def test_the_command_writes_the_page(run, study, tmp_path, capsys):
     folder = run.save(tmp_path / "run").home
     assert main(["view", str(folder), "--circuits", str(study), "--steps", "5"]) == 0
@@ -427,6 +450,29 @@ def test_the_page_fits_and_every_control_has_a_name(browser, place, width, dark)
     assert browser.ask("document.querySelector('.readout').getAttribute('aria-live')") == "polite"
     colour = browser.ask("getComputedStyle(document.querySelector('.lapa2-view')).backgroundColor")
     assert colour == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    quiet(browser, place)
+
+
+def test_arms_of_unequal_lengths(browser, shown, tmp_path):
+    first, second = shown.found.readings
+    short = dataclasses.replace(
+        second,
+        tokens=second.tokens[:5],
+        patterns=second.patterns[:5],
+        masses=second.masses[:, :5],
+        control={name: values[:5] for name, values in second.control.items()},
+    )
+    found = dataclasses.replace(shown.found, readings=(first, short))
+    place = dataclasses.replace(shown, found=found).save(tmp_path / "view.html")
+    opened(browser, place, f"step={len(first.tokens) - 1}&head=1.2&grid=odds&colour=js")
+    now = told(browser)
+    assert float(now["value0"]) == pytest.approx(first.patterns[-1][1, 2, 0], rel=2e-4)
+    assert (now["value1"], now["difference"], now["odds1"]) == ("NaN", "NaN", "NaN")
+    assert "alpha 0.5 paper none" in browser.ask("document.querySelector('.readout').textContent")
+    browser.ask("for (const each of document.querySelectorAll('details')) each.open = true; 0")
+    browser.ask("new Promise(done => setTimeout(() => done(0), 100))")
+    for panel in ("text", "map", "grid"):
+        assert browser.ask(f"{VIEW}.viewer.file('{panel}', 'SVG').then(blob => blob.size)") > 1000
     quiet(browser, place)
 
 
