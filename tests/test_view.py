@@ -365,8 +365,9 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     x, y = middle(browser, grid, 1, 2, layers, heads)
     browser.hover(x, y)
     assert told(browser)["head"] == "1.2"
-    assert "js lost without the head" in browser.ask(
-        "document.querySelector('.readout').textContent"
+    known = browser.ask("document.querySelector('.readout').textContent")
+    assert known.startswith(
+        "Head 1.2: js lost without the head 0.4674 [0.4637, 0.4723] nats a step"
     )
     browser.click(x, y)
     browser.press("Enter")
@@ -423,7 +424,7 @@ def test_panels_are_saved_as_they_are(browser, place, shown):
         drawing = ElementTree.fromstring(file(panel, "SVG"))
         assert {each.tag.split("}")[1] for each in drawing.iter()} == {"svg", "rect", "text"}
     table = pd.read_csv(io.BytesIO(file("map", "CSV")), keep_default_na=False, encoding="utf-8-sig")
-    rows = table[(table["arm"] == "baseline") & (table["step"] == 4) & (table["head"] == 1.2)]
+    rows = table[(table["arm"] == "baseline") & (table["step"] == 4) & (table["layer"] == 1)]
     there = shown.found.readings[0].patterns[4][1, 2]
     assert np.allclose(rows["attention"].astype(float), there, rtol=2e-4, atol=FLOOR)
     heads = pd.read_csv(io.BytesIO(file("grid", "CSV")), encoding="utf-8-sig")

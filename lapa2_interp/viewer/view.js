@@ -663,7 +663,9 @@ export async function render({ model, el, hash = false }) {
         found.push(`${each.about} ${shown(one.mean)}${within(one)}${each.unit && ` ${each.unit}`}`);
         if (data.study[name]) Object.assign(told, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
       }
-      if (found.length) lines.push(`${found.join("; ")}.`);
+      // In the grid the head is what one asks about.
+      const first = hover ? "head" in hover && !("key" in hover) : heads.contains(root.ownerDocument.activeElement);
+      if (found.length) lines.splice(first ? 0 : lines.length, 0, `Head ${now.head}: ${found.join("; ")}.`);
     }
     for (const name of Object.keys(el.dataset)) if (name !== "ready" && !(name in told)) delete el.dataset[name];
     for (const [name, value] of Object.entries(told)) el.dataset[name] = value ?? "";
@@ -702,11 +704,12 @@ export async function render({ model, el, hash = false }) {
         ...arms.flatMap((arm, i) => wordsOf(i).map(word => [arm.name, word.key, word.step < 0 ? "" : word.step, PARTS[word.part], word.text, word.value]))];
     }
     if (panel === "map") {
-      const rows = [["head", "arm", "step", "key", "part", "token", "attention"]];
+      const rows = [["layer", "head", "arm", "step", "key", "part", "token", "attention"]];
       for (const head of [state.head, ...(state.pin && state.pin !== state.head ? [state.pin] : [])]) {
+        const names = head === "mean" ? ["mean", "mean"] : head.split(".").map(Number);
         arms.forEach((arm, i) => {
           for (let step = 0; step < arm.steps; step++) {
-            numbers.row(i, step, headOf(head)).forEach((value, key) => rows.push([head, arm.name, step, key, PARTS[partOf(key)], arm.keys[key], value]));
+            numbers.row(i, step, headOf(head)).forEach((value, key) => rows.push([...names, arm.name, step, key, PARTS[partOf(key)], arm.keys[key], value]));
           }
         });
       }
