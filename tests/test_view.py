@@ -180,6 +180,28 @@ def test_a_large_page_has_8_bits(shown, monkeypatch):
     assert small.data["arrays"]["pattern0"]["type"] == "uint8"
 
 
+@pytest.mark.slow
+def test_64_steps_of_all_heads_of_a_real_model_take_5_mb(study):
+    """Two arms of one text, with 16 bits a number."""
+    model = load("smollm2-135m")
+    made = run_of(
+        model,
+        "prefix",
+        "sentiment",
+        ["positive"],
+        ["The president of the country"],
+        (None, Augmentation(alpha=0.5)),
+        length=69,
+        samples=1,
+        trace="full",
+        parameters={"prefixes": "hard"},
+    )
+    shown = view(made, model=model, circuits=study.parent / "sentiment")
+    assert [len(each.tokens) for each in shown.found.readings] == [64, 64]
+    assert shown.data["bits"] == 16
+    assert len(shown.html.encode()) < 5_000_000
+
+
 def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
     model = load("planted")
     for settings, match in (
