@@ -1,10 +1,13 @@
 """Heads and tokens that are chosen, on models whose circuit is known."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
 
+from lapa2_interp import load_run
+from lapa2_interp.augmentation import several
 from lapa2_interp.circuits import Case, Selection, enough_tokens, knock_out, select
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.selection import choose
@@ -157,6 +160,14 @@ def test_the_commands(tmp_path, capsys):
     assert printed.startswith(f"{layer}.{head} ")
     assert "tokens of the prefix: 1" in printed
     assert Selection.load(card).heads == (key["carrier"],)
+    line = "generate --model planted --attribute positive --prompt 'The lake' --length 12"
+    made = shlex.split(f"{line} --selection {card} --out {tmp_path / 'made'}")
+    assert main(made) == 0
+    (cell,) = load_run(tmp_path / "made").plan.values()
+    (rule,) = several(cell.augmentation)
+    assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
+    assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2
+    assert "--selection gives the heads; leave out --heads" in capsys.readouterr().err
     line = f"fading planted --filler 100 --tokens 4 --selection {card} --random 1 --out {out}"
     assert main(line.split()) == 0
     printed = capsys.readouterr().out

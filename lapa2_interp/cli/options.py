@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -66,6 +67,8 @@ class AugmentationOptions:
     """all, bottom, top, even, odd, or numbers such as 0,1,5."""
     heads: str = "all"
     """all, or layer.head pairs such as 3.1,4.0."""
+    selection: Path | None = None
+    """A card of `lapa2 select`, which gives heads and, unless --span does, tokens of the prefix."""
 
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
@@ -89,8 +92,20 @@ class AugmentationOptions:
         fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}
         fields |= {"steps": _steps(self.only_steps)}
         fields |= {"layers": layer_numbers(self.layers), "heads": pairs("heads", self.heads, ".")}
+        span = None if self.span is None else _span(self.span)
+        if self.selection is not None:
+            from lapa2_interp.circuits.selection import Selection
+
+            if self.heads != "all":
+                raise AugmentationError(
+                    "--selection gives the heads; leave out --heads, or --selection"
+                )
+            chosen = Selection.load(self.selection)
+            fields["heads"] = chosen.heads
+            if span is None and chosen.positions is not None:
+                span = ("prefix", chosen.positions)
         given = {
-            "span": None if self.span is None else _span(self.span),
+            "span": span,
             "length_rule": self.length_rule,
             "phase": self.phase,
         }
