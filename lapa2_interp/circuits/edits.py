@@ -30,7 +30,7 @@ from torch import Tensor
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.interface import Visitor, visited
-from lapa2_interp.augmentation import Augmentation, Phase
+from lapa2_interp.augmentation import Augmentation, Phase, Rules, several
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.errors import CircuitError, one_of
 from lapa2_interp.layout import Layout
@@ -90,7 +90,7 @@ class Edit:
 def read(
     model: Model,
     items: Sequence[tuple[Case, Edit | None]],
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     raw: bool = False,
 ) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
     """Logits of every step of some texts, in every branch, each under its edit.
@@ -127,7 +127,7 @@ _Row = tuple[Case, Edit | None, int]
 
 
 def _read_rows(
-    model: Model, rows: Sequence[_Row], augmentation: Augmentation | None
+    model: Model, rows: Sequence[_Row], augmentation: Rules
 ) -> Float[Tensor, "row step vocab"]:
     first = rows[0][0]
     device = model.cfg.device
@@ -140,8 +140,8 @@ def _read_rows(
     rules: list[tuple[Augmentation, ...]] = []
     for _, edit, branch in rows:
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
-        both = (augmentation, edit.rule if cut and edit is not None else None)
-        rules.append(tuple(rule for rule in both if rule is not None))
+        cuts = (edit.rule,) if cut and edit is not None else ()
+        rules.append((*several(augmentation), *cuts))
     if any(rule.phase == "every_query" for row in rules for rule in row) or any(
         edit is not None and edit.phase == "every_query" for _, edit, _ in rows
     ):

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Rules
 from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, make_cases
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.metrics import Metric, Predictions
@@ -166,7 +166,7 @@ def answers(
     question: Question,
     edits: Sequence[Edit | None],
     metrics: dict[str, Metric],
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     progress: tqdm | None = None,
     at_once: int | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, Float[Tensor, "item step"]]]]:

@@ -16,7 +16,7 @@ import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Rules
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.errors import CircuitError, one_of
@@ -98,7 +98,7 @@ def control(
     about: About,
     *,
     metrics: str | Metric | Sequence[str] | Mapping[str, Metric] | None = None,
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
     **settings: Any,
@@ -111,7 +111,7 @@ def control(
         about: A task by name or value, a case or several, or a `Question`.
         metrics: A name of `METRICS` or several, a function of `Predictions`, or functions by name;
             by default all that can be computed.
-        augmentation: What acts in every branch.
+        augmentation: What acts in every branch: one, or several.
         at_once: Texts read together; changes nothing but memory and time.
         progress: A bar to advance by steps read.
         settings: For a task, as `make_cases`: attribute, prompts, texts, source, tokens, samples,

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from lapa2_interp.augmentation import several
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.loaded import Model
@@ -179,7 +180,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
         arms.append(
             {
                 "name": each.arm,
-                "rule": "none" if each.augmentation is None else each.augmentation.to_json(),
+                "rule": " + ".join(rule.to_json() for rule in several(each.augmentation)) or "none",
                 "keys": [*start, *keys],
                 "steps": len(each.tokens),
                 "end": each.end,

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
@@ -61,7 +61,7 @@ class Reading:
 
     Attributes:
         arm: Its name in the run.
-        augmentation: What acted.
+        augmentation: What acted: nothing, one, or several.
         tokens: The text that was read.
         end: Why the text ended.
         patterns: By step, attention on every live key, [layer, head, key]; a step more, a key more.
@@ -74,7 +74,7 @@ class Reading:
     """
 
     arm: str
-    augmentation: Augmentation | None
+    augmentation: Joint
     tokens: tuple[int, ...]
     end: str
     patterns: tuple[Float[np.ndarray, "layer head _"], ...]
