@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp.augmentation import Joint
+from lapa2_interp.augmentation import Augmentation, Joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
