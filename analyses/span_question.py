@@ -269,6 +269,12 @@ def by_prompt(metric: str) -> pd.DataFrame:
     return found.pivot_table(index="prompt", columns="arm", values="value")
 
 
+def mean_of(drawn):
+    """Means over prompts [draw prompt arm]; NaN where no prompt of a draw has a number."""
+    with np.errstate(invalid="ignore"):
+        return np.nansum(drawn, axis=1) / (~np.isnan(drawn)).sum(axis=1)
+
+
 def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     """Every arm's distance from the curve through baseline and prefix arms at the arm's own prefix
     mass."""
@@ -282,7 +288,7 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     picks = np.concatenate(
         [np.arange(len(mass))[None], rng.integers(0, len(mass), (resamples, len(mass)))]
     )
-    x, y = (np.nanmean(each.to_numpy()[picks], axis=1) for each in (mass, value))  # draw arm
+    x, y = (mean_of(each.to_numpy()[picks]) for each in (mass, value))  # draw arm
     on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
     gaps = []
     for xs, ys in zip(x, y, strict=True):

@@ -14,7 +14,7 @@ def draw(table: pd.DataFrame) -> Drawing:
     Args:
         table: tables/decay.csv: columns task, method, length, metric, attribute, mean, low, high.
     """
-    shown = overall(table[table["mean"].notna()])
+    shown = overall(table[table["mean"].notna() & (table["metric"] == "acc")])
     figure, panels = by_task(shown)
     for task, panel, part in panels:
         for method, line in part.groupby("method", sort=False):

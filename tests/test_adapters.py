@@ -443,7 +443,7 @@ def test_shipped_adapters_state_what_they_reach():
     assert tasks_in(WEIGHTS, ADAPTER) == ["detox", "sentiment", "topic"]
     for task, file, measure, least in (
         ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.88),
-        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.91),
+        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.89),
         ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.8),
     ):
         card = adapter_card(task)

@@ -45,15 +45,16 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
     }
     assert set(table["attribute"]) == {"positive", "negative", "all"}
     assert set(table["length"]) == {20, 40}
-    assert len(table) == 2 * 3 * 2 * 5
+    assert len(table) == 2 * 3 * 2 * 6
     for scorer in table["scorer"].unique():
         assert scorer in printed
-    assert table["scorer"].str.contains("linear sentiment").any()
+    for kind in ("adapter", "linear"):
+        assert table["scorer"].str.contains(f"{kind} sentiment").any()
     differences = pd.read_csv(tmp_path / "scores/differences.csv")
     assert set(differences["arm"]) == {"alpha 1 paper"}
     assert (differences["detectable"].dropna() >= 0).all()
     scores = pd.read_parquet(tmp_path / "scores/scores.parquet")
-    assert len(scores) == 2 * 24 * 2
+    assert len(scores) == 2 * 24 * 3
     assert "against the baseline" in printed
 
 
@@ -65,14 +66,14 @@ def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "scores"
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
     capsys.readouterr()
-    assert lapa2("score --scorers accuracy --out", out, run) == 0
+    assert lapa2("score --scorers accuracy linear --out", out, run) == 0
     whole = capsys.readouterr()
     assert "not finished" not in whole.err
     shown = [line.split()[0] for line in whole.out.splitlines() if " baseline " in line]
     assert sorted(shown) == ["air-decoding"] * 3 + ["prefix"] * 3
     first = next(iter(json.loads((run / "run.json").read_text())["grids"]["grid"]))
     (run / "cells" / first / "samples.parquet").unlink()
-    assert lapa2("score --force --scorers accuracy --out", out, run) == 0
+    assert lapa2("score --force --scorers accuracy linear --out", out, run) == 0
     assert "1 of 8 cells not finished" in capsys.readouterr().err
     table = pd.read_csv(out / "table.csv")
     together = table[table["attribute"] == "all"]
@@ -143,7 +144,7 @@ def test_a_very_long_text_is_scored(tmp_path):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"text": "a good day and a fine film " * 15_000}) + "\n")
     line = (
-        "score --scorers toxicity perplexity=tiny-gpt2 accuracy distinct --task sentiment"
+        "score --scorers toxicity perplexity=tiny-gpt2 accuracy distinct linear --task sentiment"
         " --attribute positive --out"
     )
     assert lapa2(line, tmp_path / "out", file) == 0

@@ -444,7 +444,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha of law 'log' .*greater than or equal to 0, found -1"),
         (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
         (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
-        (('length = 24', 'length = 24\naugmentation = 3'), "augmentation: takes none, paper, released, or .*; found 3"),
+        (('length = 24', 'length = 24\naugmentation = 3'), "augmentation: takes none, paper, released, a recipe .*; found 3"),
         (('length = 24', 'length = 24\nwording = "Very nice:"'), "'Very nice:' names no attribute; write it as .*{attribute}"),
         (('"prefix"', '"none"\nwording = "Quite {attribute}:"'), "wording 'Quite {attribute}:' changes nothing for none"),
         (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; generate without"),
@@ -879,19 +879,26 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     )  # a hundredth of a second a token
     cores = len(os.sched_getaffinity(0))
     small = grid(TINY.replace("24", "40"))
-    tokens = 2 * 2 * 40
-    assert scoring_seconds([small]) == pytest.approx(ITEM + tokens * (0.01 / cores + TOKEN))
-    assert scoring_seconds([small, small], items=5) == pytest.approx(
+    tokens, fast = 2 * 2 * 40, {"scorers": ["linear"]}
+    assert scoring_seconds([small], **fast) == pytest.approx(ITEM + tokens * (0.01 / cores + TOKEN))
+    assert scoring_seconds([small, small], 5, **fast) == pytest.approx(
         5 * ITEM + 2 * tokens * (0.01 / cores + TOKEN)
     )
     many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
-    assert scoring_seconds([many]) == pytest.approx(
+    assert scoring_seconds([many], **fast) == pytest.approx(
         ITEM + 40 * (120 * 0.01 / cores + 400 * TOKEN)
     ), "120 for perplexity"
     five = grid(TINY.replace("24", "40"), name="detox")
-    assert scoring_seconds([five]) - ITEM == pytest.approx(
-        2.625 * (scoring_seconds([small]) - ITEM)
+    assert scoring_seconds([five], **fast) - ITEM == pytest.approx(
+        2.625 * (scoring_seconds([small], **fast) - ITEM)
     )
+    adapter = 0.53 * 0.01 / cores  # two thirds of the layers; texts that echo are read again
+    assert scoring_seconds([small]) - scoring_seconds([small], **fast) == pytest.approx(
+        1.4 * tokens * adapter
+    )
+    assert scoring_seconds([five]) - scoring_seconds([five], **fast) == pytest.approx(
+        1.4 * tokens * adapter
+    ), "a cut text is the beginning of the whole"
 
 
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
