@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -347,6 +348,12 @@ def load_adapter(
     return Adapter(reader, tokenizer), card
 
 
+@lru_cache(maxsize=1)
+def _shared(task: str, folder: Path, _sha256: str, device: str | None) -> Adapter:
+    """The adapter that scorers share: accuracy and masked are by the same."""
+    return load_adapter(task, folder, device)[0]
+
+
 class AdapterScorer(TaskScorer):
     """The probabilities that an adapter gives to the labels of its task.
 
@@ -364,9 +371,8 @@ class AdapterScorer(TaskScorer):
     by_length = False
 
     def __init__(self, task: str, folder: Path = WEIGHTS, device: str | None = None) -> None:
-        super().__init__(
-            adapter_card(task, folder), lambda: load_adapter(task, folder, device)[0], "adapter"
-        )
+        card = adapter_card(task, folder)
+        super().__init__(card, lambda: _shared(task, folder, card.sha256, device), "adapter")
 
 
 class AdapterToxicity(ToxicityOf):
