@@ -142,7 +142,9 @@ def test_without_hooks_all_but_the_writes(tmp_path):
     assert module.BEST == 24
 
 
-@pytest.mark.parametrize("name", ["control", "who_reads_the_prefix", "what_heads_write"])
+@pytest.mark.parametrize(
+    "name", ["control", "who_reads_the_prefix", "what_heads_write", "why_it_fades"]
+)
 def test_notebooks_hold_on_the_planted_model(name, capsys, monkeypatch):
     script = str(ROOT / "analyses" / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [script, "--model", "planted"])
