@@ -14,10 +14,6 @@ os.environ["LAPA2_CACHE"] = str(Path(__file__).resolve().parent.parent / ".cache
 if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from jaxtyping import install_import_hook
-
-install_import_hook("lapa2_interp", "beartype.beartype")
-
 import functools
 import importlib.metadata
 from zlib import crc32
@@ -25,15 +21,25 @@ from zlib import crc32
 import jaxtyping
 import pytest
 
+CHECK_ALL = os.environ.get("LAPA2_TYPES") == "all"
+whole = jaxtyping.jaxtyped
+
+
+def unless_inner(function=None, **settings):
+    """As jaxtyped, but without what functions make while they run: it would be compiled anew each
+    time."""
+    if function is None:
+        return functools.partial(unless_inner, **settings)
+    inner = "<locals>" in getattr(function, "__qualname__", "")
+    return function if inner and not CHECK_ALL else whole(function, **settings)
+
+
+jaxtyping.jaxtyped = unless_inner
+jaxtyping.install_import_hook("lapa2_interp", "beartype.beartype")
+
 TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
 HAS_HOOKED = importlib.metadata.version("transformer-lens") < "4"
 MODEL_CLASSES = ("TransformerBridge", "HookedTransformer") if HAS_HOOKED else ("TransformerBridge",)
-WITHOUT_A_MODEL = (
-    "augmentation", "linear", "human", "items", "judge", "perspective", "plots", "sampling", "stats", "tasks", "theory",
-    "words",
-)  # fmt: skip
-"""Files whose tests pass where transformer_lens cannot be imported: the version of it is nothing to
-them."""
 OF_BRIDGES = (
     "circuits",
     "direct",
@@ -46,17 +52,30 @@ OF_BRIDGES = (
     "view",
 )
 """Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge."""
+OF_BOTH = ("hooked", "interface", "models")
+"""Beside a HookedTransformer all of these files, and of the others the tests that are given a model
+class: the rest would run the same code again."""
 collect_ignore = (
-    [f"test_{name}.py" for name in (*WITHOUT_A_MODEL, *OF_BRIDGES)]
-    if HAS_HOOKED
-    else ["test_hooked.py"]
+    [f"test_{name}.py" for name in OF_BRIDGES] if HAS_HOOKED else ["test_hooked.py"]
 )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not HAS_HOOKED:
+        return
+    kept, left = [], []
+    for item in items:
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        of_both = item.path.stem.removeprefix("test_") in OF_BOTH
+        here = of_both or any(each in MODEL_CLASSES for each in given if isinstance(each, str))
+        (kept if here else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 def pytest_runtest_setup(item):
     drawn = crc32(item.nodeid.split("/")[-1].encode()) % 8 == int(HAS_HOOKED)
-    checked = drawn or os.environ.get("LAPA2_TYPES") == "all"
-    jaxtyping.config.update("jaxtyping_disable", not checked)
+    jaxtyping.config.update("jaxtyping_disable", not (drawn or CHECK_ALL))
 
 
 @functools.cache

@@ -125,14 +125,14 @@ def test_a_file_of_texts(tmp_path, capsys):
         {"text": " "},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert lapa2("score --scorers toxicity distinct --out", tmp_path / "out", file) == 0
+    assert lapa2("score --scorers toxicity linear distinct --out", tmp_path / "out", file) == 0
     printed = capsys.readouterr().out
     assert "1 empty text" in printed
     scores = pd.read_parquet(tmp_path / "out/scores.parquet")["value"]
     assert scores[0] > 0.5 > scores[1]
     assert (
         lapa2(
-            "score --scorers accuracy --task sentiment --attribute positive --out",
+            "score --scorers accuracy linear --task sentiment --attribute positive --out",
             tmp_path / "acc",
             file,
         )

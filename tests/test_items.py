@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp import load_run
+from lapa2_interp import load_run, report
 from lapa2_interp.cell import CELL
 from lapa2_interp.errors import RunError
 from lapa2_interp.paper import output, reported, tables
@@ -229,15 +229,10 @@ def test_the_frontier_is_drawn_of_any_arms():
     assert labels == [arm for arm in arms if arm != "pasta"]
 
 
-def test_a_figure_alone_makes_its_table_first(run, tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "figures" / "decay.py", run, "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_a_figure_alone_makes_its_table_first(run, tmp_path, capsys):
+    script("figures", "decay", run, "--out", tmp_path)
     assert (tmp_path / "tables" / "decay.csv").is_file()
-    assert f"{tmp_path}/figures/decay.png" in done.stdout
+    assert f"{tmp_path}/figures/decay.png" in capsys.readouterr().out
 
 
 def drawn(axes):
@@ -371,13 +366,12 @@ def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
 
 
 def test_what_a_user_can_mend_is_one_line(run):
-    """A figure makes its table first, in another process."""
-    for kind, item in (("analyses", "related"), ("figures", "alpha")):
-        asked = [sys.executable, ROOT / kind / f"{item}.py", run.parent]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1
-        assert done.stderr.startswith(f"error: {run.parent} is not a run")
+    """A figure makes its table first, in another process: the line is that script's."""
+    asked = [sys.executable, ROOT / "figures" / "alpha.py", run.parent]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {run.parent} is not a run")
 
 
 @pytest.mark.parametrize(
@@ -451,6 +445,8 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     """What it was not asked the scripts get as they have it; an error of a script is a line, not a
     traceback."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    reports = []
+    monkeypatch.setattr(report, "write_report", lambda *given: reports.append(given) or given[-1])
     copy = shutil.copytree(run, tmp_path / "copy")
     asked = [
         "--no-sweep",
@@ -469,6 +465,7 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr()
     assert "analyses/decay.py failed:\nerror: decay needs a scorer for accuracy" in printed.err
     assert "Traceback" not in printed.err
+    assert len(reports) == 1
 
 
 def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
@@ -525,18 +522,18 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
         return real(table, **(wanted | {"length": 256}))
 
     monkeypatch.setattr(tables, "paper_number", of_256)
-    found = script("analyses", "layers", run)["table"]
-    found = tables.overall(found[found["task"] == "sentiment"]).set_index(
+    made = script("analyses", "layers", run)["table"]
+    found = tables.overall(made[made["task"] == "sentiment"]).set_index(
         ["method", "arm", "metric"]
     )["paper"]
     assert found["prefix", "baseline", "acc"] == 68.13
     assert found["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
     assert found["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
     assert np.isnan(found["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
-    shown = tables.wide(script("analyses", "layers", run)["table"])
+    shown = tables.wide(made)
     assert "68.1" in shown["paper acc"].tolist()  # and no difference: the scorer is not the paper's
     monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "adapter")
-    shown = tables.wide(script("analyses", "layers", run)["table"])
+    shown = tables.wide(made)
     assert shown["paper acc"].str.contains(r"68\.1 \([+-]\d").any()
 
 

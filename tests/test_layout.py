@@ -364,7 +364,7 @@ TEMPLATES = {
 
 
 def chat_tokenizer(template=None, name="smollm2-135m"):
-    found = copy.deepcopy(load_tokenizer(name))
+    found = copy.copy(load_tokenizer(name))
     if template is not None:
         found.chat_template = template
     return found

@@ -40,11 +40,11 @@ def measure(dtype, *texts):
 
 
 def test_memory_of_a_long_text():
-    """A whole [head, query, key] pattern of 2,048 tokens in float32 is 0.14 GiB a layer; several
+    """A whole [head, query, key] pattern of 1,536 tokens in float32 is 0.08 GiB a layer; several
     copies of it would be seen."""
-    found = measure("float32", (256, 0.0), (256, 0.5), (2048, 0.5))
-    assert found["steps"] == [256, 256, 2048]
-    assert found["grown"] < 1.0
+    found = measure("float32", (256, 0.0), (256, 0.5), (1536, 0.5))
+    assert found["steps"] == [256, 256, 1536]
+    assert found["grown"] < 0.7
     assert found["shares"][0] < found["shares"][1]
 
 

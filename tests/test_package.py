@@ -169,6 +169,7 @@ def test_the_notebook_runs_on_a_small_model(tmp_path):
     assert "blocked: KL divergence" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_span_question_runs(tmp_path, monkeypatch):
     script = str(ROOT / "analyses" / "span_question.py")
     options = (

@@ -13,26 +13,29 @@ from lapa2_interp.trace.tables import pooled
 
 @pytest.fixture(scope="module", params=[5, pytest.param(15, marks=pytest.mark.slow)])
 def curves(request):
-    """Traces by arm, of some or all of the prompts."""
+    """Traces by arm: texts behind some or all of the prompts, written by the baseline and read by
+    every arm."""
     model, task = load("smollm2-135m"), load_task("sentiment")
-    arms = {
-        "baseline": None,
-        "half": Augmentation(alpha=0.5),
-        "released": Augmentation(alpha=0.5, profile="released"),
+    prompts = task.prompts.texts[: request.param]
+    base = generate(
+        model,
+        methods.get("prefix"),
+        task,
+        "positive",
+        prompts,
+        length=82,
+        trace="pooled",
+    )
+    layouts = [Layout.of(model.tokenizer, task.prefix("positive"), prompt) for prompt in prompts]
+    texts = base.samples["tokens"].tolist()
+    read = {
+        arm: teacher_forced(model, layouts, texts, rule, trace="pooled")
+        for arm, rule in {
+            "half": Augmentation(alpha=0.5),
+            "released": Augmentation(alpha=0.5, profile="released"),
+        }.items()
     }
-    return {
-        arm: generate(
-            model,
-            methods.get("prefix"),
-            task,
-            "positive",
-            task.prompts.texts[: request.param],
-            augmentation=a,
-            length=82,
-            trace="pooled",
-        ).trace
-        for arm, a in arms.items()
-    }
+    return {"baseline": base.trace, **read}
 
 
 def at(trace, name, steps):

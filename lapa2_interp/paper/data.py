@@ -136,6 +136,9 @@ class ItemData:
                 columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
             )
         table = pd.concat(frames, ignore_index=True)
+        # Tables are cut up many hundred times, which takes Arrow's strings longer than objects.
+        words = table.select_dtypes("str").columns
+        table = table.astype(dict.fromkeys(words, object))
         names = table["metric"].map(plain)
         return table.assign(
             value=table["value"] * names.map(lambda name: METRICS[name][1]),
