@@ -51,7 +51,7 @@ TOP_K = 200
 BUILT_IN_TASKS = ("detox", "sentiment", "topic")
 MISSING = "0" * 64
 """Stands for the sha256 of a file that is not there."""
-LATER = {"patterns": ()}
+LATER = {"patterns": (), "bar_prefix_words": False}
 """Fields that came after the first keys were made, with the defaults that leave them out."""
 
 
@@ -95,6 +95,9 @@ class Cell(BaseModel):
     """Two BOS tokens in front, as the released scripts feed LLaMA."""
     patterns: tuple[tuple[int, int], ...] = ()
     """(layer, head) pairs whose whole attention rows are kept."""
+    bar_prefix_words: bool = False
+    """The words of the attribute's hard prefix, and its name, are never drawn
+    (`decoding.barring`)."""
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
 
@@ -119,6 +122,7 @@ class Cell(BaseModel):
         patterns: Sequence[tuple[int, int]] = (),
         max_rows: int | None = None,
         doubled_bos: bool = False,
+        bar_prefix_words: bool = False,
         dtype: str = "auto",
         device: str | None = None,
         model_class: str = "TransformerBridge",
@@ -136,8 +140,8 @@ class Cell(BaseModel):
             augmentation: The bias, or several; by default LaPA2 at `alpha`. `recipes.recipe` gives
                 those of published methods.
             alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
-            length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos: As the fields
-                of a cell.
+            length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos,
+                bar_prefix_words: As the fields of a cell.
             dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
             device: Where the texts will be made, which decides what dtype "auto" is.
             model_class: TransformerBridge, HookedTransformer or TransformersModel.
@@ -214,6 +218,7 @@ class Cell(BaseModel):
             patterns=tuple(patterns),
             max_rows=max_rows,
             doubled_bos=doubled_bos,
+            bar_prefix_words=bar_prefix_words,
             files=_files(facts["model"], chosen_task.name, branches, own, needs),
         )
 
@@ -278,6 +283,11 @@ class Cell(BaseModel):
         return self.decoder.branches(self.task, self.attribute)
 
     @property
+    def barred_words(self) -> tuple[str, ...]:
+        """The words that no text may say, in small letters; usually none."""
+        return self.task.words(self.attribute) if self.bar_prefix_words else ()
+
+    @property
     def n_texts(self) -> int:
         """Number of texts: samples of every prompt."""
         return self.samples * len(self.prompts)
@@ -294,7 +304,7 @@ class Cell(BaseModel):
 
     @property
     def variant(self) -> str:
-        """What differs from the task's usual parameters and wording, in words; usually empty.
+        """What differs from the task's usual parameters, wording and draw, in words; usually empty.
 
         Of a method of one's own these are all its parameters: reading a run imports no module that
         the run names.
@@ -315,6 +325,7 @@ class Cell(BaseModel):
                 self.attribute, "{attribute}"
             )
             changed.append(f"prefix {form}")
+        changed += ["prefix words barred"] * self.bar_prefix_words
         return ", ".join(changed)
 
     @property

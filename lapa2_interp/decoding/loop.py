@@ -30,6 +30,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import with_neurons_set
 from lapa2_interp.augmentation import several
 from lapa2_interp.cell import Cell
+from lapa2_interp.decoding.barring import Barred
 from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import NOTHING, draw
 from lapa2_interp.decoding.text import continuation
@@ -206,6 +207,9 @@ def _decode(
     logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
     del read
 
+    barred = None
+    if words := plan.cell.barred_words:
+        barred = Barred(model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs])
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
@@ -217,11 +221,15 @@ def _decode(
             log_weights = method.combine(log_probs, state)  # sample vocab
             if plan.cell.eos == "block":
                 log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
+            if barred is not None:
+                log_weights = barred.refuse(log_weights)
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
             tokens = drawn.clamp(min=0)
             state = method.advance(state, log_probs, tokens)
             here = drawn.cpu()  # the step's one wait for the device
+            if barred is not None:
+                barred.advance(here.clamp(min=0).tolist())
             ending.stop(here == NOTHING, step, "empty")
             yield here.clamp(min=0)
             bar.update(ending.running(step))

@@ -57,7 +57,8 @@ def generate(
         pack: As in `load_model`, of a model given by name.
         announce: Called with the model and the plan after all checks, before the first token.
         settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
-            samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, dtype, model_class.
+            samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, bar_prefix_words,
+            dtype, model_class.
 
     Returns:
         A run of one cell: `samples()`, `trace()`, `manifest()`, `save(FOLDER)`.

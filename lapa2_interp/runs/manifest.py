@@ -77,6 +77,8 @@ class Manifest(BaseModel):
     """EOS policy: keep, stop or block."""
     doubled_bos: bool = False
     """Two BOS tokens in front, as the released scripts feed LLaMA."""
+    bar_prefix_words: bool = False
+    """The words of the attribute's hard prefix, and its name, were never drawn."""
     max_rows: int | None
     """Rows of a batch, which decides who shares one; None is the default rule."""
     trace: str
@@ -126,6 +128,7 @@ class Manifest(BaseModel):
             top_k=cell.top_k,
             eos=cell.eos,
             doubled_bos=cell.doubled_bos,
+            bar_prefix_words=cell.bar_prefix_words,
             max_rows=cell.max_rows,
             trace=cell.trace,
             patterns=cell.patterns,

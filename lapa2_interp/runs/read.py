@@ -582,6 +582,7 @@ def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
         trace=manifest.trace,
         max_rows=manifest.max_rows,
         doubled_bos=manifest.doubled_bos,
+        bar_prefix_words=manifest.bar_prefix_words,
         patterns=manifest.patterns,
         files={},
     )

@@ -17,9 +17,8 @@ from dataclasses import replace
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks import WORD, Task
 
-WORD = re.compile(r"\w+")
 MASK = "..."
 """What stands in the place of a hidden word."""
 
@@ -27,10 +26,7 @@ MASK = "..."
 def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
     """By attribute, the words in small letters of its prefix and name that no other attribute
     has."""
-    own = {
-        name: dict.fromkeys(WORD.findall(f"{attribute.prefix} {name}".lower()))
-        for name, attribute in task.attributes.items()
-    }
+    own = {name: task.words(name) for name in task.attributes}
     return {
         name: tuple(
             word

@@ -37,6 +37,8 @@ parameters = { omega = 100.0 }
 prefix = "The following text is furious.\\n\\n"
 """  # noqa: E501
 """A complete task file."""
+WORD = re.compile(r"\w+")
+"""A word: letters, digits and "_"."""
 
 
 class Attribute(BaseModel):
@@ -113,6 +115,14 @@ class Task(BaseModel):
                 f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}"
             )
         return self.attributes[attribute].prefix
+
+    def words(self, attribute: str) -> tuple[str, ...]:
+        """The words of an attribute's hard prefix, and its name, each once, in small letters.
+
+        Raises:
+            TaskError: The task does not have it.
+        """
+        return tuple(dict.fromkeys(WORD.findall(f"{self.prefix(attribute)} {attribute}".lower())))
 
     def others(self, attribute: str) -> list[str]:
         """The attributes that compete with this one.
