@@ -78,6 +78,40 @@ def tails(clusters: int) -> list[float]:
     return [low, 100 - low]
 
 
+def resampled_p(
+    values: Float[np.ndarray, "resample *rest"], clusters: int
+) -> Float[np.ndarray, "*rest"]:
+    """Two-sided p of "the true value is 0", from the values that resampling so many clusters gave.
+
+    It is below 0.05 where the 95 % interval of `tails` excludes 0. The share of values on the rarer
+    side of 0, with one more counted on it, is moved as `tails` moves percentiles; so p is never 0.
+    NaN values are left out; p is NaN where nothing else is there.
+    """
+    from scipy.stats import norm, t
+
+    n = (~np.isnan(values)).sum(axis=0)
+    rarer = np.minimum((values <= 0).sum(axis=0), (values >= 0).sum(axis=0))
+    share = np.minimum((rarer + 1) / (n + 1), 0.5)
+    p = 2 * t.cdf(norm.ppf(share) * math.sqrt((clusters - 1) / clusters), clusters - 1)
+    return np.asarray(np.where(n > 0, p, np.nan))
+
+
+def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
+    """Holm's p-values of one family of tests: below 0.05 none of them errs in 95 % of families.
+
+    Args:
+        p: One p per test, in [0, 1]. NaN is a test that could not be made: it counts as 1, so that
+            the others are corrected for it too, and stays NaN.
+    """
+    raw = np.asarray(p, dtype=np.float64)
+    known = np.where(np.isnan(raw), 1.0, raw)
+    order = np.argsort(known, kind="stable")
+    stepped = np.maximum.accumulate((len(raw) - np.arange(len(raw))) * known[order])
+    found = np.empty(len(raw))
+    found[order] = np.minimum(stepped, 1.0)
+    return np.where(np.isnan(raw), np.nan, found)
+
+
 def bounds(
     values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:

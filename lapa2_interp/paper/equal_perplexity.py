@@ -1,0 +1,213 @@
+"""Control at equal perplexity: ways to steer compared where their texts are equally fluent.
+
+A *family* is a way to steer at several strengths; strength 0 is the baseline, which all families
+share. Its curve goes from the baseline through its strengths, the weakest first, with
+
+    perplexity of an arm = exp(mean over its texts of NLL),  NLL = a text's mean -ln p per token
+
+Its control at perplexity p lies on the first segment of the curve that reaches ln p, by linear
+interpolation in ln perplexity. A curve that does not reach p has no value there: nothing is
+extrapolated. Prompts are resampled, the same ones for all arms, and with each resample everything
+is computed anew, the baseline's perplexity (and so p = ratio x baseline) included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float
+
+from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
+
+BASELINE = "baseline"
+"""The family of the texts that every curve begins with."""
+RATIOS = (1.1, 1.25)
+"""Perplexities at which arms are compared, as multiples of the baseline's."""
+REACHED = 0.95
+"""The least share of resamples whose curve must reach a perplexity to be compared there."""
+RESAMPLES = 4000
+SURE = 0.05
+"""Level of the verdicts, after Holm's correction."""
+
+
+def at_perplexity(
+    log_perplexity: Float[np.ndarray, "*resample arm"],
+    values: Float[np.ndarray, "*resample arm metric"],
+    target: Float[np.ndarray, "*resample"],
+) -> Float[np.ndarray, "*resample metric"]:
+    """The values of a curve where it first reaches a perplexity; NaN where it does not.
+
+    Args:
+        log_perplexity: ln perplexity of the curve's arms, 2 or more: the baseline, then those of
+            rising strength.
+        values: Their mean metrics.
+        target: ln of the perplexity.
+    """
+    below, above = log_perplexity[..., :-1], log_perplexity[..., 1:]
+    within = (below - target[..., None]) * (above - target[..., None]) <= 0
+    first = within.argmax(axis=-1)[..., None]
+    x, y = (np.take_along_axis(each, first, axis=-1) for each in (below, above))
+    flat = x == y
+    share = np.where(flat, 0.0, (target[..., None] - x) / np.where(flat, 1.0, y - x))
+    before, after = (
+        np.take_along_axis(values, first[..., None] + i, axis=-2)[..., 0, :] for i in (0, 1)
+    )
+    reached = within.any(axis=-1, keepdims=True)
+    return np.where(reached, before + share * (after - before), np.nan)
+
+
+class Arms:
+    """The texts of one setting (model, task, method, variant), as means of every resample.
+
+    Args:
+        texts: One row per text: family, strength (above 0; 0 where the family is `BASELINE`),
+            prompt, nll (mean -ln p per token; NaN where it was not measured), and metrics (NaN
+            where a text has no number).
+        metrics: Names of metric columns.
+        resamples: How often prompts are drawn.
+        seed: Of these draws.
+
+    Raises:
+        ScoringError: No text of the baseline, or no other.
+    """
+
+    def __init__(
+        self,
+        texts: pd.DataFrame,
+        metrics: Sequence[str],
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+    ) -> None:
+        # By name: the order of rows must not decide which prompts a resample has.
+        arms = texts[["family", "strength"]].drop_duplicates().sort_values(["family", "strength"])
+        self.arms = pd.MultiIndex.from_frame(arms)
+        if BASELINE not in arms["family"].tolist() or len(arms) < 2:
+            raise ScoringError(
+                "a comparison at equal perplexity needs texts of the baseline and of one other arm;"
+                f" found {', '.join(dict.fromkeys(arms['family'])) or 'none'}"
+            )
+        self.metrics, self.resamples = tuple(metrics), resamples
+        prompts = np.sort(texts["prompt"].unique())
+        self.prompts = len(prompts)
+        arm = self.arms.get_indexer(pd.MultiIndex.from_frame(texts[["family", "strength"]]))
+        prompt = np.searchsorted(prompts, texts["prompt"].to_numpy())
+        numbers = texts[["nll", *self.metrics]].to_numpy(np.float64)  # text quantity
+        sums, counts = np.zeros((2, self.prompts, len(arms), numbers.shape[1]))
+        np.add.at(sums, (prompt, arm), np.nan_to_num(numbers))
+        np.add.at(counts, (prompt, arm), ~np.isnan(numbers))
+        drawn = [np.ones((1, self.prompts)), *resampled(self.prompts, resamples, seed)]
+        with np.errstate(invalid="ignore"):
+            parts = [np.tensordot(w, sums, 1) / np.tensordot(w, counts, 1) for w in drawn]
+        self.means = np.concatenate(parts)  # resample arm quantity; resample 0 is the data itself
+
+    @property
+    def families(self) -> list[str]:
+        """The families besides the baseline, by name."""
+        return [str(name) for name in self.arms.unique("family") if name != BASELINE]
+
+    def curve(self, family: str) -> Float[np.ndarray, "resample arm quantity"]:
+        """Means of the baseline and the family's arms, by strength; quantity 0 is ln perplexity."""
+        names = self.arms.get_level_values("family")
+        return self.means[:, [*np.flatnonzero(names == BASELINE), *np.flatnonzero(names == family)]]
+
+    def at(
+        self, family: str, ratio: float
+    ) -> tuple[Float[np.ndarray, "resample metric"], Bool[np.ndarray, " resample"]]:
+        """A family's metrics at a multiple of the baseline's perplexity, by resample; and whether
+        its curve reaches it."""
+        curve = self.curve(family)
+        with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
+        found = at_perplexity(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
+        return found[:, :-1], found[:, -1] == 1
+
+    def interval(
+        self, values: Float[np.ndarray, "resample *rest"]
+    ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+        """The number of the data with its 95 % interval; NaN bounds below `stats.FEW` prompts."""
+        nothing = np.full(values.shape[1:], np.nan)
+        if self.prompts < FEW or np.isnan(values[1:]).all():
+            return values[0], nothing, nothing
+        low, high = np.nanpercentile(values[1:], tails(self.prompts), axis=0)
+        return values[0], low, high
+
+    def points(self) -> pd.DataFrame:
+        """The curves: one row per arm and metric.
+
+        Returns:
+            Columns family, strength, perplexity, perplexity_low, perplexity_high, metric, mean,
+            low, high, prompts.
+        """
+        rows = []
+        for number, (family, strength) in enumerate(self.arms):
+            mean, low, high = self.interval(self.means[:, number])
+            own = dict(zip(("", "_low", "_high"), np.exp([mean[0], low[0], high[0]]), strict=True))
+            for i, metric in enumerate(self.metrics, 1):
+                rows.append(
+                    {"family": family, "strength": strength}
+                    | {f"perplexity{end}": value for end, value in own.items()}
+                    | {"metric": metric, "mean": mean[i], "low": low[i], "high": high[i]}
+                    | {"prompts": self.prompts}
+                )
+        return pd.DataFrame(rows)
+
+    def compared(self, reference: str, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+        """Every family at equal perplexity, and its difference from one of them.
+
+        Returns:
+            One row per ratio, family and metric: ratio, perplexity, family, metric, value, low,
+            high, reached (share of resamples), difference, difference_low, difference_high, p (NaN
+            where the family or the reference is not comparable), prompts. The reference has no
+            difference.
+
+        Raises:
+            ScoringError: There is no such family.
+        """
+        if reference not in self.families:
+            raise ScoringError(one_of("family", reference, self.families))
+        rows = []
+        for ratio in ratios:
+            base, base_reached = self.at(reference, ratio)
+            first = self.curve(reference)[0, 0, 0]
+            for family in (reference, *(name for name in self.families if name != reference)):
+                here, reached = self.at(family, ratio)
+                share, of_base = reached[1:].mean(), base_reached[1:].mean()
+                counts = reached[0] and base_reached[0] and min(share, of_base) >= REACHED
+                counts = counts and self.prompts >= FEW and family != reference
+                gap = here - base if counts else np.full_like(here, np.nan)
+                value, low, high = self.interval(here)
+                change, least, most = self.interval(gap)
+                p = resampled_p(gap[1:], self.prompts)
+                for i, metric in enumerate(self.metrics):
+                    rows.append(
+                        {"ratio": ratio, "perplexity": np.exp(first) * ratio, "family": family}
+                        | {"metric": metric, "value": value[i], "low": low[i], "high": high[i]}
+                        | {"reached": share, "difference": change[i]}
+                        | {"difference_low": least[i], "difference_high": most[i], "p": p[i]}
+                        | {"prompts": self.prompts}
+                    )
+        return pd.DataFrame(rows)
+
+
+def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Rows of `Arms.compared`, of several tasks, with Holm's p and a verdict.
+
+    One family of tests is all rows of one metric (and of equal columns `by`): all tasks, ratios and
+    families but the reference. A row that is not comparable counts in it with p = 1.
+
+    Returns:
+        The table with p_holm and verdict: "more", "less", "not decided" or "not comparable"; "" for
+        the reference.
+    """
+    found = table.assign(p_holm=np.nan, verdict="")
+    others = found[found["family"] != reference]
+    for _, part in others.groupby(["metric", *by], sort=False, dropna=False):
+        found.loc[part.index, "p_holm"] = holm(part["p"].to_numpy())
+    for row in others.index:
+        p, change = found.loc[row, ["p_holm", "difference"]]
+        side = "more" if change > 0 else "less"
+        verdict = "not comparable" if np.isnan(p) else side if p < SURE else "not decided"
+        found.loc[row, "verdict"] = verdict
+    return found
