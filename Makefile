@@ -1,10 +1,11 @@
-# make demo | reproduce | gallery | circuits | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers
+# make demo | reproduce | gallery | circuits | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
+# steering-prompts
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery circuits test test-portable test-hooked lint types notebooks check prefixes scorers clean
+.PHONY: demo reproduce gallery circuits test test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -90,6 +91,11 @@ scorers: $(VENV)/.installed
 	$(call ADAPTER,sentiment) $(OF_SENTIMENT) --data $(DATA)/sentiment/sst2_train.jsonl.xz=2 --per-pass 8000
 	$(call ADAPTER,topic) $(OF_TOPIC) --per-pass 12000
 	$(call ADAPTER,detox) $(OF_DETOX) --per-pass 4000 --test $(DATA)/toxicity/jigsaw_valid.jsonl.xz
+
+# The prompts of grid quick/steering (steering-prompts.txt), and others to choose strengths on (steering-selection.txt). In DATA are
+# DExperts' neutral OpenWebText prompts: https://github.com/alisawuffles/DExperts.
+steering-prompts: $(VENV)/.run-installed
+	$(VENV)/bin/python -m lapa2_interp.paper.steering_prompts $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz
 
 # The committed results of scale quick.
 gallery: reproduce

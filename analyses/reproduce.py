@@ -22,7 +22,6 @@ import pandas as pd
 
 from lapa2_interp.cli import main as lapa2
 from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.paper.bench import PERPLEXITY_TEXTS
 from lapa2_interp.paper.claims import disputed, read_claims, shown_claims
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import as_markdown
@@ -55,10 +54,11 @@ ITEMS = (
     "heads",
     "related",
     "frontier",
+    "steering",
 )
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
-EXTRA = ("heads", "related", "frontier")
-"""Ours, whose grids not every scale has."""
+EXTRA = ("heads", "related", "frontier", "steering")
+"""Ours, whose grids not every scale has; one that lacks a file is left out."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),
     "quick": ("quick", []),
@@ -130,17 +130,14 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
-    add_scoring(parser, PERPLEXITY_TEXTS)
+    add_scoring(parser, None, None)
     sys.excepthook = in_one_line
     options = parser.read()
-    asked_of_scripts = [
-        "--scorers",
-        *options.scorers,
-        "--perplexity",
-        str(options.perplexity),
-        "--dtype",
-        options.dtype,
-    ]
+    asked_of_scripts = ["--dtype", options.dtype]
+    if options.scorers:
+        asked_of_scripts += ["--scorers", *options.scorers]
+    if options.perplexity:
+        asked_of_scripts += ["--perplexity", str(options.perplexity)]
     if options.device:
         asked_of_scripts += ["--device", options.device]
     out = options.out or Path("results") / options.scale
@@ -152,7 +149,12 @@ def main() -> int:
             if value := getattr(options, name):
                 asked += [f"--{name}", str(value)]
         found = [load_grid(name, parse_changes(changes), check=False) for name in grids]
-        scoring = shown_time(scoring_seconds(found, len(options.items), options.scorers))
+        for grid in list(found):
+            if grid.needs and grid.name.rpartition("/")[2] in EXTRA:
+                print(f"{grid.name} is left out: {'; '.join(grid.needs)}", file=sys.stderr)
+                found.remove(grid)
+        grids = [grid.name for grid in found]
+        scoring = shown_time(scoring_seconds(found, len(options.items), options.scorers or ()))
         print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped == 130 or (stopped and not (out / "run.json").is_file()):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,9 +299,46 @@ def _pair(text: str, mark: str) -> tuple[int, int]:
     return int(one), int(other)
 
 
-def name_of(rules: tuple[Augmentation, ...]) -> str | None:
+def strength_of(rules: tuple[Augmentation, ...]) -> float:
+    """How strong augmentations are: tau where a law aims at a share, else the size of alpha; of
+    several the largest; 0 of none."""
+    return max((abs(rule.alpha) if rule.tau is None else rule.tau for rule in rules), default=0.0)
+
+
+def at_unit_strength(rules: tuple[Augmentation, ...]) -> tuple[Augmentation, ...]:
+    """The same augmentations with tau 0.5, or alpha 1 (-1 where it is negative): equal where two
+    differ by their strength alone."""
+    return tuple(
+        rule.model_copy(
+            update={"alpha": math.copysign(1, rule.alpha)} if rule.tau is None else {"tau": 0.5}
+        )
+        for rule in rules
+    )
+
+
+def families(arms: Iterable[tuple[Augmentation, ...]]) -> dict[tuple[Augmentation, ...], str]:
+    """Ways to steer by name, strength left out: arms of one name differ by their strength alone.
+
+    A name is that of a recipe, or the label of the augmentations; a second family of that name (of
+    other heads, say) has "#2" behind it. No augmentation is the "baseline".
+    """
+    names: dict[tuple[Augmentation, ...], str] = {(): "baseline"}
+    found = {}
+    for rules in arms:
+        unit = at_unit_strength(rules)
+        if unit not in names:
+            name = name_of(rules, any_strength=True) or " + ".join(rule.label for rule in unit)
+            same = sum(other.partition(" #")[0] == name for other in names.values())
+            names[unit] = f"{name} #{same + 1}" if same else name
+        found[rules] = names[unit]
+    return found
+
+
+def name_of(rules: tuple[Augmentation, ...], any_strength: bool = False) -> str | None:
     """The recipe that gives these augmentations with its own parameters at their defaults, whatever
-    its tokens, layers, heads and steps; None if there is none."""
+    its tokens, layers, heads and steps (and its strength, if `any_strength`); None if there is
+    none."""
+    alike = at_unit_strength if any_strength else tuple
     given = tuple(rule.positions for rule in rules if rule.positions is not None)
     narrow = ("tokens",) * bool(given) + ("heads",) * any(rule.heads != "all" for rule in rules)
     for name, chosen in RECIPES.items():
@@ -313,7 +350,7 @@ def name_of(rules: tuple[Augmentation, ...]) -> str | None:
         if (chosen.needs or chosen.make is _lapa2) and chosen.needs != narrow:
             continue  # the four that are LaPA2 itself differ by what is chosen
         try:
-            if recipe(name, **parameters) == rules:
+            if alike(recipe(name, **parameters)) == alike(rules):
                 return name
         except AugmentationError:
             continue

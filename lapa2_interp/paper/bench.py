@@ -112,9 +112,20 @@ class Bench(Findings):
         print(write_item(self.out, self.item, self.title, table, self, notes, shown))
 
 
-def open_bench(item: str, title: str, *grids: str) -> Bench:
+def open_bench(
+    item: str,
+    title: str,
+    *grids: str,
+    scorers: Sequence[str] = USUAL,
+    perplexity: int = PERPLEXITY_TEXTS,
+) -> Bench:
     """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook
     RUN is `LAPA2_RUN`.
+
+    Args:
+        grids: The grids whose cells it shows, without their folder; by default the item's name.
+            --grids replaces them.
+        scorers, perplexity: The defaults of --scorers and --perplexity.
 
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
@@ -125,15 +136,20 @@ def open_bench(item: str, title: str, *grids: str) -> Bench:
         "run", type=Path, nargs="?", default=default, help="a run folder of `lapa2 sweep`"
     )
     parser.add_argument("--out", type=Path, help="folder of tables/; by default the run's own")
-    add_scoring(parser, PERPLEXITY_TEXTS)
+    parser.add_argument(
+        "--grids",
+        nargs="+",
+        default=grids or (item,),
+        help="grids of the run that take the place of the item's, such as that of a file of yours",
+    )
+    add_scoring(parser, perplexity, scorers)
     options = parser.read()
     tell_if_slow(options.dtype, options.device)
-    grids = grids or (item,)
     data = ItemData(
         load_run(options.run),
         item,
-        grids,
-        chosen_scorers(options.scorers, USUAL),
+        tuple(options.grids),
+        chosen_scorers(options.scorers, scorers),
         options.perplexity,
         options.device,
         options.dtype,

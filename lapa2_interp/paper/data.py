@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-OF_ACCURACY = ("masked", "echo")
+OF_ACCURACY = ("masked", "echo", "repetition")
 """What stands beside the accuracies of an item, where it was asked for."""
 
 

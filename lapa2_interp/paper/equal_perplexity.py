@@ -211,3 +211,38 @@ def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.Da
         verdict = "not comparable" if np.isnan(p) else side if p < SURE else "not decided"
         found.loc[row, "verdict"] = verdict
     return found
+
+
+def telling(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
+    """The columns that tell a table's settings apart: the last ones that the others decide are left
+    out; one stays at least."""
+    kept = list(names)
+    for name in reversed(names):
+        rest = [each for each in kept if each != name]
+        if rest and (table.groupby(rest, dropna=False)[name].nunique(dropna=False) == 1).all():
+            kept = rest
+    return kept
+
+
+def shown(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
+    """The rows of `judged` for reading: one row per setting, ratio and family, a column per metric.
+
+    Args:
+        setting: Columns before them, as `telling` takes them.
+    """
+    keys = [*telling(table, setting), "ratio", "perplexity", "family", "reached"]
+    cells = []
+    for row in table.to_dict("records"):
+        text = "" if np.isnan(row["value"]) else f"{row['value']:.1f}"
+        if not np.isnan(row["p_holm"]):
+            low, high = row["difference_low"], row["difference_high"]
+            text += f"; {row['difference']:+.1f} [{low:+.1f}, {high:+.1f}], p {row['p_holm']:.2g}"
+        cells.append("; ".join(filter(None, (text, row["verdict"]))))
+    found = table.assign(cell=cells).pivot_table(
+        index=keys, columns="metric", values="cell", aggfunc="first", sort=False
+    )
+    found = found[list(dict.fromkeys(table["metric"]))].rename_axis(columns=None).reset_index()
+    return found.assign(
+        perplexity=found["perplexity"].map("{:.1f}".format),
+        reached=found["reached"].map("{:.0%}".format),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lapa2_interp.cell import Cell
@@ -20,6 +21,8 @@ FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
 READ_AT_FIVE = ("sent_topic", "detox")
 """Grids whose texts are scored at all five lengths."""
+READ_WHOLLY = ("steering",)
+"""Grids of whose texts all have their perplexity measured."""
 TOKEN = 2e-5
 """Seconds that the linear classifiers take for a token."""
 MASKED = 0.4
@@ -40,6 +43,7 @@ def scoring_seconds(
     chosen = chosen_scorers(scorers, USUAL)
     read, classified, adapted = 0.0, 0.0, 0.0
     for grid in grids:
+        most = math.inf if grid.name.rpartition("/")[2] in READ_WHOLLY else PERPLEXITY_TEXTS
         lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
         arms: dict[tuple[str, ...], list[Cell]] = {}
         for cell in grid.cells:
@@ -54,7 +58,7 @@ def scoring_seconds(
             adapted += texts * cells[0].length * (f"{control}=adapter" in chosen)
             if control == "accuracy":
                 adapted += MASKED * texts * cells[0].length * ("masked=adapter" in chosen)
-            read += lengths * min(texts, PERPLEXITY_TEXTS) * cells[0].length
+            read += lengths * min(texts, most) * cells[0].length
     operations = 2 * read * model_size(SMOLLM2).parameters
     at = pace(SMOLLM2, "float32", default_device(), operations=operations)
     scripts = ITEM * (len(grids) if items is None else items)

@@ -33,13 +33,14 @@ SAME_TABLE = {
 """Items whose numbers stand in another of the paper's tables."""
 METRICS = {
     "accuracy": ("acc", 100.0), "toxicity": ("tox", 100.0), "masked": ("acc masked", 100.0),
-    "echo": ("echo %", 100.0), "perplexity": ("ppl", 1.0),
+    "echo": ("echo %", 100.0), "perplexity": ("ppl", 1.0), "repetition": ("rep %", 100.0),
     "distinct-1": ("dist1", 1.0), "distinct-2": ("dist2", 1.0), "distinct-3": ("dist3", 1.0),
 }  # fmt: skip
 """Our metrics by the paper's names and units: percent, perplexity, shares. Of a metric that several
 scorers give, those after the first have theirs in parentheses: "acc (linear)"."""
 BETTER = {
-    "acc": 1, "tox": -1, "acc masked": 1, "ppl": -1, "dist1": 1, "dist2": 1, "dist3": 1,
+    "acc": 1, "tox": -1, "acc masked": 1, "ppl": -1, "rep %": -1,
+    "dist1": 1, "dist2": 1, "dist3": 1,
 }  # fmt: skip
 """Whether more of a metric is better; echo is neither."""
 

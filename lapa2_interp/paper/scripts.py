@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -71,21 +71,25 @@ def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def add_scoring(options: argparse.ArgumentParser, texts: int) -> None:
+def add_scoring(
+    options: argparse.ArgumentParser, texts: int | None, scorers: Sequence[str] | None = USUAL
+) -> None:
     """Options of scripts that score.
 
     Args:
         texts: The default of --perplexity.
+        scorers: The default of --scorers.
     """
     options.add_argument(
         "--scorers",
         nargs="+",
-        default=USUAL,
+        default=scorers,
         type=_scorer,
         help=(
-            f"NAME or NAME=MODEL, as of `lapa2 score` (default: {' '.join(USUAL)}): accuracy=MODEL,"
-            " toxicity=perspective, perplexity=gpt2-large. A plain accuracy or toxicity is by both"
-            " classifiers that ship; linear or adapter alone takes that one, linear being fast"
+            f"NAME or NAME=MODEL, as of `lapa2 score` (default: {' '.join(scorers or USUAL)}):"
+            " accuracy=MODEL, toxicity=perspective, perplexity=gpt2-large. A plain accuracy or"
+            " toxicity is by both classifiers that ship; linear or adapter alone takes that one,"
+            " linear being fast"
         ),
     )
     options.add_argument(

@@ -66,6 +66,7 @@ NAMES = {
         " accuracy"
     ),
     "echo": "share of texts that say a word of their own prefix",
+    "repetition": "share of a text's 4-grams of words that it had before",
     "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
     "distinct": (
         "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)"

@@ -4,6 +4,9 @@ distinct_n = different n-grams of the whole set / tokens of the whole set
 
 n-grams do not cross texts; the denominator is the same for every n. The number falls with the size
 of the set and the length of its texts by construction, so only sets of one size and length compare.
+
+Repetition is of one text: the share of its n-grams of 4 words that it had before. A text that
+repeats itself has a low perplexity, so the two belong together.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import ScoringError
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
 ORDERS = (1, 2, 3)
+REPEATED = 4
+"""Words of an n-gram that counts as repeated."""
 
 
 def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[int]], str]:
@@ -50,6 +56,24 @@ def distinct(lists: Sequence[Sequence[int]], n: int) -> float:
         len({gram for ids in lists for gram in zip(*(ids[i:] for i in range(n)), strict=False)})
         / total
     )
+
+
+class Repetition(Scorer):
+    """1 - distinct n-grams / n-grams of a text, n = 4 words or punctuation marks, in [0, 1)."""
+
+    name = "repetition"
+    version = f"{REPEATED} words"
+    columns = ("repetition",)
+    batch_size = 2048
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        lists, _ = token_lists([item.text for item in items])
+        scores: list[Score] = []
+        for ids in lists:
+            grams = list(zip(*(ids[i:] for i in range(REPEATED)), strict=False))
+            why = Skipped(f"under {REPEATED} words")
+            scores.append((1 - len(set(grams)) / len(grams),) if grams else why)
+        return scores
 
 
 def distinct_table(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import NAMES, Cache, Scorer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.linear import LinearScorer, LinearToxicity
@@ -61,6 +62,8 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
             )
         case "echo", "":
             return Echo(prefix_words(_task(options)))
+        case "repetition", "":
+            return Repetition()
         case "masked", _:
             inner = make_scorer("accuracy", model, options)
             return Masked(inner, prefix_words(_task(options)))

@@ -22,9 +22,18 @@ KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "ar
 TOXIC = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
-        ("accuracy", "masked", "echo", "toxicity", "toxicity max", "toxic prompts"), (0.0, 1.0)
+        (
+            "accuracy",
+            "masked",
+            "echo",
+            "repetition",
+            "toxicity",
+            "toxicity max",
+            "toxic prompts",
+        ),
+        (0.0, 1.0),
     ),
-    **dict.fromkeys(("acc", "acc masked", "echo %", "tox"), (0.0, 100.0)),
+    **dict.fromkeys(("acc", "acc masked", "echo %", "rep %", "tox"), (0.0, 100.0)),
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
 }
 """Least and greatest value of a metric, which an interval from few prompts (Student's) could

@@ -1,0 +1,120 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does any steering give more control than LaPA2 at equal perplexity?
+#
+# LaPA2, LaPA2 on chosen tokens, LaPA2 in chosen heads, and a set-point, each at three strengths.
+# They are compared at 1.1 and 1.25 times the baseline's perplexity, on each way's own curve. Texts
+# that may not say a word of their prefix are compared apart.
+#
+#     make steering-prompts DATA=FOLDER && lapa2 sweep quick/steering --out results/steering
+#     python analyses/steering.py results/steering && python figures/steering.py results/steering
+#
+# `--grids NAME` reads a grid of your own with the same, or other, ways to steer.
+
+# %%
+import sys
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp.files import write_text
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.equal_perplexity import BASELINE, REACHED, Arms, judged, shown
+from lapa2_interp.paper.output import as_markdown
+from lapa2_interp.paper.scripts import USUAL, in_one_line
+from lapa2_interp.recipes import families, strength_of
+
+sys.excepthook = in_one_line
+TITLE = "Control at equal perplexity"
+REFERENCE = "lapa2"
+SETTING = ["task", "words", "model", "method", "variant"]
+bench = open_bench(
+    "steering",
+    "Ways to steer attention, at several strengths",
+    scorers=(*USUAL, "masked=linear", "repetition"),
+    perplexity=sys.maxsize,  # of all texts
+)
+cells = bench.cells
+
+# %% [markdown]
+# The family and the strength of an arm are read from its augmentations.
+
+# %%
+barred = [bench.run.plan[key].bar_prefix_words for key in cells["key"]]
+cells["words"] = np.where(barred, "prefix words barred", "all words")
+rules = {key: bench.run.plan[key].rules for key in cells["key"]}
+for _, part in cells.groupby(SETTING, sort=False):
+    names = families(rules[key] for key in part["key"])
+    cells.loc[part.index, "family"] = [names[rules[key]] for key in part["key"]]
+cells["strength"] = [strength_of(rules[key]) for key in cells["key"]]
+arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["strength"]]
+known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
+scores = bench.scores(cells)
+scores["arm"], cells["arm"] = scores["cell"].map(known["arm"]), arms
+table = bench.table(scores, cells)
+note = (
+    "ppl here is the mean over texts, as in the other tables; steering.equal has exp of the mean"
+    " NLL. rep: 4-grams of words that a text had before."
+)
+bench.write(table, [note])
+
+# %% [markdown]
+# The curves, and the comparison on them.
+
+# %%
+texts = scores.pivot(
+    index=["cell", "prompt", "sample", *(name for name in SETTING if name != "words")],
+    columns="metric",
+    values="value",
+).reset_index()
+texts["nll"] = np.log(texts["ppl"])
+texts = texts.join(known[["family", "strength", "words"]], on="cell")
+metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
+curves, equal, notes = [], [], []
+for _, asked in cells.groupby(SETTING, sort=False):
+    setting = asked.iloc[0][SETTING].to_dict()
+    group = texts[(texts[SETTING] == pd.Series(setting)).all(axis=1)]
+    missing = {BASELINE, REFERENCE} - set(group["family"])
+    if missing:
+        where = ", ".join(filter(None, setting.values()))
+        notes.append(f"No comparison for {where}: no finished {' and '.join(sorted(missing))}.")
+        continue
+    made = Arms(group, metrics)
+    curves.append(made.points().assign(**setting))
+    equal.append(made.compared(REFERENCE).assign(**setting))
+
+# %%
+folder = bench.out / "tables"
+if equal:
+    found = judged(pd.concat(equal, ignore_index=True), REFERENCE, ["words", "model", "method"])
+    for name, each in (("curves", pd.concat(curves)), ("equal", found)):
+        ordered = each[[*SETTING, *(column for column in each if column not in SETTING)]]
+        text = ordered.to_csv(index=False, float_format="%.6g")
+        write_text(folder / f"steering.{name}.csv", text)
+    wide = shown(found, SETTING)
+    notes = [
+        (
+            f"Each cell: the value, and its difference from {REFERENCE} with its 95 % interval over"
+            " prompts and Holm's p. One family of tests is a metric with all tasks, perplexities"
+            " and ways to steer (of one model and method, texts with barred words apart); what is"
+            " not comparable counts in it as p = 1."
+        ),
+        (
+            f"Not comparable: below {REACHED:.0%} of resamples, the curve of the arm or of"
+            f" {REFERENCE} does not reach the perplexity; nothing is extrapolated. reached: the"
+            " arm's share."
+        ),
+        *notes,
+    ]
+    write_text(folder / "steering.equal.md", as_markdown(TITLE, wide, notes))
+    print(f"\n{TITLE}\n\n{wide.to_string(index=False)}\n")
+print("\n".join(notes))

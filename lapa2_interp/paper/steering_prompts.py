@@ -1,0 +1,82 @@
+"""The prompts of grid quick/steering: the paper's 35, then neutral ones of DExperts (OpenWebText).
+
+    python -m lapa2_interp.paper.steering_prompts dexperts_owt_sentiment_10k.jsonl.xz
+
+writes steering-prompts.txt (575 prompts) and steering-selection.txt (the next 64, to choose heads
+and strengths on), one prompt on each line, into the current folder. Left out are prompts of more
+than 20 words, prompts with a newline, and repeated ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from lapa2_interp.errors import DataError
+from lapa2_interp.files import write_text
+from lapa2_interp.methods import load_task
+from lapa2_interp.paper.scripts import ScriptOptions
+
+NEUTRAL, SELECTION = 540, 64
+"""Neutral prompts of the grid, and those that follow for selection."""
+MOST_WORDS = 20
+
+
+def chosen(
+    texts: Iterable[str], neutral: int = NEUTRAL, selection: int = SELECTION
+) -> tuple[list[str], list[str]]:
+    """(the grid's prompts, those of selection): no prompt twice.
+
+    Args:
+        texts: Neutral prompts, in the order in which they are taken.
+        neutral: How many stand behind the prompts of the tasks sentiment and topic.
+        selection: How many follow.
+
+    Raises:
+        DataError: There are too few.
+    """
+    own = [text for name in ("sentiment", "topic") for text in load_task(name).prompts.texts]
+    fit = [
+        text
+        for text in dict.fromkeys(texts)
+        if 0 < len(text.split()) <= MOST_WORDS and len(text.splitlines()) == 1 and text not in own
+    ]
+    if len(fit) < neutral + selection:
+        raise DataError(
+            f"{neutral + selection} neutral prompts of at most {MOST_WORDS} words are needed, found"
+            f" {len(fit)}; give a longer file"
+        )
+    return own + fit[:neutral], fit[neutral : neutral + selection]
+
+
+def read_neutral(file: Path) -> list[str]:
+    """The prompts of a .jsonl file (or .jsonl.xz) whose "kind" is "neutral", in its order.
+
+    Raises:
+        DataError: Not readable, or without the fields prompt and kind.
+    """
+    try:
+        table = pd.read_json(file, lines=True)
+        return list(table["prompt"][table["kind"] == "neutral"])
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"cannot read prompts from {file}: {reason}; give JSON lines with prompt and kind"
+        ) from error
+
+
+def main() -> None:
+    """Write both files."""
+    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    names = ("steering-prompts.txt", "steering-selection.txt")
+    for name, prompts in zip(names, chosen(read_neutral(parser.read().file)), strict=True):
+        write_text(Path(name), "".join(f"{prompt}\n" for prompt in prompts))
+        print(f"{len(prompts)} prompts: {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The item steering: its grid, its prompts, and its tables and figure of a small run."""
+
+import json
+import lzma
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import load
+
+from lapa2_interp import load_task
+from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.errors import DataError, GridError
+from lapa2_interp.paper.equal_perplexity import telling
+from lapa2_interp.paper.steering_prompts import chosen, read_neutral
+from lapa2_interp.recipes import families, read_recipes, recipe, strength_of
+from lapa2_interp.runs.generate import make_cells
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.read import write_run
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
+GRID = """
+model = "tiny-gpt2"
+dtype = "float32"
+method = { name = "prefix", prefixes = "hard" }
+length = 44
+samples = 1
+trace = "none"
+prompts = "prompts.txt"
+[[block]]
+task = "topic"
+augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
+[[block]]
+task = "sentiment"
+augmentation = ["none", "lapa2:alpha=0.5", "lapa2:alpha=4", "set-point:tau=0.3", "set-point:tau=0.8"]
+[[block]]
+task = "sentiment"
+bar_prefix_words = true
+augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
+"""
+
+
+def script(kind, *arguments):
+    before, path = sys.argv, list(sys.path)
+    sys.argv, sys.path = ["steering.py", *map(str, arguments)], [str(ROOT / kind), *path]
+    try:
+        return runpy.run_path(str(ROOT / kind / "steering.py"), run_name="__main__")
+    finally:
+        sys.argv, sys.path = before, path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a grid of one's own, on a tiny model."""
+    folder = tmp_path_factory.mktemp("steering")
+    # Ten words: shorter texts have no perplexity.
+    prompts = [f"{i} a b c d e f g h i j" for i in range(9)]
+    (folder / "prompts.txt").write_text("\n".join(prompts))
+    (folder / "mine.toml").write_text(GRID.replace("prompts.txt", str(folder / "prompts.txt")))
+    grid = load_grid(str(folder / "mine.toml"))
+    made = make_cells(load("tiny-gpt2"), grid.cells, name="mine")
+    write_run(folder / "run", made)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "excepthook", sys.excepthook)
+        scorers = ["--scorers", "linear", "accuracy", "masked", "echo", "repetition"]
+        found = script(
+            "analyses", folder / "run", "--grids", "mine", *scorers, "perplexity=tiny-gpt2"
+        )
+    return folder / "run", found
+
+
+def table(run, name):
+    return pd.read_csv(
+        run / "tables" / f"steering{name}.csv", keep_default_na=False, na_values=[""]
+    )
+
+
+def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        GridError, match=r"no file steering-prompts.txt \(575 prompts: .*make steer"
+    ):
+        load_grid("quick/steering")
+    grid = load_grid("quick/steering", check=False)
+    assert len(grid.needs) == 1
+    texts = {}
+    for cell in grid.cells:
+        name = families([cell.rules])[cell.rules]
+        key = (cell.task.name, cell.bar_prefix_words, name, strength_of(cell.rules))
+        texts[key] = texts.get(key, 0) + cell.n_texts
+        assert (cell.length, cell.dtype, cell.trace) == (64, "bfloat16", "pooled")
+    assert set(texts.values()) == {2300}
+    for task in ("sentiment", "topic"):
+        for barred, strengths in ((False, 3), (True, 1)):
+            arms = [key for key in texts if key[:2] == (task, barred)]
+            assert len(arms) == 1 + 4 * strengths
+            assert {key[2] for key in arms} == FAMILIES | {"baseline"}
+    small = load_grid("quick/steering", {"prompts": 4})
+    assert {len(cell.prompts) for cell in small.cells} == {4}, "without the file"
+
+
+def test_families_are_read_from_augmentations():
+    texts = ["lapa2:alpha=0.25", "lapa2:alpha=3", "token-selective:tokens=1,alpha=2", "set-point:tau=0.4",
+             "head-selective:heads=1.0,alpha=2", "head-selective:heads=2.0,alpha=1",
+             "head-selective:heads=1.0", "instaboost:M=7", "pasta:alpha=0.2", "lapa2-released",
+             "spotlight:tau=0.3"]  # fmt: skip
+    arms = [read_recipes(text) for text in texts]
+    found = families([(), *arms])
+    assert list(found.values()) == [
+        "baseline", "lapa2", "lapa2", "token-selective", "set-point", "head-selective",
+        "head-selective #2", "head-selective", "instaboost", "pasta", "lapa2-released", "spotlight",
+    ]  # fmt: skip
+    strengths = [strength_of(arm) for arm in arms[:5]]
+    assert strengths == [0.25, 3, 2, 0.4, 2]
+    assert strength_of(arms[7]) == pytest.approx(np.log(7))
+    assert strength_of(()) == 0
+    own = (Augmentation(alpha=0.3, law="sqrt", span="bos"),)
+    assert families([own])[own] == Augmentation(alpha=1, law="sqrt", span="bos").label
+    half = (Augmentation(alpha=0.5, law="target", tau=0.2, floor=True),)
+    assert families([recipe("set-point"), half])[half] != "set-point"
+
+
+def test_tables_are_those_of_the_texts(run):
+    folder, found = run
+    curves, equal = table(folder, ".curves"), table(folder, ".equal")
+    texts = found["texts"]
+    metrics = ["acc", "acc masked", "echo %", "rep %"]
+    assert list(dict.fromkeys(curves["metric"])) == metrics
+    for row in curves.itertuples():
+        part = texts[(texts["task"] == row.task) & (texts["words"] == row.words)]
+        part = part[(part["family"] == row.family) & np.isclose(part["strength"], row.strength)]
+        assert len(part) == 9 * len(load_task(row.task).attributes)
+        assert row.perplexity == pytest.approx(np.exp(np.log(part["ppl"]).mean()), rel=1e-5)
+        assert row.mean == pytest.approx(part[row.metric].mean(), rel=1e-5)
+        assert row.perplexity_low <= row.perplexity <= row.perplexity_high
+    main = table(folder, "")
+    arms = main[(main["attribute"] == "all") & (main["metric"] == "rep %")]
+    assert arms["mean"].notna().all()
+    assert set(main["metric"]) == {*metrics, "ppl", "dist1", "dist2", "dist3"}
+    assert set(main["arm"]) == {
+        "baseline",
+        "lapa2 0.5",
+        "lapa2 4",
+        "set-point 0.3",
+        "set-point 0.8",
+    }
+    assert set(equal["family"]) == {"lapa2", "set-point"}
+    assert len(equal) == 3 * 2 * 2 * len(metrics)
+    assert set(equal["verdict"].dropna()) <= {"more", "less", "not decided", "not comparable"}
+    assert (equal["verdict"].isna() == (equal["family"] == "lapa2")).all()
+    text = (folder / "tables" / "steering.equal.md").read_text()
+    assert "prefix words barred" in text
+    assert "counts in it as p = 1" in text
+
+
+def test_barred_texts_say_no_word(run):
+    folder, _ = run
+    curves = table(folder, ".curves")
+    echo = curves[(curves["metric"] == "echo %") & (curves["words"] != "all words")]
+    assert (echo["mean"] == 0).all()
+
+
+def test_the_figure_shows_the_tables(run):
+    folder, _ = run
+    script("figures", folder)
+    assert (folder / "figures" / "steering.png").read_bytes().startswith(b"\x89PNG")
+    before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "figures"))
+    try:
+        draw = runpy.run_path(str(ROOT / "figures" / "steering.py"))["draw"]
+    finally:
+        sys.path[:] = before
+    curves, equal = table(folder, ".curves"), table(folder, ".equal")
+    drawing = draw(table(folder, ""), curves, equal)
+    assert len(drawing.axes) == 2 * 3
+    left = drawing.axes[2]
+    rows = curves[(curves["task"] == "sentiment") & (curves["words"] == "all words")]
+    rows = rows[rows["metric"] == "acc"].set_index("family")
+    first = next(line for line in left.lines if len(line.get_xdata()) == 3)
+    assert first.get_xdata().tolist() == [
+        rows.loc["baseline", "perplexity"],
+        *rows.loc["lapa2", "perplexity"],
+    ]
+    assert first.get_ydata().tolist() == [rows.loc["baseline", "mean"], *rows.loc["lapa2", "mean"]]
+
+
+def test_columns_that_the_others_decide_are_not_shown():
+    rows = pd.DataFrame({"task": ["a", "b"], "words": ["x", "x"], "variant": ["", "hard"]})
+    assert telling(rows, ["task", "words", "variant"]) == ["task"]
+    two = pd.concat([rows, rows.assign(variant="mle")])
+    assert telling(two, ["task", "words", "variant"]) == ["task", "variant"]
+
+
+def test_a_run_without_lapa2_says_what_is_missing(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (tmp_path / "g.toml").write_text(GRID.split("[[block]]")[0].replace(
+        "prompts.txt", str(run[0].parent / "prompts.txt")) + 'augmentation = ["none", "set-point"]\n')  # fmt: skip
+    grid = load_grid(str(tmp_path / "g.toml"), {"task": "sentiment", "length": 40})
+    write_run(tmp_path / "run", make_cells(load("tiny-gpt2"), grid.cells, name="steering"))
+    script("analyses", tmp_path / "run", "--scorers", "linear", "accuracy", "perplexity=tiny-gpt2")
+    printed = capsys.readouterr().out
+    assert (
+        "No comparison for sentiment, all words, tiny-gpt2, prefix: no finished lapa2." in printed
+    )
+    assert not (tmp_path / "run" / "tables" / "steering.equal.csv").exists()
+
+
+def test_prompts_are_the_papers_and_the_first_neutral_ones(tmp_path):
+    own = [text for name in ("sentiment", "topic") for text in load_task(name).prompts.texts]
+    rows = [
+        ("one", "neutral"), ("good", "positive"), ("two", "neutral"), ("one", "neutral"),
+        ("word " * 21, "neutral"), ("word " * 20 + "", "neutral"), ("a\nb", "neutral"),
+        (own[3], "neutral"), ("a\u2028b", "neutral"), ("three", "neutral"), ("four", "neutral"),
+    ]  # fmt: skip
+    file = tmp_path / "prompts.jsonl.xz"
+    lines = [json.dumps({"prompt": text, "kind": kind, "num_positive": 12}) for text, kind in rows]
+    with lzma.open(file, "wt") as stored:
+        stored.write("\n".join(lines))
+    neutral = read_neutral(file)
+    assert len(neutral) == 10
+    prompts, selection = chosen(neutral, 3, 2)
+    assert prompts == [*own, "one", "two", "word " * 20]
+    assert selection == ["three", "four"]
+    assert len(own) == len(set(own)) == 35
+    with pytest.raises(DataError, match="6 neutral prompts .* are needed, found 5; give a longer"):
+        chosen(neutral, 4, 2)
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="cannot read prompts from .*prompt.*give JSON lines"):
+        read_neutral(tmp_path / "other.jsonl")
+
+
+def test_the_corpus_gives_both_files(data):
+    prompts, selection = chosen(
+        read_neutral(data / "prompts" / "dexperts_owt_sentiment_10k.jsonl.xz")
+    )
+    assert (len(prompts), len(selection)) == (575, 64)
+    assert len({*prompts, *selection}) == 639
+
+
+def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    grids = ["quick/heads", "quick/steering"]
+    monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: grids)
+    monkeypatch.setattr("lapa2_interp.cli.main", lambda words: asked.append(words) or 130)
+    before = sys.argv
+    sys.argv = ["reproduce.py", "--out", str(tmp_path / "run")]
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "analyses" / "reproduce.py"), run_name="__main__")
+    finally:
+        sys.argv = before
+    assert "quick/steering is left out: no file steering-prompts.txt" in capsys.readouterr().err
+    assert "quick/heads" in asked[0]
+    assert "quick/steering" not in asked[0]
