@@ -98,8 +98,9 @@ def _differences(axes: Axes, equal: pd.DataFrame, looks: dict[str, tuple[str, st
                     row, (colour, marker) = rows.loc[(metric, ratio, name)], looks[name]
                     x = row["difference"]
                     if np.isnan(x):
-                        axes.text(0.99, height, "not comparable", color=colour, fontsize=5, ha="right",
-                                  va="center", transform=axes.get_yaxis_transform())  # fmt: skip
+                        axes.text(0.99, height, "not comparable", color=colour, fontsize=5,
+                                  ha="right", va="center",
+                                  transform=axes.get_yaxis_transform())  # fmt: skip
                     else:
                         away = [[x - row["difference_low"]], [row["difference_high"] - x]]
                         face = colour if row["p_holm"] < 0.05 else "white"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -247,7 +248,7 @@ class Cell(BaseModel):
             raise TraceError(
                 "patterns are part of a trace, and trace is 'none'; record it pooled or full"
             )
-        twice = [prompt for i, prompt in enumerate(self.prompts) if prompt in self.prompts[:i]]
+        twice = [prompt for prompt, n in Counter(self.prompts).items() if n > 1]
         if twice:
             raise LayoutError(
                 f"the prompt {twice[0]!r} is given twice and would draw the same texts; ask for"

@@ -13,7 +13,8 @@ from lapa2_interp.errors import ScoringError
 from lapa2_interp.models import load_transformers
 from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import Cache, Item, Scorer, ScoringStoppedError, Skipped, run_scorer
-from lapa2_interp.scoring.distinct import distinct, distinct_table, token_lists
+from lapa2_interp.scoring.distinct import Repetition, distinct, distinct_table, token_lists
+from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 
@@ -168,6 +169,20 @@ def test_distinct_by_hand():
     assert table["mean"].tolist() == [2 / 6] * 3
     with pytest.raises(ScoringError, match="at least one token"):
         distinct([[], []], 1)
+
+
+def test_repetition_by_hand():
+    """Four words make one 4-gram; "a b c d" comes back once among seven of them."""
+    scorer = Repetition()
+    texts = ["a b c d", "a b c d, x a b c d", "a a a a a a", "a b c", ""]
+    assert scorer.score([Item(text) for text in texts]) == [
+        (0.0,), (pytest.approx(1 / 7),), (pytest.approx(2 / 3),), Skipped("under 4 words"),
+        Skipped("under 4 words"),
+    ]  # fmt: skip
+    frame = pd.DataFrame({"text": texts, "prompt": list("pqrst"), "attribute": "x", "arm": "y"})
+    cells = cell_table(score_table(frame, make_scorer("repetition", "", Options())))
+    assert cells[["n", "skipped"]].to_numpy().tolist() == [[3, 2]]
+    assert cells["mean"].item() == pytest.approx((1 / 7 + 2 / 3) / 3)
 
 
 def test_distinct_intervals_leave_prompts_out():
