@@ -26,10 +26,11 @@ import sys
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.equal_perplexity import BASELINE, REACHED, Arms, judged, shown
-from lapa2_interp.paper.output import as_markdown
+from lapa2_interp.paper.output import as_json, as_markdown
 from lapa2_interp.paper.scripts import USUAL, in_one_line
 from lapa2_interp.recipes import families, strength_of
 
@@ -59,6 +60,8 @@ cells["strength"] = [strength_of(rules[key]) for key in cells["key"]]
 arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["strength"]]
 known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
 scores = bench.scores(cells)
+if not len(scores):
+    raise RunError(f"{bench.run.name} has no finished cell of {bench.item}; `lapa2 runs` says why")
 scores["arm"], cells["arm"] = scores["cell"].map(known["arm"]), arms
 table = bench.table(scores, cells)
 note = (
@@ -116,5 +119,6 @@ if equal:
         *notes,
     ]
     write_text(folder / "steering.equal.md", as_markdown(TITLE, wide, notes))
+    write_text(folder / "steering.equal.json", as_json("steering.equal", TITLE, wide, notes))
     print(f"\n{TITLE}\n\n{wide.to_string(index=False)}\n")
 print("\n".join(notes))

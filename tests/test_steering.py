@@ -1,5 +1,6 @@
 """The item steering: its grid, its prompts, and its tables and figure of a small run."""
 
+import dataclasses
 import json
 import lzma
 import runpy
@@ -15,6 +16,7 @@ from lapa2_interp import load_task
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import DataError, GridError
 from lapa2_interp.paper.equal_perplexity import telling
+from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.steering_prompts import chosen, read_neutral
 from lapa2_interp.recipes import families, read_recipes, recipe, strength_of
 from lapa2_interp.runs.generate import make_cells
@@ -100,6 +102,10 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
             arms = [key for key in texts if key[:2] == (task, barred)]
             assert len(arms) == 1 + 4 * strengths
             assert {key[2] for key in arms} == FAMILIES | {"baseline"}
+    few = dataclasses.replace(grid, name="quick/other")
+    assert scoring_seconds([grid], scorers=["perplexity"]) > 15 * scoring_seconds(
+        [few], scorers=["perplexity"]
+    ), "the perplexity of all texts"
     small = load_grid("quick/steering", {"prompts": 4})
     assert {len(cell.prompts) for cell in small.cells} == {4}, "without the file"
 
@@ -156,6 +162,10 @@ def test_tables_are_those_of_the_texts(run):
     text = (folder / "tables" / "steering.equal.md").read_text()
     assert "prefix words barred" in text
     assert "counts in it as p = 1" in text
+    assert (
+        "not comparable"
+        in json.loads((folder / "tables/steering.equal.json").read_text())["notes"][1].lower()
+    )
 
 
 def test_texts_with_barred_words_are_told_apart(run):

@@ -34,17 +34,11 @@ def write_item(
     shown = wide(table) if shown is None else shown
     notes = [*notes, *footnotes(table), *([gaps] if (gaps := gaps_note(table)) else [])]
     claims = findings.frame()
-    facts = {
-        "item": item,
-        "title": title,
-        "notes": notes,
-        "rows": shown.astype(str).to_dict("split"),
-    }
     for ending, text in {
         "csv": table.to_csv(index=False, float_format="%.6g"),
         "md": as_markdown(title, shown, notes),
         "tex": as_latex(title, shown, notes, item),
-        "json": json.dumps(facts, indent=1, ensure_ascii=False),
+        "json": as_json(item, title, shown, notes),
         "claims.csv": claims.to_csv(index=False, float_format="%.6g"),
     }.items():
         write_text(folder / f"{item}.{ending}", text)
@@ -52,6 +46,13 @@ def write_item(
     if len(claims):
         parts.append("\n" + shown_claims(claims).to_string(index=False))
     return "\n".join([*parts, f"\n{folder / item}.csv, .md, .tex"])
+
+
+def as_json(item: str, title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
+    """A table as the report reads it."""
+    rows = shown.astype(str).to_dict("split")
+    facts = {"item": item, "title": title, "notes": [*notes], "rows": rows}
+    return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
 def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
