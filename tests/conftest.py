@@ -47,6 +47,7 @@ OF_BRIDGES = (
     "gradients",
     "patching",
     "planted",
+    "prompt_slope",
     "selection",
     "study",
     "view",

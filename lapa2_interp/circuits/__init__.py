@@ -31,6 +31,7 @@ from lapa2_interp.circuits.knockout import (
 )
 from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.patching import Patching, patch
+from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.selection import Selection, enough_tokens, select
@@ -46,6 +47,7 @@ __all__ = [
     "KnockOut",
     "Patching",
     "Predictions",
+    "PromptSlope",
     "Question",
     "Selection",
     "Unit",
@@ -61,6 +63,7 @@ __all__ = [
     "patch",
     "prefiltered",
     "prefix_mass",
+    "prompt_slope",
     "read_heads",
     "recall",
     "select",

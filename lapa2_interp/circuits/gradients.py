@@ -183,8 +183,8 @@ def attribution(
         CircuitError: As `control`; the model has no hooks, or is in half precision; the
             augmentation has phase "query"; or the metric has no gradient.
     """
-    _check(model, augmentation)
-    name, function = _one_metric(metric)
+    check_gradients(model, augmentation)
+    name, function = one_metric(metric)
     question = Question.of(model, about, **settings)
     n, n_layers, n_heads = len(question.cases), model.cfg.n_layers, model.cfg.n_heads
     longest = max(case.layouts[0].l_pre for case in question.cases)
@@ -196,7 +196,7 @@ def attribution(
         for group in batches(question.cases, at_once):
             cases = [question.cases[i] for i in group]
             l_pre, n_branches = cases[0].layouts[0].l_pre, len(cases[0].names)
-            with _gradients():
+            with recorded_gradients():
                 biases = torch.zeros(
                     n_layers, len(cases), n_heads, l_pre,
                     dtype=model.cfg.dtype, device=model.cfg.device, requires_grad=True,
@@ -247,10 +247,10 @@ def integrated(
     Raises:
         CircuitError: As `attribution`; unknown heads, none, or no nodes.
     """
-    _check(model, augmentation)
+    check_gradients(model, augmentation)
     if nodes < 1:
         raise CircuitError(f"an integral needs at least one node; found nodes={nodes}")
-    name, function = _one_metric(metric)
+    name, function = one_metric(metric)
     question = Question.of(model, about, **settings)
     (unit,) = units_of(model, question, {"heads": heads})
     if not unit.heads:
@@ -268,7 +268,7 @@ def integrated(
                 part = items[first : first + at_once]
                 chosen = _chosen(model, tuple(unit.heads[i] for i, _ in part))
                 cases = [case] * len(part)
-                with _gradients():
+                with recorded_gradients():
                     b = torch.tensor(
                         [b_at[k] for _, k in part],
                         dtype=model.cfg.dtype, device=model.cfg.device, requires_grad=True,
@@ -440,7 +440,7 @@ def prefiltered(
             f"a prefilter keeps at least one head, and draws 0 or more; found n={n},"
             f" random={random}"
         )
-    _check(model, augmentation)
+    check_gradients(model, augmentation)
     question = Question.of(model, about, **settings)
     found = attribution(
         model, question, metric=metric, augmentation=augmentation, progress=progress
@@ -466,7 +466,7 @@ def prefiltered(
     return Prefiltered(exact, found, len(chosen))
 
 
-def _check(model: Model, augmentation: Augmentation | None) -> None:
+def check_gradients(model: Model, augmentation: Augmentation | None = None) -> None:
     """Refuse what has no gradients."""
     if not is_bridge(model) or plain_network(model) is not None:
         raise CircuitError(
@@ -486,7 +486,7 @@ def _check(model: Model, augmentation: Augmentation | None) -> None:
         )
 
 
-def _one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
+def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
     chosen = metrics_by_name(asked)
     if len(chosen) != 1:
         raise CircuitError(
@@ -497,7 +497,7 @@ def _one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric
 
 
 @contextmanager
-def _gradients() -> Iterator[None]:
+def recorded_gradients() -> Iterator[None]:
     """Gradients are recorded, whatever the caller's mode."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

@@ -17,6 +17,9 @@ A head is chosen where the 95 % interval of its score over prompts lies above 0 
 random: always). Heads whose interval lies below 0 work against the prefix. They are never chosen,
 and `suppressed()` cuts them.
 
+With `pro_aug=METHOD` it is also decided whether this method's raw branch should strengthen the
+prompt (`prompt`).
+
 Effects of chosen heads are too large on the prompts that chose them. So what a selection is worth
 must be measured on other prompts.
 """
@@ -36,14 +39,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lapa2_interp import __version__
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.circuits.direct import writes
+from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import Unit, knock_out, prefix_mass, units_everything
+from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
 from lapa2_interp.circuits.question import FEW, About, Question
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.errors import CircuitError, first_problem, one_of
 from lapa2_interp.files import write_text
 from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.methods import Method
 from lapa2_interp.stats import bounds
+from lapa2_interp.tasks import Task
 
 By = Literal["cut", "slope", "dla", "mass", "random"]
 SIGNED = ("cut", "slope", "dla")
@@ -67,11 +74,13 @@ class Selection(BaseModel):
             prefix, strongest first.
         scores: Of the chosen heads and then the suppressors: mean, low, high.
         positions: Positions within the prefix; None for all of it.
-            prompts: Prompts it was chosen on.
+        prompts: Prompts it was chosen on.
         question: Hash of the texts, the model and the words.
         stability: Spearman correlation of the scores of all heads between halves of the prompts;
             None where it is not defined.
         seed: Of the texts and of random heads.
+        prompt: Whether the method that it names should also strengthen the raw branch's prompt
+            (Pro-Aug) in these heads; None where that was not asked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,6 +100,16 @@ class Selection(BaseModel):
     seed: int
     made: datetime
     version: str = __version__
+    prompt: PromptSlope | None = None
+
+    def parameters(self, method: str) -> dict[str, bool]:
+        """What was decided about a method: pro_aug, or nothing if another or none was asked about.
+
+        Args:
+            method: Its name.
+        """
+        decided = self.prompt is not None and self.prompt.method == method
+        return {"pro_aug": self.prompt.boost} if decided and self.prompt else {}
 
     def augmentation(self, alpha: float = 0.5, **fields: Any) -> Augmentation:
         """The bias in the chosen heads, on the chosen tokens.
@@ -153,6 +172,7 @@ def select(
     metric: str = "js",
     seed: int = 1,
     file: str | Path | None = None,
+    pro_aug: str | Method | None = None,
     **settings: Any,
 ) -> Selection:
     """Choose heads, and tokens of the prefix, on some prompts.
@@ -163,20 +183,27 @@ def select(
         by: "cut", "slope", "dla", "mass" or "random".
         heads: How many at most; 0 is all heads, which are not ordered then.
         positions: Tokens of the prefix: "all", "auto" (`enough_tokens`), or positions within it.
-        metric: By which control is measured, for cut, slope and positions.
+        metric: By which control is measured, for cut, slope, positions and Pro-Aug.
         seed: Of the texts and of random heads.
         file: Where finished knock-outs are kept (by cut).
+        pro_aug: A method whose Pro-Aug is decided, too, on the same texts and in the chosen heads
+            (`prompt_slope`).
         settings: For a task, as `make_cases`.
 
     Raises:
-        CircuitError: Fewer than 8 prompts, no head is left, or as `knock_out`.
+        CircuitError: Fewer than 8 prompts, no head is left, Pro-Aug is asked about cases of one's
+            own, or as `knock_out` and `prompt_slope`.
     """
     if by not in get_args(By):
         raise CircuitError(one_of("score", by, get_args(By)))
     if heads < 0:
         raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
-    if isinstance(about, str) or hasattr(about, "attributes"):
+    if isinstance(about, str | Task):
         settings |= {"seed": seed}
+    elif pro_aug is not None:
+        raise CircuitError(
+            "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
+        )
     question = Question.of(model, about, **settings)
     if question.n_prompts < FEW:
         raise CircuitError(
@@ -203,13 +230,14 @@ def select(
         kept = None
     told = split_half(scores)
     card = model_card(model)
+    found = tuple(every[i] for i in chosen)
     return Selection(
         model=card.name,
         weights=card.weights,
         task=_prefixes(question),
         by=by,
         metric=metric,
-        heads=tuple(every[i] for i in chosen),
+        heads=found,
         suppressors=tuple(every[i] for i in against),
         scores=tuple(
             (float(scores[:, i].mean()), float(low[i]), float(high[i])) for i in (*chosen, *against)
@@ -220,6 +248,32 @@ def select(
         stability=None if np.isnan(told) else told,
         seed=seed,
         made=datetime.now(UTC),
+        prompt=None if pro_aug is None else _prompt(model, about, pro_aug, question, found, metric),
+    )
+
+
+def _prompt(
+    model: Model,
+    about: About,
+    method: str | Method,
+    question: Question,
+    heads: Heads,
+    metric: str,
+) -> PromptSlope:
+    """Whether a method's Pro-Aug helps in these heads, on the texts of a question about a task."""
+    assert isinstance(about, str | Task)
+    texts: dict[str, list[tuple[int, ...]]] = {}
+    for case in question.cases:
+        texts.setdefault(case.prompt, []).append(case.text)
+    return prompt_slope(
+        model,
+        about,
+        method,
+        attribute=question.cases[0].names[0],
+        prompts=tuple(texts),
+        texts=texts,
+        heads=heads,
+        metric=metric,
     )
 
 

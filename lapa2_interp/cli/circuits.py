@@ -90,6 +90,7 @@ def select(
     samples: int = 1,
     seed: int = 1,
     file: Path | None = None,
+    pro_aug: str | None = None,
     dtype: Dtype = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -121,6 +122,8 @@ def select(
         samples: Texts of each prompt.
         seed: Of the texts and of random heads.
         file: Where finished knock-outs are kept (by cut): the same command goes on from there.
+        pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
+            prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.
@@ -150,6 +153,7 @@ def select(
         prompts=_prompts(prompt, prompts),
         tokens=tokens,
         samples=samples,
+        pro_aug=pro_aug,
     )
     found.save(out)
     n = len(found.heads)
@@ -161,6 +165,10 @@ def select(
         print(f"tokens of the prefix: {', '.join(map(str, found.positions))}")
     if found.stability is not None:
         print(f"halves of the prompts agree on the order of heads: Spearman {found.stability:.2f}")
+    if (asked := found.prompt) is not None:
+        verdict = "strengthen the prompt" if asked.boost else "leave the prompt as it is"
+        slope = f"{asked.mean:.3g} [{asked.low:.3g}, {asked.high:.3g}] {asked.metric} a unit of b"
+        print(f"{asked.method}: {verdict}; slope {slope}")
     print(f"written: {out}")
 
 

@@ -105,7 +105,8 @@ def generate(
     from lapa2_interp.tasks import read_prompts
 
     chosen_task = load_task(task)
-    chosen_method = for_task(method, chosen_task, **settings(parameters))
+    decided = augmentation.parameters(method)
+    chosen_method = for_task(method, chosen_task, **(decided | settings(parameters)))
     kept = pairs("patterns", patterns, ".") if patterns else ()
     if isinstance(kept, str):
         raise TraceError(

@@ -68,7 +68,16 @@ class AugmentationOptions:
     heads: str = "all"
     """all, or layer.head pairs such as 3.1,4.0."""
     selection: Path | None = None
-    """A card of `lapa2 select`, which gives heads and, unless --span does, tokens of the prefix."""
+    """A card of `lapa2 select`, which gives heads and, unless --span does, tokens of the prefix;
+    and pro_aug of the method that it was decided for, unless --set does."""
+
+    def parameters(self, method: str) -> dict[str, bool]:
+        """Parameters of a method that the selection decides."""
+        if self.selection is None:
+            return {}
+        from lapa2_interp.circuits.selection import Selection
+
+        return Selection.load(self.selection).parameters(method)
 
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""

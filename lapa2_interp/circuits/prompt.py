@@ -1,0 +1,259 @@
+"""Whether strengthening the prompt of the raw branch (Pro-Aug, Eq. 9) adds control.
+
+The paper switches Pro-Aug on by task. Here the model is asked, on prompts of selection:
+
+    boost the prompt    if and only if    dD/db > 0 by its 95 % interval over prompts
+
+D is the control of a decoding method: how far its next-token distributions for the attributes are
+apart. b is a number added to the scores of the raw branch's prompt, at the prompt's last token and
+all later ones, as Pro-Aug adds its bias there.
+
+    found = prompt_slope(model, "sentiment", "air-decoding")
+    found.boost                                   # and so pro_aug of the method
+    select(model, "sentiment", pro_aug="air-decoding").prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
+from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.circuits.cases import RAW, attribute_words, write_texts
+from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.gradients import check_gradients, one_metric, recorded_gradients
+from lapa2_interp.circuits.metrics import Metric, Predictions
+from lapa2_interp.circuits.question import FEW
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.layout import Layout
+from lapa2_interp.loaded import Model
+from lapa2_interp.methods import FLOOR, Branch, Method, Prepared, Soft, Start, for_task, load_task
+from lapa2_interp.soft_prefix import SoftPrefix, find_prefix
+from lapa2_interp.stats import bounds
+from lapa2_interp.tasks import Task
+
+ROUNDING = 1e-6
+"""A slope below this share of the control is rounding, and counts as 0."""
+
+
+class PromptSlope(BaseModel):
+    """What a bias on the raw branch's prompt does to a method's control.
+
+    Attributes:
+        method: Whose control it is.
+        metric: By which it was measured.
+        mean, low, high: dD/db, in units of the metric for each step and unit of b: its mean over
+            prompts, and the 95 % interval.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: str
+    metric: str
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def boost(self) -> bool:
+        """Whether the prompt should be strengthened: the interval lies above 0."""
+        return self.low > 0
+
+
+def prompt_slope(
+    model: Model,
+    task: str | Task,
+    method: str | Method,
+    *,
+    attribute: str | None = None,
+    prompts: Sequence[str] | None = None,
+    texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    heads: Heads | None = None,
+    metric: str | Metric | Mapping[str, Metric] = "js",
+    tokens: int = 32,
+    samples: int = 1,
+    seed: int = 1,
+) -> PromptSlope:
+    """The slope of a method's control in the bias on the prompt of its raw branch, at no bias.
+
+    Distributions are the method's own, before the sampler keeps the likeliest tokens. Texts are
+    given, so the method's state (such as Air-Decoding's) follows them. A slope does not see jumps:
+    what a method does with its likeliest tokens alone (RSA-Control) changes by steps.
+
+    Args:
+        model: A TransformerBridge in float32 or float64.
+        task: A name or a task with two attributes or more.
+        method: A name, or a method with its parameters.
+        attribute: The target; by default the task's first.
+        prompts: At least 8; by default the task's.
+        texts: By prompt, token ids of texts to read, those of a prompt of one length; by default
+            the raw model writes them.
+        heads: (layer, head) pairs in which the bias acts; None for all.
+        metric: A name of `METRICS` but from_raw, or one's own as `attribution` takes it. What a
+            raw branch adds to all words of both attributes alike cancels in lex.
+        tokens, samples, seed: Of the texts that the model writes.
+
+    Raises:
+        CircuitError: The method has no raw branch that Pro-Aug reaches, prepares for its prompts or
+            reads texts anew; fewer than 8 prompts; as `attribution`.
+    """
+    check_gradients(model)
+    chosen = load_task(task) if isinstance(task, str) else task
+    decoder = for_task(method, chosen) if isinstance(method, str) else method
+    target = next(iter(chosen.attributes)) if attribute is None else attribute
+    names = (target, *chosen.others(target))
+    branches = {name: decoder.branches(chosen, name) for name in names}
+    _check_method(decoder, branches[target])
+    asked = tuple(chosen.prompts.texts if prompts is None else prompts)
+    if len(asked) < FEW:
+        raise CircuitError(
+            f"{len(asked)} prompts are too few to decide by; give at least {FEW}, better 32"
+        )
+    name, measure = one_metric(metric)
+    words: tuple[tuple[int, ...], ...] = ()
+    if name == "lex":
+        words = tuple(attribute_words(model.tokenizer, chosen.name, names).values())
+    if name == "from_raw":
+        raise CircuitError(
+            "metric from_raw compares with the raw model, which the bias changes; use js, lex, llr"
+            " or kl"
+        )
+    given = texts or write_texts(
+        model, chosen, RAW, asked, tokens=tokens, samples=samples, seed=seed
+    )
+    soft = {
+        branch: find_prefix(model, chosen.name, branch.prefix.set, branch.prefix.attribute)
+        for of_name in branches.values()
+        for branch in of_name
+        if isinstance(branch.prefix, Soft)
+    }
+    slopes = []
+    for prompt in asked:
+        rows = torch.tensor(given[prompt], device=model.cfg.device)
+        with recorded_gradients():
+            b = torch.zeros((), dtype=model.cfg.dtype, device=rows.device, requires_grad=True)
+            found = _Readings(model, prompt, rows, soft, b, heads)
+            logits = torch.stack([found.steered(decoder, branches[each]) for each in names])
+            control = measure(Predictions(logits, rows, None, words)).mean()
+            (slope,) = torch.autograd.grad(control, [b])
+        if not torch.isfinite(slope):
+            raise CircuitError(
+                f"the slope of {name} is not a number behind {prompt!r}: {decoder.name} gives"
+                " tokens no weight at all there; use another metric"
+            )
+        slopes.append(float(slope) if abs(slope) > ROUNDING * abs(control) else 0.0)
+    low, high = bounds(np.array(slopes), np.arange(len(slopes)))
+    return PromptSlope(
+        method=decoder.name,
+        metric=name,
+        mean=float(np.mean(slopes)),
+        low=float(low),
+        high=float(high),
+    )
+
+
+def _check_method(method: Method, branches: Sequence[Branch]) -> None:
+    """Refuse a method whose raw branch Pro-Aug does not reach, or whose steps need more than
+    texts."""
+    raw = any(branch.prefix is None for branch in branches)
+    if not raw or not any(each.name == "pro_aug" for each in fields(method)):  # type: ignore[arg-type]
+        raise CircuitError(
+            f"{method.name} has no raw branch with a switch pro_aug, so there is nothing to decide;"
+            " such methods are air-decoding, preadd, dexperts, gedi and rsa-control"
+        )
+    if method.recomputes or type(method).prepare is not Method.prepare:
+        raise CircuitError(
+            f"{method.name} prepares for its prompts or reads texts anew; choose its pro_aug by"
+            " hand (--set pro_aug=true)"
+        )
+
+
+class _Readings:
+    """Texts behind one prompt, read once by each branch; the raw branch under a bias."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: str,
+        texts: Tensor,
+        soft: Mapping[Branch, SoftPrefix],
+        b: Tensor,
+        heads: Heads | None,
+    ) -> None:
+        self.model, self.prompt, self.texts = model, prompt, texts
+        self.soft, self.b = soft, b
+        chosen = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=b.dtype, device=b.device)
+        for layer, head in heads or [(i, j) for i, j in np.ndindex(*chosen.shape)]:
+            chosen[layer, head] = 1
+        self.chosen = chosen
+        self.done: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def steered(
+        self, method: Method, branches: Sequence[Branch]
+    ) -> Float[Tensor, "item step vocab"]:
+        """The method's log-weights at every step."""
+        read = {branch.name: self.read(branch) for branch in branches}
+        n_texts, n_steps = self.texts.shape
+        n_prompt = torch.full((n_texts,), self._layout(Branch("base")).l_pro)
+        told = {name: prompt for name, (_, prompt) in read.items()} if method.reads_prompt else None
+        state = method.begin(Start((Prepared(),) * n_texts, told, n_prompt))
+        found = []
+        for step in range(n_steps):
+            log_probs = {name: steps[:, step].clone() for name, (steps, _) in read.items()}
+            weights = method.combine(log_probs, state)
+            found.append(weights.masked_fill(weights == -torch.inf, FLOOR))
+            state = method.advance(state, log_probs, self.texts[:, step])
+        return torch.stack(found, dim=1)
+
+    def read(
+        self, branch: Branch
+    ) -> tuple[Float[Tensor, "item step vocab"], Float[Tensor, " item"]]:
+        """Log-probabilities of every step, and the prompt's log-likelihood."""
+        key = branch.prefix, branch.join
+        if key not in self.done:
+            self.done[key] = self._read(branch)
+        return self.done[key]
+
+    def _layout(self, branch: Branch) -> Layout:
+        prefix = self.soft.get(branch)
+        text = branch.prefix if isinstance(branch.prefix, str) else None
+        slots = 0 if prefix is None else len(prefix)
+        return Layout.of(self.model.tokenizer, text, branch.join + self.prompt, soft=slots)
+
+    def _read(self, branch: Branch) -> tuple[Tensor, Tensor]:
+        layout, n = self._layout(branch), self.texts.shape[1]
+        whole = [replace(layout, ids=(*layout.ids, *row[:-1])) for row in self.texts.tolist()]
+        inputs = soft_inputs(self.model, whole, [self.soft.get(branch)] * len(whole))
+        keep = n + layout.l_pro
+        raw = branch.prefix is None
+        with torch.set_grad_enabled(raw):
+            if raw:
+                with on_scores(self.model, lambda layer, each: self._biased(layout, layer, each)):
+                    logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
+            else:
+                logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
+            likely = prompt_log_likelihood(
+                logits[:, : layout.l_pro + 1].detach(), [layout] * len(whole)
+            )
+            wide = logits[:, -n:].to(torch.promote_types(logits.dtype, torch.float32))
+            return wide.log_softmax(dim=2), likely
+
+    def _biased(
+        self, layout: Layout, layer: int, scores: Float[Tensor, "row head query key"]
+    ) -> Float[Tensor, "row head query key"]:
+        """The scores with b on the prompt, for its last token and all behind it."""
+        where = torch.zeros_like(scores[0])
+        (span,) = layout.spans("prefix")
+        where[:, layout.n_live - 1 :, span.start : span.stop] = 1
+        return scores + self.b * self.chosen[layer][:, None, None] * where
+
+
+__all__ = ["PromptSlope", "prompt_slope"]
