@@ -45,6 +45,7 @@ OF_BRIDGES = (
     "direct",
     "fading",
     "gradients",
+    "mass",
     "patching",
     "planted",
     "prompt_slope",

@@ -31,6 +31,7 @@ from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.recipes import RECIPES
 from lapa2_interp.runs import read
+from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
 
@@ -149,6 +150,7 @@ def test_the_scripts_are_all_of_reproduce():
     reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
     there = {file.stem for file in (ROOT / "analyses").glob("*.py")} - {
         "reproduce",
+        "heads_grid",
         "demo",
         "first_look",
         "span_question",
@@ -227,6 +229,25 @@ def test_the_frontier_is_drawn_of_any_arms():
     assert len(drawing.axes) == 4
     labels = drawing.axes[0].get_legend_handles_labels()[1]
     assert labels == [arm for arm in arms if arm != "pasta"]
+
+
+def test_every_arm_of_the_head_scopes_has_a_name_of_its_own():
+    """By its heads or layers, whatever the order; heads that are in no set keep the cell's label."""
+    made = runpy.run_path(str(ROOT / "analyses" / "heads_grid.py"))
+    scope, known = made["scope"], made["named_sets"]()
+    cells = {cell.arm: cell for cell in load_grid("quick/heads", check=False).cells}
+    names = [scope(cell, known) for cell in cells.values()]
+    assert len(set(names)) == len(cells) == 14
+    assert {*names} == {"baseline", "all heads", *known.values()} | {
+        f"{half} layers" for half in ("bottom", "top", "even", "odd")
+    }
+    assert made["CHOSEN"] in names
+    by_knockout = next(set(heads) for heads, name in known.items() if name == made["CHOSEN"])
+    best = json.loads((made["CIRCUIT"] / "heads.json").read_text("utf-8"))
+    assert by_knockout == {tuple(head) for head in best[: made["N"]]}
+    (some,) = (cell for cell in cells.values() if scope(cell, known) == made["CHOSEN"])
+    assert scope(some, {}) == f"24 heads ({some.rules[0].label})"
+    assert made["named_sets"](ROOT / "no.json") == {}
 
 
 def test_a_figure_alone_makes_its_table_first(run, tmp_path, capsys):

@@ -29,6 +29,7 @@ from lapa2_interp.circuits.knockout import (
     units_of,
     write_heads,
 )
+from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
 from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.patching import Patching, patch
 from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
@@ -52,6 +53,7 @@ __all__ = [
     "Selection",
     "Unit",
     "Writes",
+    "alpha_at_mass",
     "attribution",
     "control",
     "enough_tokens",
@@ -60,6 +62,7 @@ __all__ = [
     "joint_curve",
     "knock_out",
     "make_cases",
+    "mean_mass",
     "patch",
     "prefiltered",
     "prefix_mass",
