@@ -103,7 +103,14 @@ gallery: reproduce
 	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
 
 # The committed tables and pages of figures/circuits: which heads carry the control. Two hours of two cores; stop and repeat as you like.
+# SCALE=paper: those of the paper's GPT-2 medium, four times the work, in results/paper/circuits; DEVICE=cuda puts them on a GPU.
 CIRCUITS := planted sentiment topic
+ifeq ($(SCALE),paper)
+OF_MEDIUM = $(VENV)/bin/lapa2 circuits gpt2-medium $(DEVICE:%=--device %) --task
+circuits: $(VENV)/.run-installed
+	$(OF_MEDIUM) sentiment --out results/paper/circuits/sentiment
+	$(OF_MEDIUM) topic --tokens 16 --best 8 --out results/paper/circuits/topic
+else
 circuits: $(VENV)/.run-installed
 	$(VENV)/bin/lapa2 circuits planted --out results/circuits/planted
 	$(VENV)/bin/lapa2 circuits smollm2-135m --task sentiment --out results/circuits/sentiment
@@ -111,6 +118,7 @@ circuits: $(VENV)/.run-installed
 	$(foreach each,$(CIRCUITS),mkdir -p figures/circuits/$(each) && \
 		cp results/circuits/$(each)/*.csv results/circuits/$(each)/report.html results/circuits/$(each)/circuit.json \
 		results/circuits/$(each)/heads.json results/circuits/$(each)/question.json figures/circuits/$(each)/ &&) true
+endif
 
 # The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no
 # lock for all platforms can name. uv where it is found; pip takes over where uv does not reach what pip is set up for.

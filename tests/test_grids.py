@@ -20,6 +20,7 @@ from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.layout import Layout
 from lapa2_interp.machine import measured, remember
 from lapa2_interp.methods import Soft
+from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
 from lapa2_interp.progress import shown_time
 from lapa2_interp.recipes import RECIPES, name_of
@@ -771,6 +772,15 @@ def own_cache(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def cache_with_smollm2(monkeypatch, tmp_path):
+    """A cache that holds the converted SmolLM2 and nothing else."""
+    made = smollm2_folder()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / made.name).symlink_to(made)
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+
+
 def test_a_step_costs_its_rows_and_their_keys():
     at = Pace((10, 20, 40), (1.0, 1.5, 3.5), 0.01, "")
     assert at.row == pytest.approx(0.1)
@@ -956,9 +966,12 @@ def test_sizes_for_reading():
     ]
 
 
-def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(own_cache, tmp_path, capsys):
+def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
+    cache_with_smollm2, tmp_path, capsys, monkeypatch
+):
     for dtype in ("float32", "bfloat16"):
-        remember("cpu", f"smollm2-135m {dtype} steps", (0.06, 0.24, 0.72, 0.3))
+        remember("cpu", f"smollm2-135m {dtype} packed steps", (0.06, 0.24, 0.72, 0.3))
+    monkeypatch.setattr(estimates, "_timed", lambda *_: pytest.fail("a pace that is known"))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out
     rows = {
