@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
@@ -152,6 +153,26 @@ def html(finished):
 
 def test_the_same_folders_give_the_same_page(html, run):
     assert page(run) == html
+
+
+def test_pages_of_the_viewer_beside_the_report_are_linked(run):
+    """Names cannot act: they are text, and addresses of files in the same folder."""
+    file = run / "report.html"
+    report(run)
+    parts = Parts(file.read_text("utf-8"))
+    assert "lapa2 view RUN makes such a page beside this one" in parts.text
+    assert not [each for tag, each in parts.elements if ".html" in each.get("href", "")]
+    hostile = 'view"><img src=x onerror=alert(1)> javascript:alert(2)#?.html'
+    names = ["view.html", "view-topic.html", hostile]
+    for name in names:
+        (run / name).touch()
+    report(run)
+    parts = Parts(file.read_text("utf-8"))
+    links = [each["href"] for tag, each in parts.elements if ".html" in each.get("href", "")]
+    assert {unquote(link) for link in links} == {f"./{name}" for name in names}
+    assert all(re.fullmatch(r"\./[\w%.:()=/-]+", link) for link in links)
+    assert all(name in parts.text for name in names)
+    assert not [each for tag, each in parts.elements if tag == "img" and "onerror" in each]
 
 
 def test_every_number_of_the_tables_is_there(html, finished):

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -85,7 +86,8 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
 
     Args:
         tables: The folder of the items' tables, with figures/ beside it; by default RUN/tables.
-        out: The file; by default RUN/report.html. One that is there is replaced.
+        out: The file; by default RUN/report.html. One that is there is replaced. Pages of `lapa2
+            view` beside it (view*.html) are linked.
 
     Raises:
         RunError: There are no tables in a folder that was named, or the file cannot be written.
@@ -99,7 +101,8 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     file = run.home / "report.html" if out is None else out
     if file.is_dir():
         raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
-    html = run_report(run, folder, folder.parent / "figures")
+    views = sorted(each.name for each in file.parent.glob("view*.html"))
+    html = run_report(run, folder, folder.parent / "figures", views=views)
     try:
         write_text(file, html)
     except OSError as error:
@@ -110,7 +113,11 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
 
 
 def run_report(
-    run: Run, tables: Path, figures: Path, title: str = "A LaPA2 run, item by item"
+    run: Run,
+    tables: Path,
+    figures: Path,
+    title: str = "A LaPA2 run, item by item",
+    views: Sequence[str] = (),
 ) -> str:
     """The page of a run as one string. The same folders give the same bytes.
 
@@ -118,6 +125,7 @@ def run_report(
         run: Finished or not.
         tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv, and of ITEM.png; what
             is missing is left out.
+        views: Names of pages of `lapa2 view` that lie beside this one, to be linked.
 
     Raises:
         RunError: A cell or a table is damaged.
@@ -156,6 +164,7 @@ def run_report(
         traced=any(text["p"] or text["b"] for text in _each_text(texts)),
         n_texts=sum(1 for _ in _each_text(texts)),
         texts=embedded(texts),
+        views=[(name, f"./{quote(name)}") for name in views],
     )
 
 
