@@ -137,13 +137,12 @@ def test_a_selection_carries_it_to_generate(tmp_path):
     assert main([*line.split(), str(no)]) == 0
     line = "generate --model planted --method air-decoding --attribute positive --length 8"
     line += " --trace none --prompt"
-    for file, more, expected in (
-        (card, [], True),
-        (no, [], False),
-        (no, ["--set", "pro_aug=true"], True),
+    for more, expected in (  # without a decision it is on
+        ([], False),
+        (["--set", "pro_aug=true"], True),
     ):
-        out = tmp_path / f"{file.stem}{len(more)}"
-        made = [*line.split(), "The lake", "--selection", str(file), "--out", str(out), *more]
+        out = tmp_path / f"made{len(more)}"
+        made = [*line.split(), "The lake", "--selection", str(no), "--out", str(out), *more]
         assert main(made) == 0
         (cell,) = load_run(out).plan.values()
         assert cell.parameters["pro_aug"] is expected
