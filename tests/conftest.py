@@ -57,9 +57,7 @@ OF_BRIDGES = (
 OF_BOTH = ("hooked", "interface", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
-collect_ignore = (
-    [f"test_{name}.py" for name in OF_BRIDGES] if HAS_HOOKED else ["test_hooked.py"]
-)
+collect_ignore = [f"test_{name}.py" for name in OF_BRIDGES] if HAS_HOOKED else ["test_hooked.py"]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -465,7 +465,11 @@ def test_shipped_results_are_found_again(task, file, data, request):
     """On the first 12 texts of each class, or 20 of two."""
     scorer = request.getfixturevalue(task) if task == "sentiment" else AdapterScorer(task)
     corpus = read_corpus(str(data / f"{file}.jsonl.xz"), scorer.columns)
-    texts = [(text, label) for label in scorer.columns for text in corpus.texts[label][: 20 if task == "sentiment" else 12]]
+    texts = [
+        (text, label)
+        for label in scorer.columns
+        for text in corpus.texts[label][: 20 if task == "sentiment" else 12]
+    ]
     rows = np.array(scorer.score([Item(text) for text, _ in texts]))
     truth = [scorer.columns.index(label) for _, label in texts]
     (stated,) = (

@@ -173,6 +173,7 @@ class Deadly(Cell):
         return os._exit, (1,)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_workers(
     machines, grid, monkeypatch

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
-from browsers import DRIVERS, FLAGS, chromium
+from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
 
 from lapa2_interp import load_task, view
@@ -56,9 +56,9 @@ def place(shown, tmp_path_factory):
     return shown.save(tmp_path_factory.mktemp("view") / "view.html")
 
 
-@pytest.fixture(scope="module", params=DRIVERS)
-def browser(request, tmp_path_factory):
-    with DRIVERS[request.param](tmp_path_factory.mktemp("browser")) as page:
+@pytest.fixture(scope="module")
+def browser():
+    with browser_page() as page:
         yield page
 
 
