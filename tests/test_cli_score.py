@@ -16,9 +16,8 @@ def lapa2(line, *more):
 
 
 @pytest.fixture(autouse=True)
-def scores_of_this_test(tmp_path, monkeypatch):
-    """Scores are cached beside the test's files; SmolLM2's weights are not looked for."""
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+def scores_of_this_test(own_cache):
+    """Scores are cached beside the test's files."""
 
 
 @pytest.fixture(scope="module")
