@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ FEW = 8
 """From this number of clusters on, clusters are resampled."""
 CHUNK = 2**22
 """Draws held at once."""
+KEPT = 2**19
+"""Up to this number, draws are kept for the next number: 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,25 @@ def resampled_means(
 
 def resampled(n: int, resamples: int, seed: int) -> Iterator[Int[np.ndarray, "draw n"]]:
     """How often each of n things is in each bootstrap resample, a chunk of resamples at a time."""
+    if n * resamples <= KEPT:
+        yield _drawn_once(n, resamples, seed)
+        return
     rng = np.random.default_rng(seed)
     for first in range(0, resamples, size := max(1, CHUNK // n)):
-        count = min(size, resamples - first)
-        drawn = rng.integers(0, n, (count, n)) + n * np.arange(count)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
+        yield _drawn(n, min(size, resamples - first), rng)
+
+
+def _drawn(n: int, count: int, rng: np.random.Generator) -> Int[np.ndarray, "draw n"]:
+    drawn = rng.integers(0, n, (count, n)) + n * np.arange(count)[:, None]
+    return np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
+
+
+@lru_cache(16)
+def _drawn_once(n: int, resamples: int, seed: int) -> Int[np.ndarray, "draw n"]:
+    """A table asks for the same draws at every number."""
+    picks = _drawn(n, resamples, np.random.default_rng(seed))
+    picks.flags.writeable = False
+    return picks
 
 
 def tails(clusters: int) -> list[float]:
@@ -222,6 +239,7 @@ def paired_difference(
     return Difference(float(gaps.mean()), float(low), float(high), p, 2.80 * error, n)
 
 
+@lru_cache(16)
 def _signs(n: int, resamples: int, seed: int) -> Float[np.ndarray, "resample cluster"]:
     """Every assignment of signs where there are few, else random ones."""
     if 2**n <= resamples:

@@ -61,16 +61,33 @@ collect_ignore = [f"test_{name}.py" for name in OF_BRIDGES] if HAS_HOOKED else [
 
 
 def pytest_collection_modifyitems(config, items):
-    if not HAS_HOOKED:
-        return
-    kept, left = [], []
+    if HAS_HOOKED:
+        kept, left = [], []
+        for item in items:
+            given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            of_both = item.path.stem.removeprefix("test_") in OF_BOTH
+            here = of_both or any(each in MODEL_CLASSES for each in given if isinstance(each, str))
+            (kept if here else left).append(item)
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+    take_turns(items)
+
+
+def take_turns(items):
+    """Where a test has three or more settings, each with every tiny model, the models take turns:
+    the other pairs of setting and model are slow."""
+    settings = {}
     for item in items:
-        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        of_both = item.path.stem.removeprefix("test_") in OF_BOTH
-        here = of_both or any(each in MODEL_CLASSES for each in given if isinstance(each, str))
-        (kept if here else left).append(item)
-    config.hook.pytest_deselected(items=left)
-    items[:] = kept
+        if hasattr(item, "callspec") and item.callspec.params.get("tiny") in TINY:
+            others = item.callspec.id.replace(item.callspec.params["tiny"], "")
+            settings.setdefault(item.originalname + str(item.path), {}).setdefault(
+                others, []
+            ).append(item)
+    for those in settings.values():
+        for number, same in enumerate(those.values()):
+            for item in same if len(those) >= len(TINY) == len(same) else ():
+                if item.callspec.params["tiny"] != TINY[number % len(TINY)]:
+                    item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -59,8 +58,36 @@ def proxy() -> Iterator[socket.socket]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, proxy: socket.socket) -> tuple[Path, str]:
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, dict[Path, int]]:
+    """A run that Ctrl-C stops after its first cell: the folder, exit status, what was printed, and
+    when its files were written."""
     out = tmp_path_factory.mktemp("demo") / "run"
+    # What runs in the background of a script ignores SIGINT, and so would its children.
+    program = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program, SCRIPT, *tiny(out)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    until = time.monotonic() + WAIT
+    while (
+        time.monotonic() < until
+        and started.poll() is None
+        and not list(out.glob("cells/*/manifest.json"))
+    ):
+        time.sleep(0.02)
+    started.send_signal(signal.SIGINT)
+    _, printed = started.communicate(timeout=WAIT)
+    early = {file: file.stat().st_mtime_ns for file in out.glob("cells/*/samples.parquet")}
+    return out, started.returncode, printed, early
+
+
+@pytest.fixture(scope="module")
+def made(stopped, proxy: socket.socket) -> tuple[Path, str]:
+    """The same command again, to the end."""
+    out = stopped[0]
     address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
     done = call(*tiny(out), http_proxy=address, https_proxy=address, HF_HUB_OFFLINE="0")
     assert done.returncode == 0, done.stderr
@@ -218,38 +245,17 @@ def test_repeated_it_makes_only_the_page(made):
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
-def test_interrupted_it_says_that_it_goes_on_and_does(made, tmp_path):
-    out = tmp_path / "run"
-    # What runs in the background of a script ignores SIGINT, and so would its children.
-    program = (
-        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    started = subprocess.Popen(
-        [sys.executable, "-c", program, SCRIPT, *tiny(out)],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    until = time.monotonic() + WAIT
-    while (
-        time.monotonic() < until
-        and started.poll() is None
-        and not list(out.glob("cells/*/manifest.json"))
-    ):
-        time.sleep(0.02)
-    started.send_signal(signal.SIGINT)
-    _, printed = started.communicate(timeout=WAIT)
-    assert started.returncode == 130
+def test_interrupted_it_says_that_it_goes_on_and_does(stopped, made):
+    out, status, printed, early = stopped
+    assert status == 130
     assert (
         printed.rstrip().splitlines()[-1]
         == "stopped; what is finished is kept, and the same command goes on"
     )
     assert "Traceback" not in printed
-    early = {file: file.stat().st_mtime_ns for file in out.glob("cells/*/samples.parquet")}
-    shutil.copytree(made[0] / "scores", out / "scores", dirs_exist_ok=True)  # of equal texts
-    assert here(*tiny(out)) == 0
+    assert early
     assert all(file.stat().st_mtime_ns == when for file, when in early.items())
-    for file in (made[0] / "cells").glob("*/samples.parquet"):
-        assert (out / "cells" / file.parent.name / file.name).read_bytes() == file.read_bytes()
+    assert len(early) < len(list(out.glob("cells/*/samples.parquet")))
 
 
 @pytest.mark.parametrize(
@@ -268,13 +274,12 @@ def test_errors_are_one_line(tmp_path, capsys, arguments, said):
     assert "--model" in arguments or not before, "options are read before anything is said"
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    """As a shell would call it."""
+def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
-    done = call("--model", "tiny-llama", "--threads", "1", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert "is not a run" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert here("--model", "tiny-llama", "--threads", "1", "--out", str(tmp_path)) == 2
+    printed = capsys.readouterr().err
+    assert "is not a run" in printed
+    assert "Traceback" not in printed
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 

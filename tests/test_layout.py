@@ -460,7 +460,9 @@ def test_a_chat_is_explained_and_traced_whole():
             continue_chat(model, found, **wrong)
 
 
-def test_a_chat_on_the_command_line(tmp_path, capsys):
+def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
+    model = load("smollm2-135m")
+    monkeypatch.setattr("lapa2_interp.models.load_model", lambda *_, **__: model)
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(CHAT), "utf-8")
     asked = ["chat", str(file), "--length", "3", "--dtype", "float32"]

@@ -1,6 +1,5 @@
 """What a user installs: the wheel alone, the lock, the notebook."""
 
-import os
 import re
 import runpy
 import shlex
@@ -158,15 +157,16 @@ def test_the_citation_names_this_version():
     assert declared["urls"]["Paper"] in citation
 
 
-def test_the_notebook_runs_on_a_small_model(tmp_path):
+def test_the_notebook_runs_on_a_small_model(tmp_path, monkeypatch, capsys):
     script = ROOT / "analyses" / "first_look.py"
-    environment = os.environ | {"LAPA2_MODEL": "tiny-gpt2", "MPLBACKEND": "agg"}
-    done = subprocess.run(
-        [sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "log-odds moved by" in done.stdout
-    assert "blocked: KL divergence" in done.stdout
+    monkeypatch.setenv("LAPA2_MODEL", "tiny-gpt2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "log-odds moved by" in printed
+    assert "blocked: KL divergence" in printed
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     cell = cell_of(
         model, "prefix", load_task("sentiment"), "positive", ["The lake"],
-        Augmentation(alpha=0.5), length=24, samples=2, trace="full",
+        Augmentation(alpha=0.5), length=14, samples=2, trace="full",
     )  # fmt: skip
     plain, boosted = (generate(with_packing(model, each, monkeypatch), cell) for each in CHOICES)
     texts = plain.samples["tokens"].tolist()
@@ -132,7 +132,7 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
         with packed(network_of(model), each), torch.no_grad():
             state = open_rows(model)
             state.prompt_pass([layout])
-            state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 24)
+            state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
             steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
             logits[each] = torch.cat([state.read(step) for step in steps], dim=1)
     torch.testing.assert_close(logits["all"], logits["none"], atol=LOGITS[name], rtol=0)

@@ -180,11 +180,11 @@ TARGET = Augmentation(alpha=1, law="target", tau=0.3)
 
 
 @pytest.mark.parametrize(
-    ("method", "rule"),
+    ("tiny", "method", "rule"),
     [
-        ("preadd", Augmentation(alpha=1.0)),
-        ("soft", Augmentation(alpha=1.0)),
-        ("prefix", TARGET),
+        *((name, "preadd", Augmentation(alpha=1.0)) for name in TINY),
+        ("tiny-llama", "soft", Augmentation(alpha=1.0)),
+        ("tiny-llama", "prefix", TARGET),
     ],
 )
 def test_two_devices_make_the_texts_and_traces_of_one(
