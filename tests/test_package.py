@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from lapa2_interp import load_run
 
@@ -163,7 +164,8 @@ def test_the_notebook_runs_on_a_small_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    runpy.run_path(str(script), run_name="__main__")
+    with torch.enable_grad():  # which the script turns off for good
+        runpy.run_path(str(script), run_name="__main__")
     printed = capsys.readouterr().out
     assert "log-odds moved by" in printed
     assert "blocked: KL divergence" in printed
