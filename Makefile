@@ -44,7 +44,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
 # The notebooks with their outputs and pictures: docs/notebooks.
-NOTEBOOKS := first_look control who_reads_the_prefix what_heads_write why_it_fades
+NOTEBOOKS := first_look control who_reads_the_prefix what_heads_write why_it_fades steer_the_heads
 notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)
 docs/notebooks/%.ipynb: analyses/%.py $(VENV)/.installed
 	mkdir -p docs/notebooks

@@ -158,6 +158,7 @@ def test_the_scripts_are_all_of_reproduce():
         "who_reads_the_prefix",
         "what_heads_write",
         "why_it_fades",
+        "steer_the_heads",
         "chat",
     }
     assert set(reproduce["ITEMS"]) == there

@@ -143,7 +143,8 @@ def test_without_hooks_all_but_the_writes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["control", "who_reads_the_prefix", "what_heads_write", "why_it_fades"]
+    "name",
+    ["control", "who_reads_the_prefix", "what_heads_write", "why_it_fades", "steer_the_heads"],
 )
 def test_notebooks_hold_on_the_planted_model(name, capsys, monkeypatch):
     script = str(ROOT / "analyses" / f"{name}.py")

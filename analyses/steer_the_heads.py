@@ -1,0 +1,353 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Steer the heads: what does control cost?
+#
+# LaPA2 gives the prefix more attention in every head. But some heads work against the prefix, and
+# many do not matter. Here heads and tokens are chosen on half of the prompts. On the other half
+# they are steered, beside LaPA2, a set-point and the published laws, each at two strengths.
+#
+# More strength gives more control and does more damage, so a way to steer is a curve and not a
+# number. All ways read the same texts, which is cheap and paired. This is control on texts that are
+# given: how texts that are written freely compare is the question of `analyses/steering.py`. Set
+# the environment variable `LAPA2_MODEL`, or give `--model`, to look at another model.
+
+# %%
+import os
+import sys
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.patches import Rectangle
+
+from lapa2_interp import Augmentation, load_model, load_task, teacher_forced
+from lapa2_interp.circuits import METRICS, Question, attribution, control, select
+from lapa2_interp.models.planted import planted
+from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, judged
+from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.plots import COLOURS, plain_axes
+from lapa2_interp.recipes import recipe, strength_of
+from lapa2_interp.stats import paired_difference
+
+parser = ScriptOptions("Chosen heads and tokens, and other ways to steer, at equal cost.")
+parser.add_argument(
+    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
+)
+sys.excepthook = in_one_line
+options = parser.read()
+
+# %% [markdown]
+# ## A model whose answer is known
+#
+# In `planted` a carrier and a relay bring the prefix to its attribute's words, and a suppressor
+# takes some of that away. `select` must choose the first two, and the one token that they read. It
+# must name the suppressor and not choose it.
+
+# %%
+toy, key = load_model("planted"), planted("planted")
+role = {head: name for name, head in key.heads.items()}
+prompts = load_task("sentiment").prompts.texts
+known = select(
+    toy, "sentiment", by="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
+)
+print("chosen:  ", " ".join(role[head] for head in known.heads), "at", known.positions)
+print("against: ", " ".join(role.get(head, "idle") for head in known.suppressors))
+
+# %% [markdown]
+# The same bias in all heads, in all but the suppressor, and in the chosen heads. The gap between
+# the first two is what the suppressor takes when it is boosted, too. `key` knows the control in
+# closed form.
+
+# %%
+alpha = 0.5
+everywhere = tuple(np.ndindex(key.shape))
+sets = {
+    "no bias": (),
+    "all heads": everywhere,
+    "all but the suppressor": tuple(head for head in everywhere if head != key.heads["suppressor"]),
+    "chosen heads": known.heads,
+}
+asked = Question.of(toy, "sentiment", prompts=["The lake"], tokens=48)
+layout = asked.cases[0].layouts[0]
+
+
+def closed_form(heads, step):
+    """The control where LaPA2 acts in some heads: their weights are multiplied by (l / n)^alpha."""
+    l, weights = len(layout) + step, {}
+    for name in (role[head] for head in heads if head in role):
+        at = len(layout) if name == "relay" else l  # the relay reads at the prompt's last token
+        weights[name] = (((at - 1) / layout.l_pre) ** alpha,) * 3  # l without BOS
+    return key.control(l, layout.l_pro, weights=weights, asking=step == 0)
+
+
+boosted, closed = {}, {}
+figure, axes = plt.subplots(figsize=(4.8, 2.8), layout="constrained")
+for (name, heads), colour in zip(sets.items(), COLOURS, strict=False):
+    rule = Augmentation(alpha=alpha, heads=heads) if heads else None
+    boosted[name] = control(toy, asked, metrics="lex", augmentation=rule).values["lex"][0]
+    closed[name] = np.array([closed_form(heads, step) for step in range(len(boosted[name]))])
+    axes.plot(boosted[name], color=colour, lw=1.4, label=name)
+plain_axes(axes, "step", "control (lex), nats")
+figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2)
+plt.show()
+
+# %% [markdown]
+# A set-point gives the prefix a certain share of a head's attention, however long the text.
+
+
+# %%
+def attention(model, question, arms, trace="pooled"):
+    """Attention on the prefix by arm, text, branch and step; if full, also by layer and head."""
+    rows = [(layout, case.text) for case in question.cases for layout in case.layouts]
+    layouts, texts = zip(*rows * len(arms), strict=True)
+    rules = [each for each in arms for _ in rows]
+    values = teacher_forced(model, layouts, texts, rules, trace=trace)["prefix"].to_numpy()[0]
+    return values.reshape(len(arms), len(question.cases), -1, *values.shape[1:]).astype(float)
+
+
+tau = 0.3
+carrier, relay = key.heads["carrier"], key.heads["relay"]
+fixed = attention(toy, asked, [recipe("set-point", tau=tau, floor=False)], trace="full")[0, 0]
+print("carrier:", fixed[:, :, *carrier].min(), "to", fixed[:, :, *carrier].max())
+print("relay at the prompt's last token:", fixed[:, 0, *relay].mean())
+print("relay at later tokens, at most:", fixed[:, 1:, *relay].max())
+
+# %% [markdown]
+# After the prompt the relay rests on BOS and hardly sees the prefix. The bias of a set-point is at
+# most 20, so such a head is not forced.
+#
+# ## Heads and tokens of the model
+#
+# The prompts are the task's and nine more. Half of them choose: heads by their slope (what a bias
+# on a head's scores gains per unit), tokens by what is enough without the others. Boxes are chosen
+# heads, crosses heads that work against the prefix.
+
+# %%
+model = load_model(options.model)
+TOKENS = 16
+prompts += (
+    "The road to the lake", "The painting of the horse", "The president of the city",
+    "The last movie", "The last book", "The city by the lake", "The horse and the chicken",
+    "The book on the road", "The movie at the lake",
+)  # fmt: skip
+choosing = Question.of(model, "sentiment", prompts=prompts[::2], tokens=TOKENS)
+held_out = Question.of(model, "sentiment", prompts=prompts[1::2], tokens=TOKENS)
+chosen = select(model, choosing, by="slope", heads=8, positions="auto")
+drawn = select(model, choosing, by="random", heads=len(chosen.heads))
+first = choosing.cases[0].layouts[0]
+prefix = first.tokens[first.n_bos : first.n_bos + first.l_pre]
+tokens = chosen.positions or tuple(range(len(prefix)))
+print("tokens: ", [prefix[i] for i in tokens], "of", prefix)
+print("heads:  ", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
+print("against:", " ".join(f"{layer}.{head}" for layer, head in chosen.suppressors) or "none")
+
+# %%
+slopes = attribution(model, choosing, metric="js").map("slope")
+figure, axes = plt.subplots(
+    figsize=(1.8 + 0.25 * slopes.shape[1], 1.2 + 0.13 * slopes.shape[0]), layout="constrained"
+)
+reach = np.abs(slopes).max()
+drawing = axes.imshow(slopes, "RdBu_r", aspect="auto", origin="lower", vmin=-reach, vmax=reach)
+for layer, head in chosen.heads:
+    axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.2))
+for layer, head in chosen.suppressors:
+    axes.plot(head, layer, "x", color="black", ms=5)
+plain_axes(axes, "head", "layer")
+axes.yaxis.get_major_locator().set_params(integer=True)
+bar = figure.colorbar(drawing, ax=axes)
+bar.set_label("slope: js per unit of bias", fontsize=7)
+bar.ax.tick_params(labelsize=7)
+plt.show()
+
+# %% [markdown]
+# ## Ways to steer, on the other prompts
+#
+# *Control* is how far the branches behind opposite prefixes are apart. `js` counts every
+# difference, `lex` only what favours the attribute's own words.
+#
+# *Cost* is the perplexity of the texts, which the model wrote without a prefix, under the mean of
+# both branches' predictions. It is given as a multiple of the cost of the prefix alone. A prefix
+# that moves probability to one side, while its opposite moves as much to the other, costs nothing:
+# the mean stays. What both branches lose alike is damage. (The perplexity under each branch by
+# itself would charge for control, too.)
+#
+# A prefix is read here before anything acts, so the laws that were published for every query begin
+# behind it (`phase="all_queries"`). The released Spotlight computes one bias for a whole pass; a
+# given text is one pass, and generation is many. The variant with a bias for each head and query
+# is the same in both.
+
+# %%
+heads = chosen.heads
+behind = {"phase": "all_queries"}
+ways = {
+    "lapa2": [recipe("lapa2", alpha=a) for a in (0.5, 1.0)],
+    "chosen tokens": [recipe("token-selective", tokens=tokens, alpha=a) for a in (0.4, 0.8)],
+    "chosen heads": [recipe("head-selective", heads=heads, alpha=a) for a in (1.0, 2.0)],
+    "both": [recipe("selective", tokens=tokens, heads=heads, alpha=a) for a in (0.5, 1.5)],
+    "random heads": [recipe("head-selective", heads=drawn.heads, alpha=a) for a in (1.0, 3.0)],
+    "set-point": [recipe("set-point", tau=t) for t in (0.06, 0.12)],
+    "set-point in heads": [recipe("set-point", heads=heads, tau=t) for t in (0.2, 0.5)],
+    "instaboost": [recipe("instaboost", M=m, **behind) for m in (1.5, 3.0)],
+    "spotlight per head": [recipe("spotlight-per-head", tau=t, **behind) for t in (0.06, 0.12)],
+    "split-softmax": [recipe("split-softmax", k=k, **behind) for k in (0.8, 0.6)],
+}
+
+
+def nll(found):
+    """-ln p of each token under the mean of the branches' distributions."""
+    mean = found.log_probs.logsumexp(0) - np.log(len(found.log_probs))
+    return -mean.gather(2, found.text[:, :, None])[:, :, 0]
+
+
+def measured(arms):
+    """A row for each text in each arm: control, attention, and what the cost is made of."""
+    metrics = {"js": METRICS["js"], "lex": METRICS["lex"], "nll": nll}
+    parts = []
+    for rules, mass in zip(arms, attention(model, held_out, arms).mean((2, 3)), strict=True):
+        found = control(model, held_out, metrics=metrics, augmentation=rules).values
+        means = {"mass": mass} | {name: values.mean(1) for name, values in found.items()}
+        parts.append(
+            pd.DataFrame({"prompt": held_out.prompts, "strength": strength_of(rules)} | means)
+        )
+    return pd.concat(parts, ignore_index=True)
+
+
+alone = measured([()]).assign(family=BASELINE)
+texts = pd.concat([alone, *(measured(arms).assign(family=way) for way, arms in ways.items())])
+
+# %% [markdown]
+# ## Control against cost
+#
+# A curve for each way, from the star (the prefix alone) through its strengths. Control is what is
+# gained beyond the prefix alone. Bars are 95 % intervals over prompts, paired. Higher is better,
+# and further right is worse. The dotted line is where ways are compared below.
+
+# %%
+RATIO = 1.1
+quantities = ["js", "lex", "mass"]
+made = Arms(texts, quantities, resamples=20_000)  # enough for p-values after correction
+base = made.arms.get_loc((BASELINE, 0.0))
+gained = made.means - made.means[:, [base]]  # resample arm quantity; the first is ln perplexity
+values = {"cost": np.exp(gained[..., 0])}
+for i, name in enumerate(quantities, 1):
+    values |= {name: made.means[..., i], f"{name} gained": gained[..., i]}
+estimates = {
+    name: pd.DataFrame(np.stack(made.interval(each), 1), made.arms, ["mean", "low", "high"])
+    for name, each in values.items()
+}
+
+figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.8), layout="constrained")
+for axes, name in zip(panels, ("js", "lex"), strict=True):
+    for i, way in enumerate(ways):
+        x, y = (estimates[each].loc[[BASELINE, way]] for each in ("cost", f"{name} gained"))
+        axes.errorbar(
+            x["mean"], y["mean"],
+            xerr=[x["mean"] - x["low"], x["high"] - x["mean"]],
+            yerr=[y["mean"] - y["low"], y["high"] - y["mean"]],
+            color=COLOURS[i % len(COLOURS)], ls="-" if i < len(COLOURS) else "--",
+            marker="os^Dv"[i % 5], ms=3.5, lw=1, elinewidth=0.4, label=way,
+        )  # fmt: skip
+    axes.plot(1, 0, "*", color="black", ms=9, label="prefix alone")
+    axes.axvline(RATIO, color="#999999", lw=0.8, ls=":", zorder=0)
+    plain_axes(axes, "cost, times that of the prefix alone", f"control gained ({name}), nats")
+legend = axes.get_legend_handles_labels()
+figure.legend(*legend, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
+plt.show()
+
+# %% [markdown]
+# Every arm with its intervals; `mass` is the mean attention on the prefix over all heads.
+
+# %%
+table = pd.DataFrame(
+    {
+        name: [f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in each.itertuples()]
+        for name, each in estimates.items()
+        if not name.endswith("gained")
+    },
+    made.arms,
+)
+table.loc[[BASELINE, *ways], ["mass", "js", "lex", "cost"]]
+
+# %% [markdown]
+# ## At equal cost
+#
+# Every way on its own curve where it costs as much, and its difference from LaPA2 there. Nothing is
+# extrapolated: a way whose curve does not reach this cost is *not comparable*. `p_holm` is
+# corrected for the number of ways.
+
+# %%
+compared = made.compared("lapa2", [RATIO]).query("metric != 'mass'")
+equal = judged(compared, "lapa2").drop(columns=["ratio", "perplexity", "prompts"])
+equal.sort_values(["metric", "value"], ascending=[True, False]).round(4)
+
+# %%
+for metric, part in equal[equal["family"] != "lapa2"].groupby("metric"):
+    for verdict, rows in part.groupby("verdict"):
+        print(f"{metric}, beside lapa2 at {RATIO} times the cost, {verdict}: ", end="")
+        print(", ".join(rows["family"]))
+
+# %% [markdown]
+# How to read this. A way beats LaPA2 where it is *more* at equal cost, in `lex` as in `js`: `js`
+# also grows where predictions fall apart in no direction. *Not decided* does not mean equal, since
+# a dozen prompts show large differences only. *Not comparable* asks for other strengths. Look at
+# `mass`, too: where ways of unequal mass have equal control, it matters which heads attend, and not
+# how much attention there is in all.
+#
+# And was it worth choosing? The chosen heads against as many random ones, with the same bias.
+
+# %%
+same = texts[texts["strength"] == 1].set_index("family")
+mine, others = same.loc["chosen heads"], same.loc["random heads"]
+for metric in ("js", "lex"):
+    gap = paired_difference(others[metric], others["prompt"], mine[metric], mine["prompt"])
+    print(f"{metric}: chosen - random {gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]")
+
+# %% [markdown]
+# ## Checks
+
+# %%
+assert known.heads == (carrier, relay)
+assert known.positions == (1,)
+assert key.heads["suppressor"] in known.suppressors
+for name in sets:
+    assert np.abs(boosted[name] - closed[name]).max() < 1e-4, name
+assert (boosted["all heads"] < boosted["all but the suppressor"]).all()
+assert (boosted["all heads"] < boosted["chosen heads"]).all()
+assert np.abs(fixed[:, :, *carrier] - tau).max() < 1e-5
+assert np.abs(fixed[:, 0, *relay] - tau).max() < 1e-5
+
+# Of the model: choosing and judging are apart, and the set-point is hit where it acts.
+assert not set(choosing.prompts) & set(held_out.prompts)
+assert not set(chosen.heads) & set(chosen.suppressors)
+rule = recipe("set-point", tau=tau, floor=False, heads=chosen.heads)
+best = attention(model, held_out, [rule], trace="full")[..., *chosen.heads[0]]
+assert np.abs(best - tau).max() < 1e-3
+
+# A bias and its opposite change nothing.
+cancelled = measured([tuple(Augmentation(alpha=a, law="scale") for a in (1.0, -1.0))])
+for name in ("mass", "js", "lex", "nll"):
+    assert np.abs(cancelled[name] - alone[name]).max() < 1e-3, name
+
+# At the cost of the prefix alone every curve is at the prefix alone.
+for way in ways:
+    assert np.allclose(made.at(way, 1.0)[0][0], made.means[0, base, 1:]), way
+assert (estimates["js"]["high"] <= np.log(2) + 1e-6).all()
+for each in estimates.values():
+    assert (each["low"] <= each["mean"] + 1e-9).all()
+    assert (each["mean"] <= each["high"] + 1e-9).all()
+if options.model == "planted":
+    for way in ("lapa2", "instaboost", "split-softmax"):
+        assert estimates["mass"].loc[[BASELINE, way], "mean"].is_monotonic_increasing, way
+    assert chosen.heads[0] == carrier
+    assert (estimates["lex gained"].loc["chosen heads", "low"] > 0).all()
+    assert gap.low > 0
+print("all checks hold")
