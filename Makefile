@@ -19,13 +19,10 @@ reproduce: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
-define pytest
-	$(1) -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(2)
-	$(1) -m pytest -m "not slow and alone" --durations 10 $(2)
-endef
-
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 test: $(VENV)/.installed
-	$(call pytest,$(VENV)/bin/python,)
+	$(VENV)/bin/python -m pytest -m "not slow and not alone" $(PARALLEL)
+	$(VENV)/bin/python -m pytest -m "not slow and alone" --durations 10
 
 # As on a processor without units for bfloat16 and AVX-512.
 test-portable: export ONEDNN_MAX_CPU_ISA := AVX2
@@ -34,7 +31,7 @@ test-portable: export MKL_CBWR := COMPATIBLE
 test-portable: test
 
 test-hooked: $(HOOKED)/.installed
-	$(call pytest,$(HOOKED)/bin/python,tests)
+	$(HOOKED)/bin/python -m pytest -m "not slow" $(PARALLEL) tests
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -96,14 +96,16 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
         key = (cell.task.name, cell.bar_prefix_words, name, strength_of(cell.rules))
         texts[key] = texts.get(key, 0) + cell.n_texts
         assert (cell.length, cell.trace) == (64, "pooled")
-    assert set(texts.values()) == {2300}
+    barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}
+    assert barred_sentiment == {1150}
+    assert {n for key, n in texts.items() if key[:2] != ("sentiment", True)} == {2300}
     for task in ("sentiment", "topic"):
-        for barred, strengths in ((False, 3), (True, 1)):
+        for barred, strengths in ((False, 3), (True, 2)):
             arms = [key for key in texts if key[:2] == (task, barred)]
             assert len(arms) == 1 + 4 * strengths
             assert {key[2] for key in arms} == FAMILIES | {"baseline"}
     few = dataclasses.replace(grid, name="quick/other")
-    assert scoring_seconds([grid], scorers=["perplexity"]) > 15 * scoring_seconds(
+    assert scoring_seconds([grid], scorers=["perplexity"]) > 10 * scoring_seconds(
         [few], scorers=["perplexity"]
     ), "the perplexity of all texts"
     small = load_grid("quick/steering", {"prompts": 4})
