@@ -11,16 +11,17 @@
 # %% [markdown]
 # # Does an instruction hold?
 #
-# A chat whose system message is an instruction, continued by SmolLM2-Instruct with and without
-# LaPA2 on that message. Two questions at every step: how much attention does the message get, and
-# how much does it matter for the next token? The second is the divergence from a model whose later
-# queries do not see it.
+# Chats whose system message is an instruction, continued by SmolLM2-Instruct with and without
+# LaPA2 on that message. Three questions in each quarter of the texts: how much attention does the
+# message get? How much does it matter for the next token, in divergence from a model whose later
+# queries do not see it? How often do the texts say what it asks for?
 #
-#     python analyses/chat.py                  # 96 tokens, about a minute
-#     python analyses/chat.py --length 1000    # does it hold over 1,000 tokens?
+#     python analyses/chat.py                             # 2 chats, 96 tokens: about a minute
+#     python analyses/chat.py --chats 12 --length 1000    # does it hold over 1,000 tokens?
 
 # %%
 import argparse
+import re
 
 import numpy as np
 import pandas as pd
@@ -28,22 +29,48 @@ import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp.decoding.chat import continue_chat
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.recipes import read_recipes
+from lapa2_interp.stats import mean_interval, paired_difference
+
+# %% [markdown]
+# Who speaks, of what, and the words that are counted (`*`: any ending). The request is the same in all chats, and
+# says nothing of them.
+
+# %%
+CHATS = {
+    "a sailor": ("the sea", "sea seas ship* sail* wave* ocean* boat*"),
+    "a cook": ("food", "food* cook* eat eats eating meal* bread soup kitchen* dish*"),
+    "a musician": ("music", "music* song* sing singing sang melod* instrument*"),
+    "a soldier": ("war", "war wars battle* soldier* fight* fought army armies enem*"),
+    "a gardener": ("plants", "plant* flower* tree* garden* seed* leaf leaves root*"),
+    "a doctor": ("health", "health* ill illness* doctor* patient* medicine* disease* heal*"),
+    "a merchant": ("money", "money gold coin* trade* trading sell* sold buy* market* rich"),
+    "a priest": ("God", "god gods pray* church* faith holy bless*"),
+    "a shepherd": ("animals", "animal* sheep dog dogs wolf wolves goat* flock* bird*"),
+    "an astronomer": ("the sky", "sky skies star stars moon* planet* sun heaven*"),
+    "a teacher": ("school", "school* teach* taught learn* student* lesson*"),
+    "a hunter": ("the forest", "forest* wood woods hunt* deer tree* trail*"),
+}
+REQUEST = "Tell me a long story about two old friends."
 
 parser = argparse.ArgumentParser(description="Does a chat's instruction hold?")
 parser.add_argument("--length", type=int, default=96, help="tokens of a continuation")
-parser.add_argument("--samples", type=int, default=2, help="continuations of each arm")
+parser.add_argument("--chats", type=int, default=2, help=f"chats, at most {len(CHATS)}")
+parser.add_argument("--samples", type=int, default=2, help="continuations of each chat and arm")
 parser.add_argument("--augmentation", default="lapa2", help="a recipe of `lapa2 recipes`")
 options, _ = parser.parse_known_args()  # a notebook has arguments of its own
 
 # %%
-MESSAGES = [
-    {"role": "system", "content": "You are a sailor. Speak of the sea in every sentence."},
-    {"role": "user", "content": "Tell me a long story about a small village in the mountains."},
-]
 model = load_model("smollm2-135m", dtype="float32")
-layout = Layout.of_chat(model.tokenizer, MESSAGES, span="system")
-print("".join(layout.tokens[slice(*layout.prefix)]).replace("Ġ", " "))
+layouts, patterns = [], []
+for speaker, (topic, words) in list(CHATS.items())[: options.chats]:
+    system = f"You are {speaker}. Speak of {topic} in every sentence."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": REQUEST}]
+    layouts.append(Layout.of_chat(model.tokenizer, messages, span="system"))
+    either = words.replace("*", r"\w*").replace(" ", "|")
+    patterns.append(re.compile(rf"\b({either})\b", re.IGNORECASE))
+print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]).replace("Ġ", " "))
 
 # %% [markdown]
 # End tokens are never drawn, so that every text has the same length.
@@ -51,13 +78,16 @@ print("".join(layout.tokens[slice(*layout.prefix)]).replace("Ġ", " "))
 # %%
 arms = {"baseline": (), options.augmentation: read_recipes(options.augmentation)}
 made = {
-    arm: continue_chat(
-        model, layout, rules, length=options.length, samples=options.samples, eos="block"
-    )
+    arm: [
+        continue_chat(
+            model, layout, rules, length=options.length, samples=options.samples, eos="block"
+        )
+        for layout in layouts
+    ]
     for arm, rules in arms.items()
 }
 for arm, found in made.items():
-    print(f"--- {arm}\n{found.texts[0][:400]}")
+    print(f"--- {arm}\n{found[0].texts[0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
@@ -67,53 +97,80 @@ for arm, found in made.items():
 CUT = Augmentation(alpha=1, law="cut", phase="all_queries")
 
 
-def predictions(tokens, rules):
+def predictions(layout, tokens, rules):
     """Log-probabilities at every step, [step vocab]."""
     ids = torch.tensor([[*layout.ids, *tokens[:-1]]])
     with torch.no_grad(), augmented(model, [rules], layout):
         return model(ids)[0, len(layout) - 1 :].log_softmax(-1)
 
 
-def divergence(tokens, rules):
+def divergence(layout, tokens, rules):
     """JS of each step, in nats."""
-    one, other = predictions(tokens, rules), predictions(tokens, (*rules, CUT))
+    one = predictions(layout, tokens, rules)
+    other = predictions(layout, tokens, (*rules, CUT))
     middle = torch.logaddexp(one, other) - np.log(2)
     return sum((each.exp() * (each - middle)).sum(-1) for each in (one, other)).div(2).numpy()
 
 
-# %%
-parts = np.array_split(np.arange(options.length), 4)
-rows = []
-for arm, found in made.items():
-    attention = found.trace["prefix"][0].mean("sample").to_numpy()
-    effect = np.mean([divergence(each, arms[arm]) for each in found.tokens], axis=0)
-    for part in parts:
-        rows.append(
-            {
-                "arm": arm,
-                "steps": f"{part[0]}-{part[-1]}",
-                "attention": attention[part].mean(),
-                "js": effect[part].mean(),
-                "sea words": np.mean(
-                    [
-                        sum(
-                            word in model.tokenizer.decode([each[i] for i in part]).lower()
-                            for word in ("sea", "ship", "sail", "wave", "ocean")
-                        )
-                        for each in found.tokens
-                    ]
-                ),
-            }
-        )
-table = pd.DataFrame(rows)
-print(table.to_string(index=False, float_format="%.4f"))
+def said(tokens, pattern):
+    """Words of the instruction's topic, per 100 tokens."""
+    return 100 * len(pattern.findall(model.tokenizer.decode(tokens))) / len(tokens)
+
 
 # %%
-by_arm = table.groupby("arm")["attention"]
-left = by_arm.last() / by_arm.first()
-print(
-    "attention left in the last quarter of the text: "
-    + ", ".join(f"{arm} {value:.0%}" for arm, value in left.items())
-)
-assert np.isfinite(table["attention"]).all()
-assert (table["attention"] > 0).all()
+parts = np.array_split(np.arange(options.length), 4)
+steps = [f"{part[0]}-{part[-1]}" for part in parts]
+rows = []
+with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text") as bar:
+    for arm, rules in arms.items():
+        for chat, (layout, found) in enumerate(zip(layouts, made[arm], strict=True)):
+            attention = found.trace["prefix"][0].to_numpy()  # sample step
+            for text, tokens in enumerate(found.tokens):
+                effect = divergence(layout, tokens, rules)
+                bar.update(1)
+                for name, part in zip(steps, parts, strict=True):
+                    values = {
+                        "attention": attention[text, part].mean(),
+                        "js": effect[part].mean(),
+                        "words per 100 tokens": said([tokens[i] for i in part], patterns[chat]),
+                    }
+                    rows += [
+                        {
+                            "measure": measure,
+                            "arm": arm,
+                            "steps": name,
+                            "chat": chat,
+                            "value": value,
+                        }
+                        for measure, value in values.items()
+                    ]
+table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "value"])
+
+# %% [markdown]
+# Means with 95 % intervals over chats.
+
+
+# %%
+def in_words(part):
+    held = mean_interval(part["value"], part["chat"])
+    return f"{held.mean:.3f} [{held.low:.3f}, {held.high:.3f}]"
+
+
+groups = table.groupby(["measure", "arm", "steps"], sort=False)[["value", "chat"]]
+print(groups.apply(in_words).unstack("steps")[steps].to_string())
+
+# %% [markdown]
+# What the steering adds at the end, chat by chat.
+
+# %%
+last = table[table["steps"] == steps[-1]]
+for measure, part in last.groupby("measure", sort=False):
+    before, after = (part[part["arm"] == arm] for arm in arms)
+    gain = paired_difference(before["value"], before["chat"], after["value"], after["chat"])
+    print(
+        f"{measure}: {options.augmentation} adds {gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"
+        f" in the last quarter, p {gain.p:.3f}"
+    )
+of_attention = table[table["measure"] == "attention"]["value"]
+assert np.isfinite(of_attention).all()
+assert (of_attention > 0).all()
