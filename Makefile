@@ -86,8 +86,8 @@ scorers: $(VENV)/.installed
 	$(call LINEAR,topic,20) $(OF_TOPIC)
 	$(call LINEAR,detox,1) $(OF_DETOX) --data $(DATA)/toxicity/jigsaw_valid.jsonl.xz --test $(DATA)/toxicity/jigsaw_test.jsonl.xz
 	$(call ADAPTER,sentiment) $(OF_SENTIMENT) --data $(DATA)/sentiment/sst2_train.jsonl.xz=2 --per-pass 8000
-	$(call ADAPTER,topic) $(OF_TOPIC) --per-pass 12000
-	$(call ADAPTER,detox) $(OF_DETOX) --per-pass 4000 --test $(DATA)/toxicity/jigsaw_valid.jsonl.xz
+	$(call ADAPTER,topic) $(OF_TOPIC) --per-pass 33300
+	$(call ADAPTER,detox) $(OF_DETOX) --per-pass 9000 --test $(DATA)/toxicity/jigsaw_valid.jsonl.xz --test $(DATA)/toxicity/jigsaw_test.jsonl.xz
 
 # The prompts of grid quick/steering (steering-prompts.txt), and others to choose strengths on (steering-selection.txt). In DATA are
 # DExperts' neutral OpenWebText prompts: https://github.com/alisawuffles/DExperts.

@@ -34,8 +34,8 @@ from lapa2_interp.recipes import read_recipes
 from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]
-# Who speaks, of what, and the words that are counted (`*`: any ending). The request is the same in all chats, and
-# says nothing of them.
+# Who speaks, of what, and the words that are counted (`*`: any ending). The request is the same in
+# all chats, and says nothing of them.
 
 # %%
 CHATS = {
