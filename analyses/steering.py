@@ -13,7 +13,8 @@
 #
 # LaPA2, LaPA2 on chosen tokens, LaPA2 in chosen heads, and a set-point, each at three strengths.
 # They are compared at 1.1 and 1.25 times the baseline's perplexity, on each way's own curve. Texts
-# that may not say a word of their prefix are compared apart.
+# that may not say a word of their prefix are compared apart, at 1.25 times alone: their curves have
+# no weak arms.
 #
 #     make steering-prompts DATA=FOLDER && lapa2 sweep quick/steering --out results/steering
 #     python analyses/steering.py results/steering && python figures/steering.py results/steering
@@ -26,18 +27,26 @@ import sys
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import RunError, counted
 from lapa2_interp.files import write_text
 from lapa2_interp.paper.bench import open_bench
-from lapa2_interp.paper.equal_perplexity import BASELINE, REACHED, Arms, judged, shown
+from lapa2_interp.paper.equal_perplexity import (
+    BASELINE,
+    RATIOS,
+    REACHED,
+    SETTING,
+    Arms,
+    judged,
+    qualified,
+    shown,
+)
 from lapa2_interp.paper.output import as_json, as_markdown
 from lapa2_interp.paper.scripts import USUAL, in_one_line
 from lapa2_interp.recipes import families, strength_of
 
 sys.excepthook = in_one_line
 TITLE = "Control at equal perplexity"
-REFERENCE = "lapa2"
-SETTING = ["task", "words", "model", "method", "variant"]
+REFERENCE, ALL_WORDS = "lapa2", "all words"
 bench = open_bench(
     "steering",
     "Ways to steer attention, at several strengths",
@@ -51,9 +60,9 @@ cells = bench.cells
 
 # %%
 barred = [bench.run.plan[key].bar_prefix_words for key in cells["key"]]
-cells["words"] = np.where(barred, "prefix words barred", "all words")
+cells["words"] = np.where(barred, "prefix words barred", ALL_WORDS)
 rules = {key: bench.run.plan[key].rules for key in cells["key"]}
-for _, part in cells.groupby(SETTING, sort=False):
+for _, part in cells.groupby([*SETTING], sort=False):
     names = families(rules[key] for key in part["key"])
     cells.loc[part.index, "family"] = [names[rules[key]] for key in part["key"]]
 cells["strength"] = [strength_of(rules[key]) for key in cells["key"]]
@@ -83,9 +92,9 @@ texts["nll"] = np.log(texts["ppl"])
 texts = texts.join(known[["family", "strength", "words"]], on="cell")
 metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
 curves, equal, notes = [], [], []
-for _, asked in cells.groupby(SETTING, sort=False):
-    setting = asked.iloc[0][SETTING].to_dict()
-    group = texts[(texts[SETTING] == pd.Series(setting)).all(axis=1)]
+for _, asked in cells.groupby([*SETTING], sort=False):
+    setting = asked.iloc[0][[*SETTING]].to_dict()
+    group = texts[(texts[[*SETTING]] == pd.Series(setting)).all(axis=1)]
     missing = {BASELINE, REFERENCE} - set(group["family"])
     if missing:
         where = ", ".join(filter(None, setting.values()))
@@ -93,12 +102,19 @@ for _, asked in cells.groupby(SETTING, sort=False):
         continue
     made = Arms(group, metrics)
     curves.append(made.points().assign(**setting))
-    equal.append(made.compared(REFERENCE).assign(**setting))
+    ratios = RATIOS if setting["words"] == ALL_WORDS else RATIOS[1:]
+    equal.append(made.compared(REFERENCE, ratios).assign(**setting))
 
 # %%
 folder = bench.out / "tables"
 if equal:
     found = judged(pd.concat(equal, ignore_index=True), REFERENCE, ["words", "model", "method"])
+    found = qualified(found, "acc", "acc (linear)", "acc masked")
+    if unfinished := int((cells["state"] != "finished").sum()):
+        found["verdict"] = ""
+        notes.append(
+            f"No verdicts: {counted(unfinished, 'cell')} of {len(cells)} are not finished."
+        )
     for name, each in (("curves", pd.concat(curves)), ("equal", found)):
         ordered = each[[*SETTING, *(column for column in each if column not in SETTING)]]
         text = ordered.to_csv(index=False, float_format="%.6g")
@@ -115,6 +131,10 @@ if equal:
             f"Not comparable: below {REACHED:.0%} of resamples, the curve of the arm or of"
             f" {REFERENCE} does not reach the perplexity; nothing is extrapolated. reached: the"
             " arm's share."
+        ),
+        (
+            "A verdict by acc is disputed where the second scorer's difference has the other sign,"
+            " and echo where the interval of acc masked does not exclude 0."
         ),
         *notes,
     ]

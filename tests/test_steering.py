@@ -4,6 +4,7 @@ import dataclasses
 import json
 import lzma
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from conftest import load
 from lapa2_interp import load_task
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import DataError, GridError
-from lapa2_interp.paper.equal_perplexity import telling
+from lapa2_interp.paper.equal_perplexity import qualified, telling
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.steering_prompts import chosen, read_neutral
 from lapa2_interp.recipes import families, read_recipes, recipe, strength_of
@@ -158,7 +159,7 @@ def test_tables_are_those_of_the_texts(run):
         "set-point 0.8",
     }
     assert set(equal["family"]) == {"lapa2", "set-point"}
-    assert len(equal) == 3 * 2 * 2 * len(metrics)
+    assert len(equal) == (2 + 2 + 1) * 2 * len(metrics), "barred texts at one perplexity"
     assert set(equal["verdict"].dropna()) <= {"more", "less", "not decided", "not comparable"}
     assert (equal["verdict"].isna() == (equal["family"] == "lapa2")).all()
     text = (folder / "tables" / "steering.equal.md").read_text()
@@ -176,6 +177,57 @@ def test_texts_with_barred_words_are_told_apart(run):
     for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
         assert (words == "prefix words barred") == plan[key].bar_prefix_words
     assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words barred"}
+
+
+def test_verdicts_say_what_speaks_against_them():
+    """(verdict, difference by the second scorer, interval of the masked one) -> what is said."""
+    cases = {
+        ("more", 2.0, (0.5, 3.0)): "more",
+        ("more", -0.1, (0.5, 3.0)): "more (disputed)",
+        ("more", np.nan, (0.5, 3.0)): "more (disputed)",
+        ("more", 2.0, (-0.5, 3.0)): "more (echo)",
+        ("less", 2.0, (-0.5, 3.0)): "less (disputed, echo)",
+        ("less", -2.0, (-3.0, -0.5)): "less",
+        ("not decided", -2.0, (-0.5, 3.0)): "not decided",
+    }
+    rows = []
+    for number, (verdict, second, masked) in enumerate(cases):
+        at = {"task": f"task {number}", "ratio": 1.1, "family": "set-point"}
+        for metric, said, gap, (low, high) in (
+            ("acc", verdict, 2.0, (0.5, 3.0)),
+            ("acc (linear)", "not decided", second, (-9.0, 9.0)),
+            ("acc masked", "not decided", 2.0, masked),
+        ):
+            ends = {"difference": gap, "difference_low": low, "difference_high": high}
+            rows.append(at | {"metric": metric, "verdict": said} | ends)
+    names = ("acc", "acc (linear)", "acc masked")
+    found = qualified(pd.DataFrame(rows), *names)
+    assert found["verdict"][found["metric"] == "acc"].tolist() == list(cases.values())
+    assert set(found["verdict"][found["metric"] != "acc"]) == {"not decided"}
+    alone = pd.DataFrame([row for row in rows if row["metric"] == "acc"])
+    assert qualified(alone, *names)["verdict"].tolist() == alone["verdict"].tolist()
+
+
+def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    copy = tmp_path / "run"
+    shutil.copytree(run[0], copy, ignore=shutil.ignore_patterns("tables", "figures"))
+    key = next(key for key, cell in load_run(copy).plan.items() if cell.arm == "baseline")
+    other = next(key for key, cell in load_run(copy).plan.items() if "0.3" in cell.arm)
+    assert key != other
+    shutil.rmtree(copy / "cells" / other)
+    script(
+        "analyses",
+        copy,
+        "--grids",
+        "mine",
+        "--scorers",
+        "linear",
+        "accuracy",
+        "perplexity=tiny-gpt2",
+    )
+    assert "No verdicts: " in capsys.readouterr().out
+    assert table(copy, ".equal")["verdict"].isna().all()
 
 
 def test_the_figure_shows_the_tables(run):
@@ -227,20 +279,20 @@ def test_prompts_are_the_papers_and_the_first_neutral_ones(tmp_path):
     own = [text for name in ("sentiment", "topic") for text in load_task(name).prompts.texts]
     rows = [
         ("one", "neutral"), ("good", "positive"), ("two", "neutral"), ("one", "neutral"),
-        ("word " * 21, "neutral"), ("word " * 20 + "", "neutral"), ("a\nb", "neutral"),
-        (own[3], "neutral"), ("a\u2028b", "neutral"), ("three", "neutral"), ("four", "neutral"),
+        ("word " * 21, "neutral"), ('"word', "neutral"), ("a\nb", "neutral"), (own[3], "neutral"),
+        ("a\u2028b", "neutral"), ("three", "neutral"), ("(four", "neutral"), ("5th", "neutral"),
     ]  # fmt: skip
     file = tmp_path / "prompts.jsonl.xz"
     lines = [json.dumps({"prompt": text, "kind": kind, "num_positive": 12}) for text, kind in rows]
     with lzma.open(file, "wt") as stored:
         stored.write("\n".join(lines))
     neutral = read_neutral(file)
-    assert len(neutral) == 10
+    assert len(neutral) == 11
     prompts, selection = chosen(neutral, 3, 2)
-    assert prompts == [*own, "one", "two", "word " * 20]
-    assert selection == ["three", "four"]
+    assert prompts == [*own, "one", "two", "5th"]
+    assert selection == ["three", "(four"]
     assert len(own) == len(set(own)) == 35
-    with pytest.raises(DataError, match="6 neutral prompts .* are needed, found 5; give a longer"):
+    with pytest.raises(DataError, match="needed, and 2 others; found 3 and 2; give a longer"):
         chosen(neutral, 4, 2)
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match="cannot read prompts from .*prompt.*give JSON lines"):
@@ -253,6 +305,7 @@ def test_the_corpus_gives_both_files(data):
     )
     assert (len(prompts), len(selection)) == (575, 64)
     assert len({*prompts, *selection}) == 639
+    assert all(prompt[0].isalnum() for prompt in prompts)
 
 
 def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, capsys):

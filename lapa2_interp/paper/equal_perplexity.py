@@ -22,13 +22,16 @@ from jaxtyping import Bool, Float
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
 
+SETTING = ("task", "words", "model", "method", "variant")
+"""Columns of a setting: arms are compared inside it."""
 BASELINE = "baseline"
 """The family of the texts that every curve begins with."""
 RATIOS = (1.1, 1.25)
 """Perplexities at which arms are compared, as multiples of the baseline's."""
 REACHED = 0.95
 """The least share of resamples whose curve must reach a perplexity to be compared there."""
-RESAMPLES = 4000
+RESAMPLES = 40_000
+"""So many, because Holm's correction asks for small p."""
 SURE = 0.05
 """Level of the verdicts, after Holm's correction."""
 
@@ -210,6 +213,32 @@ def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.Da
         side = "more" if change > 0 else "less"
         verdict = "not comparable" if np.isnan(p) else side if p < SURE else "not decided"
         found.loc[row, "verdict"] = verdict
+    return found
+
+
+def qualified(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.DataFrame:
+    """Rows of `judged`, where verdicts "more" and "less" by a metric say what speaks against them:
+
+    - "disputed": by the second scorer the difference has the other sign, or there is none;
+    - "echo": with the prefix's words masked, its 95 % interval does not exclude 0.
+
+    Args:
+        metric, second, masked: Names of metrics; what the table lacks is no objection.
+    """
+    keys = [name for name in table if name in SETTING or name in ("ratio", "family")]
+    sides = table["verdict"].map({"more": 1.0, "less": -1.0})
+    by = {name: table[table["metric"] == name].set_index(keys) for name in (second, masked)}
+    found = table.copy()
+    for row in table.index[(table["metric"] == metric) & sides.notna()]:
+        at, side, objections = tuple(table.loc[row, keys]), sides[row], []
+        if at in by[second].index and not by[second].loc[at, "difference"] * side > 0:
+            objections.append("disputed")
+        if at in by[masked].index:
+            least, most = by[masked].loc[at, ["difference_low", "difference_high"]]
+            if not min(least * side, most * side) > 0:
+                objections.append("echo")
+        if objections:
+            found.loc[row, "verdict"] += f" ({', '.join(objections)})"
     return found
 
 

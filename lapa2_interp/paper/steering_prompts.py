@@ -2,9 +2,10 @@
 
     python -m lapa2_interp.paper.steering_prompts dexperts_owt_sentiment_10k.jsonl.xz
 
-writes steering-prompts.txt (575 prompts) and steering-selection.txt (the next 64, to choose heads
-and strengths on), one prompt on each line, into the current folder. Left out are prompts of more
-than 20 words, prompts with a newline, and repeated ones.
+writes steering-prompts.txt (575 prompts) and steering-selection.txt (64 others, to choose heads and
+strengths on), one prompt on each line, into the current folder. Left out are prompts of more than
+20 words, prompts with a newline, and repeated ones; of the 575 also those that begin with a mark,
+which tokenizers join with the prefix's colon.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.paper.scripts import ScriptOptions
 
 NEUTRAL, SELECTION = 540, 64
-"""Neutral prompts of the grid, and those that follow for selection."""
+"""Neutral prompts of the grid, and those for selection."""
 MOST_WORDS = 20
 
 
@@ -31,9 +32,11 @@ def chosen(
     """(the grid's prompts, those of selection): no prompt twice.
 
     Args:
-        texts: Neutral prompts, in the order in which they are taken.
+        texts: Neutral prompts, in the order in which they are taken: the first `neutral` that fit
+            are the grid's, if they begin with a letter or digit; the next `selection` are for
+            selection; then the grid takes what it still lacks.
         neutral: How many stand behind the prompts of the tasks sentiment and topic.
-        selection: How many follow.
+        selection: How many are for selection.
 
     Raises:
         DataError: There are too few.
@@ -44,12 +47,15 @@ def chosen(
         for text in dict.fromkeys(texts)
         if 0 < len(text.split()) <= MOST_WORDS and len(text.splitlines()) == 1 and text not in own
     ]
-    if len(fit) < neutral + selection:
+    apart = fit[neutral : neutral + selection]
+    others = [text for text in fit[:neutral] + fit[neutral + selection :] if text[0].isalnum()]
+    if len(apart) < selection or len(others) < neutral:
         raise DataError(
-            f"{neutral + selection} neutral prompts of at most {MOST_WORDS} words are needed, found"
-            f" {len(fit)}; give a longer file"
+            f"{neutral} neutral prompts of at most {MOST_WORDS} words that begin with a letter or"
+            f" digit are needed, and {selection} others; found {len(others)} and {len(apart)}; give"
+            " a longer file"
         )
-    return own + fit[:neutral], fit[neutral : neutral + selection]
+    return own + others[:neutral], apart
 
 
 def read_neutral(file: Path) -> list[str]:
