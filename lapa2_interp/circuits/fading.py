@@ -164,16 +164,23 @@ class Fading:
                       color=colour, label=name)  # fmt: skip
             low, high = np.transpose([bounds(each, np.arange(len(each))) for each in by_prompt])
             left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
-        left.legend(fontsize=7, frameon=False)
         plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
         table = self.frame()
         table = table[table["filler"] == max(self.far)]
-        at = np.arange(len(table))[::-1]
-        for place, row in zip(at, table.to_dict("records"), strict=True):
+        names, biases = list(dict.fromkeys(table["heads"])), list(dict.fromkeys(table["bias"]))
+        for row in table.to_dict("records"):
             colour = COLOURS[1 + BIASES.index(row["bias"])]
-            right.plot([row["low"], row["high"]], [place] * 2, color=colour, lw=1.6)
-            right.plot(row["share"], place, "o", color=colour, ms=4)
-        right.set_yticks(at, [f"{row['bias']}, {row['heads']}" for row in table.to_dict("records")])
+            place = names.index(row["heads"]) + 0.8 * (
+                (biases.index(row["bias"]) + 0.5) / len(biases) - 0.5
+            )
+            right.plot([row["low"], row["high"]], [place] * 2, color=colour, lw=1.4)
+            right.plot(row["share"], place, "o", color=colour, ms=3)
+        for colour, bias in zip(COLOURS[1:], BIASES, strict=False):
+            if bias == "removed" and bias in biases:
+                left.plot([], [], "o-", ms=3, lw=1.2, color=colour, label=bias)
+        left.legend(fontsize=7, frameon=False)
+        right.set_yticks(range(len(names)), names)
+        right.set_ylim(len(names) - 0.4, -0.6)
         for share in (0, 1):
             right.axvline(share, color="0.7", lw=0.6)
         plain_axes(right, f"share of the fade at {max(self.far)} tokens", "")
