@@ -194,17 +194,57 @@ class Difference:
             is one.
         p: p-value of a sign-flip permutation test over clusters: how often chance alone gives a
             difference as large.
-        detectable: The smallest true difference that as many clusters of this spread would show in
-            80 % of repetitions (two-sided, 5 %), 2.80 standard errors.
+        error: Standard error; NaN where there is one cluster.
         clusters: Number of clusters that both conditions share.
+        texts: Values of a cluster in each condition; the harmonic mean.
+        noise: Share of the squared error that more values of each cluster would lower, in [0, 1];
+            NaN where no cluster has two values that tell.
     """
 
     mean: float
     low: float
     high: float
     p: float
-    detectable: float
+    error: float
     clusters: int
+    texts: float = math.nan
+    noise: float = math.nan
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that as many clusters of this spread would show in 80 % of
+        repetitions (two-sided, 5 %), 2.80 standard errors."""
+        return 2.80 * self.error
+
+    def p_within(self, margin: float) -> float:
+        """p of "the true difference is as large as the margin, or larger": Student's two one-sided
+        tests of equivalence."""
+        return self._tail((margin - abs(self.mean)) / self.error if self.error else math.inf)
+
+    def p_beyond(self, margin: float) -> float:
+        """p of "the true difference is no larger than the margin"; two-sided."""
+        away = (abs(self.mean) - margin) / self.error if self.error else math.inf
+        return min(1.0, 2 * self._tail(away))
+
+    def _tail(self, t: float) -> float:
+        from scipy.stats import t as student
+
+        return math.nan if self.clusters < 2 else float(student.sf(t, self.clusters - 1))
+
+
+def error_at(
+    error: float, clusters: int, texts: float, noise: float, new_clusters: int, new_texts: float
+) -> float:
+    """The standard error that other numbers of clusters and texts would give.
+
+    Args:
+        error, clusters, texts, noise: Of a `Difference`. Where noise is NaN, the unfavourable case:
+            fewer texts of a cluster make it larger, and more do not make it smaller.
+        new_clusters, new_texts: Clusters, and values of each in each condition.
+    """
+    fewer = texts / new_texts
+    share = max(1.0, fewer) if math.isnan(noise) else 1 - noise + noise * fewer
+    return error * math.sqrt(clusters / new_clusters * share)
 
 
 def paired_difference(
@@ -214,29 +254,61 @@ def paired_difference(
     after_clusters: Labels,
     resamples: int = 4000,
     seed: int = 0,
+    kinds: tuple[Labels, Labels] | None = None,
 ) -> Difference:
     """after - before, cluster by cluster: each shared cluster's mean counts once.
+
+    Args:
+        kinds: Labels of the values of both conditions; values of a cluster that differ in kind are
+            no noise.
 
     Raises:
         ValueError: The two share no cluster.
     """
-    means = [pd.Series(np.asarray(v, dtype=float)).groupby(np.asarray(c)).mean() for v, c in
-             ((before, before_clusters), (after, after_clusters))]  # fmt: skip
-    pairs = pd.concat(means, axis=1, join="inner").dropna().to_numpy()
-    if not len(pairs):
+    values = [np.asarray(each, dtype=np.float64) for each in (before, after)]
+    labels = [np.asarray(each) for each in (before_clusters, after_clusters)]
+    codes, names = pd.factorize(np.concatenate(labels), sort=True)
+    sides, of_texts = [], []
+    for i, part in enumerate((codes[: len(values[0])], codes[len(values[0]) :])):
+        kept = ~np.isnan(values[i])
+        numbers, part = values[i][kept], part[kept]
+        sizes = np.bincount(part, minlength=len(names))
+        sides.append((np.bincount(part, numbers, len(names)), sizes))
+        cells = part
+        if kinds is not None:
+            kind, n_kinds = pd.factorize(np.asarray(kinds[i])[kept])
+            cells = part * len(n_kinds) + kind
+        of_texts.append(_variance_inside(numbers, cells))
+    shared = (sides[0][1] > 0) & (sides[1][1] > 0)
+    (one, n_one), (two, n_two) = ((total[shared], size[shared]) for total, size in sides)
+    n = len(n_one)
+    if n == 0:
         raise ValueError("the two conditions share no cluster, so nothing can be paired")
-    gaps = pairs[:, 1] - pairs[:, 0]
-    n = len(gaps)
+    gaps = two / n_two - one / n_one
+    shares = [float((1 / each).mean()) for each in (n_one, n_two)]
+    texts = 2 / sum(shares)
     if n == 1:
-        return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1)
+        return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1, texts)
     low, high = bounds(gaps, np.arange(n), resamples, seed)
     signs = _signs(n, resamples, seed)
     flipped = np.abs(signs @ gaps)
     # The observed signs are one of the possible ones, so p is never 0.
     extreme = int((flipped >= abs(gaps.sum()) * (1 - 1e-12)).sum())
     p = extreme / len(signs) if len(signs) == 2**n else (extreme + 1) / (len(signs) + 1)
-    error = float(gaps.std(ddof=1)) / math.sqrt(n)
-    return Difference(float(gaps.mean()), float(low), float(high), p, 2.80 * error, n)
+    variance = float(gaps.var(ddof=1))
+    expected = of_texts[0] * shares[0] + of_texts[1] * shares[1]
+    noise = float(np.minimum(1.0, expected / variance)) if variance > 0 else math.nan
+    error = math.sqrt(variance / n)
+    return Difference(float(gaps.mean()), float(low), float(high), p, error, n, texts, noise)
+
+
+def _variance_inside(values: Float[np.ndarray, " n"], cells: Int[np.ndarray, " n"]) -> float:
+    """Variance of the values inside their cells, pooled; NaN where no cell has two."""
+    _, cells = np.unique(cells, return_inverse=True)
+    sizes = np.bincount(cells)
+    free = len(values) - len(sizes)
+    rest = values - (np.bincount(cells, values) / sizes)[cells]
+    return float(rest @ rest) / free if free else math.nan
 
 
 @lru_cache(16)

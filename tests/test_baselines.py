@@ -360,6 +360,89 @@ def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
     assert np.abs(found[: len(last)] - last.numpy()).max() < 1e-6
 
 
+@dataclasses.dataclass(frozen=True)
+class Picky(NoControl):
+    """Keeps texts whose last token is even."""
+
+    trials = 3
+
+    def accepts(self, prepared, text, tokens):
+        return tokens[-1] % 2 == 0
+
+
+def test_refused_texts_are_drawn_again_with_other_numbers(monkeypatch):
+    """Texts and traces are those of the first trial that is accepted, else of the last; each trial
+    has random numbers of its own."""
+    model, task = load("tiny-gpt2", "float64"), load_task("sentiment")
+    settings = {"length": 12, "samples": 5, "trace": "full"}
+    prompts = ["The sea", "Once upon"]
+    made = generate(model, Picky(), task, "positive", prompts, **settings)
+    trials = []
+    for trial in range(3):
+        monkeypatch.setattr(
+            "lapa2_interp.decoding.plan.uniforms",
+            lambda *key, trial=trial: uniforms(*key[:4], trial),
+        )
+        trials.append(generate(model, NoControl(), task, "positive", prompts, **settings))
+    chosen = []
+    for row in range(10):
+        tokens = [each.samples["tokens"][row] for each in trials]
+        assert tokens[0] != tokens[1] != tokens[2]
+        chosen.append(next((i for i in (0, 1) if tokens[i][-1] % 2 == 0), 2))
+        assert made.samples["tokens"][row] == tokens[chosen[-1]]
+        for name in ("bos", "generated"):
+            kept, own = (each.trace[name].isel(sample=row) for each in (made, trials[chosen[-1]]))
+            assert np.nanmax(np.abs(kept.to_numpy() - own.to_numpy())) < 1e-9
+    assert set(chosen) == {0, 1, 2}
+    assert made.samples[["prompt", "sample"]].equals(trials[0].samples[["prompt", "sample"]])
+    assert made.trace["prompt_text"].values.tolist() == made.samples["prompt"].tolist()
+
+
+def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
+    task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
+    every = freectrl(word_file, u=1.02)
+    settings = {"length": 16, "samples": 4, "trace": "none"}
+    kit = ModelKit(words_model)
+    ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
+    unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
+
+    def passes(row):
+        text = kit.ids(row.prompt) + row.tokens
+        sim = {
+            c: float((unit[each] @ unit[text].T).max(dim=1).values.mean())
+            for c, each in ids.items()
+        }
+        return sim["positive"] / sim["negative"] > 1.02
+
+    first = generate(words_model, every, task, "positive", prompts, **settings).samples
+    chosen = generate(
+        words_model,
+        dataclasses.replace(every, accept="score", trials=40),
+        task,
+        "positive",
+        prompts,
+        **settings,
+    ).samples
+    before, after = ([passes(row) for row in table.itertuples()] for table in (first, chosen))
+    assert not all(before)
+    assert all(after)
+    for i, passed in enumerate(before):
+        assert (chosen["tokens"][i] == first["tokens"][i]) == passed
+    known = every.prepare(kit, task, "positive", "The lake")
+    released = dataclasses.replace(every, accept="released", u=-9.0)
+    tokens = kit.ids(" a b")
+    for text, said in (
+        ("the lake " * 6, True),
+        ("the lake " * 7, False),
+        ("a\nb", True),
+        ("a\nb\nc", False),
+    ):
+        assert released.accepts(known, text, tokens) == said
+        assert dataclasses.replace(released, accept="score").accepts(known, text, tokens)
+        assert not dataclasses.replace(released, u=9.0).accepts(known, text, tokens)
+        assert every.accepts(known, text, tokens)
+
+
 def test_an_empty_centre_is_the_raw_model(words_model, word_file):
     task = load_task("sentiment")
     method = methods.get("freectrl", words=word_file, noise=-1e9, neurons=0, sampler="uniform")

@@ -422,6 +422,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
     for prompts, found in (
         ('"task"', load_task("sentiment").prompts.texts),
         ("2", ("Once upon a time", "The book")),
+        ("17", (*load_task("sentiment").prompts.texts, "The garden", "In the morning,")),
         (f'"{tmp_path}/p.txt"', ("One", "Two", "Three")),
         (f'{{ file = "{tmp_path}/p.txt", n = 3 }}', ("One", "Two", "Three")),
     ):

@@ -20,13 +20,22 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import t
 
 from lapa2_interp import load_run
 from lapa2_interp.cell import CELL
 from lapa2_interp.errors import RunError
 from lapa2_interp.paper import output, reported, tables
 from lapa2_interp.paper.bench import Bench
-from lapa2_interp.paper.claims import Claim, Findings, disputed, read_claims, shown_claims
+from lapa2_interp.paper.claims import (
+    Claim,
+    Findings,
+    counts_once,
+    disputed,
+    read_claims,
+    shown_claims,
+    tally,
+)
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.recipes import RECIPES
@@ -34,6 +43,7 @@ from lapa2_interp.runs import read
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.scoring import Cache, Item, Skipped, transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
+from lapa2_interp.stats import Difference
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden"
@@ -586,7 +596,7 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
     """The first scorer sees a gain; the second sees it, a loss, or nothing."""
     first = scores({"baseline": 0, "a": 5})
     sides = {"arm": "baseline"}, {"arm": "a"}
-    for gain, verdict in ((5, "as in the paper"), (-5, "against the paper"), (0, "inconclusive")):
+    for gain, verdict in ((5, "as in the paper"), (-5, "against the paper"), (0, "no difference")):
         second = scores({"baseline": 0, "a": gain}).assign(metric="acc (linear)")
         found = Findings("item")
         found.claim("more", pd.concat([first, second]), *sides, "acc", "more", paper=1.0)
@@ -603,9 +613,72 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
         assert (row.second_here, row.second_low) == (other.here, other.low)
     table = pd.concat([found.frame(), alone.frame()])
     shown = shown_claims(table)
-    assert shown["second scorer"].tolist()[0].startswith("≠ linear: inconclusive (")
+    assert shown["second scorer"].tolist()[0].startswith("≠ linear: no difference (")
     assert shown["second scorer"].tolist()[1] == ""
     assert disputed(table).startswith("Of 1 claim with two scorers, 1 have another verdict by the")
+
+
+def noted(*differences, margin=0.0, expected="more", compared=None):
+    """Claims with (mean, standard error, p) over 30 prompts."""
+    found = Findings("item")
+    for number, (mean, error, p) in enumerate(differences):
+        of = Difference(mean, mean - 2.1 * error, mean + 2.1 * error, p, error, 30, 2.0, 0.5)
+        key = "" if compared is None else compared[number]
+        found.note(f"claim {number}", "acc", expected, of, margin=margin, compared=key)
+    return found.frame()
+
+
+def test_verdicts_are_corrected_for_the_number_of_an_items_claims():
+    sure, likely, chance = (3.0, 0.5, 0.001), (3.0, 1.2, 0.02), (-2.0, 0.9, 0.04)
+    alone = [noted(each)["verdict"].item() for each in (sure, likely, chance)]
+    assert alone == ["as in the paper", "as in the paper", "against the paper"]
+    table = noted(sure, likely, chance)
+    assert table["holm"].tolist() == pytest.approx([0.003, 0.04, 0.04])
+    assert table["verdict"].tolist() == alone
+    more = noted(sure, likely, chance, (1.0, 2.0, 0.6))
+    assert more["holm"].tolist() == pytest.approx([0.004, 0.06, 0.08, 0.6])
+    assert more["verdict"].tolist() == ["as in the paper", *["inconclusive"] * 3]
+    assert more["raw"].tolist() == [*alone, "inconclusive"]
+    again = noted(sure, likely, chance, sure, compared=["a", "b", "c", "a"])
+    assert again["holm"].tolist() == pytest.approx([0.003, 0.04, 0.04, 0.003]), "tested once"
+    assert tally(again) == "2 as in the paper, 1 against the paper"
+    assert counts_once(again).tolist() == [True, True, True, False]
+    missing = Findings("item")
+    missing.note("one", "acc", "more", None)
+    assert missing.frame()["verdict"].tolist() == ["missing"]
+    assert Findings("item").frame().empty
+
+
+def test_a_difference_too_small_to_matter_is_a_verdict():
+    """t of 2 errors below the margin, two one-sided tests; the sign, where known, goes first."""
+    small, unsure = noted((0.2, 0.4, 0.6), (0.2, 3.0, 0.9), margin=1.5).to_dict("records")
+    assert (small["raw"], unsure["raw"]) == ("no difference", "inconclusive")
+    assert small["p"] == pytest.approx(t.sf(1.3 / 0.4, 29))
+    assert noted((0.2, 0.4, 0.6))["raw"].item() == "inconclusive", "without a margin"
+    assert noted((1.0, 0.1, 0.001), margin=1.5)["raw"].item() == "as in the paper"
+    same = noted((0.2, 0.4, 0.6), (3.0, 0.4, 0.001), margin=1.5, expected="same")
+    assert same["raw"].tolist() == ["as in the paper", "against the paper"]
+    assert same["p"].tolist() == pytest.approx([t.sf(1.3 / 0.4, 29), 2 * t.sf(1.5 / 0.4, 29)])
+
+
+def test_what_several_items_compare_has_one_name():
+    """Of the same texts, metric and direction; another length or scorer is another comparison."""
+    texts = scores({"baseline": 0, "a": 5}).assign(cell=lambda table: table["arm"] + " cell")
+    names = []
+    for table, expected in (
+        (texts, "more"),
+        (texts.sample(frac=1, random_state=0), "more"),
+        (texts, "less"),
+        (texts.assign(length=32), "more"),
+    ):
+        found = Findings("item", ("grid",))
+        found.claim("text", table, {"arm": "baseline"}, {"arm": "a"}, "acc", expected)
+        (row,) = found.rows
+        assert (row.task, row.method, row.scorer, row.grids) == ("sentiment", "prefix", "s", "grid")
+        assert (row.margin, row.texts) == (5, 1)
+        names.append(row.compared)
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
 
 
 def test_claims_read_back_as_they_were(tmp_path):

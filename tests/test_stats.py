@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 
-from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.stats import error_at, mean_interval, paired_difference
 
 
 def test_mean_and_counts():
@@ -91,6 +92,55 @@ def test_paired_differences_err_at_their_rate():
     effect = 2.80 * np.sqrt(2 / 3) / np.sqrt(n)
     assert 0.7 < np.mean([trial(effect).p < 0.05 for _ in range(trials)]) < 0.88
     assert np.mean([each.detectable for each in null]) == pytest.approx(effect, rel=0.05)
+
+
+def test_equivalence_errs_at_its_rate():
+    """A difference as large as the margin is called smaller in 5 % of experiments, one of 0 nearly
+    always where the margin is four errors, and p of being beyond is Student's."""
+    rng = np.random.default_rng(3)
+    n, trials = 25, 400
+
+    def trial(effect):
+        gaps = rng.normal(effect, 1, n)
+        return paired_difference(np.zeros(n), np.arange(n), gaps, np.arange(n), resamples=100)
+
+    margin = 4 / np.sqrt(n)
+    at_margin = [trial(margin) for _ in range(trials)]
+    assert 0.02 < np.mean([each.p_within(margin) < 0.05 for each in at_margin]) < 0.09
+    assert np.mean([trial(0.0).p_within(margin) < 0.05 for _ in range(trials)]) > 0.9
+    one = at_margin[0]
+    t = abs(one.mean) / one.error
+    assert one.p_beyond(0.0) == pytest.approx(2 * scipy.stats.t.sf(t, n - 1))
+    assert one.p_beyond(100.0) == 1
+    assert one.p_within(abs(one.mean)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("same_kind", [True, False])
+def test_errors_at_other_sizes_are_foretold(same_kind):
+    """From 20 prompts with 6 texts of two kinds: the mean squared error at 60 prompts with 2."""
+    rng = np.random.default_rng(4)
+    kinds_differ = 0.0 if same_kind else 3.0
+
+    def trial(prompts, texts):
+        """The kinds' means differ, the prompts answer differently, and texts vary."""
+        names, kinds = np.arange(prompts).repeat(texts), np.tile([0, 1], prompts * texts // 2)
+        answer = rng.normal(0, 0.7, prompts).repeat(texts)
+        sides = [rng.normal(size=prompts * texts) + kinds_differ * kinds for _ in range(2)]
+        return paired_difference(
+            sides[0], names, sides[1] + answer, names, resamples=10, kinds=(kinds, kinds)
+        )
+
+    few = [trial(20, 6) for _ in range(200)]
+    assert np.mean([each.noise for each in few]) == pytest.approx(
+        (2 / 6) / (2 / 6 + 0.7**2), rel=0.08
+    )
+    foretold = [error_at(e.error, e.clusters, e.texts, e.noise, 60, 2) ** 2 for e in few]
+    truth = [trial(60, 2).mean for _ in range(400)]
+    assert np.mean(foretold) == pytest.approx(np.var(truth), rel=0.15)
+    alone = paired_difference(np.zeros(9), np.arange(9), rng.normal(size=9), np.arange(9))
+    assert np.isnan(alone.noise)
+    assert error_at(alone.error, 9, 1, alone.noise, 36, 4) == pytest.approx(alone.error / 2)
+    assert error_at(alone.error, 9, 4, np.nan, 9, 1) == pytest.approx(alone.error * 2)
 
 
 def test_many_clusters_take_little_memory():

@@ -7,7 +7,7 @@ import pytest
 
 from lapa2_interp.errors import TaskError
 from lapa2_interp.methods import load_task
-from lapa2_interp.tasks import EXAMPLE, built_in, read_prompts
+from lapa2_interp.tasks import EXAMPLE, built_in, more_prompts, read_prompts
 
 GOOD = """
 length_counts_prompt = false
@@ -16,6 +16,20 @@ prefix = "Very calm:"
 [prompts]
 texts = ["The sea"]
 """
+
+
+@pytest.mark.parametrize(
+    ("task", "least"), [("sentiment", 225), ("topic", 225), ("detox", 60), ("calm", 0)]
+)
+def test_more_prompts_are_of_the_tasks_kind(task, least):
+    """Each once, on one line, beginning with a letter, none the task's, in one context with 512
+    tokens."""
+    found = more_prompts(task)
+    assert len(found) == len(set(found)) >= least
+    assert all(text == text.strip() and text[0].isalpha() for text in found)
+    if found:
+        assert not set(load_task(task).prompts.texts) & set(found) - {"The painting"}
+        assert max(len(text.split()) for text in found) <= 20
 
 
 def test_the_papers_tasks():

@@ -29,7 +29,7 @@ from lapa2_interp.cli.paper import propositions, report
 from lapa2_interp.cli.prefix import app as prefix
 from lapa2_interp.cli.score import app as scorers
 from lapa2_interp.cli.score import score
-from lapa2_interp.cli.sweep import grids, runs, sweep
+from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
 from lapa2_interp.cli.words import words
 from lapa2_interp.errors import Lapa2Error
@@ -50,8 +50,8 @@ they take).""",
 )
 
 for command in (
-    models, layout, probe, generate, chat, trace, score, scorers, prefix, words, grids, sweep, runs,
-    propositions, report, bench, circuits, select, fading, view,
+    models, layout, probe, generate, chat, trace, score, scorers, prefix, words, grids, power,
+    sweep, runs, propositions, report, bench, circuits, select, fading, view,
 ):  # fmt: skip
     app.command(command)
 app.command(list_methods, name="methods")

@@ -37,7 +37,7 @@ from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import EmptyDistributionError
 from lapa2_interp.loaded import Model, model_card, packed_model
 from lapa2_interp.methods import PrepareKit, Start
-from lapa2_interp.progress import progress_bar
+from lapa2_interp.progress import no_progress, progress_bar
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
 
@@ -141,24 +141,15 @@ def run_plan(
     try:
         with packed_model(model):
             for group in plan.groups if groups is None else groups:
-                batch = plan.batch(group)
-                ending = Ending.at(batch.steps)
-                size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, cell.trace)
-                recorder = None if kind == "none" else Recorder(*size, kind, cell.patterns)
-                drawn = _decode(model, plan, batch, ending, recorder, bar)
-                tokens = torch.stack(list(drawn), dim=1)  # sample step
-                tables.append(_table(model, plan, batch, tokens, ending))
+                table, trace = _made(model, plan, group, bar)
+                tables.append(table)
                 problems += [
-                    f"{plan.prompts[prompt]!r} sample {sample} at step {at}"
-                    for (prompt, sample), at, how in zip(
-                        group, ending.n_tokens, ending.finish, strict=True
-                    )
-                    if how == "empty"
+                    f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
+                    for row in table.to_dict("records")
+                    if row["finish"] == "empty"
                 ]
-                if recorder is not None:
-                    traces.append(
-                        recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
-                    )
+                if trace is not None:
+                    traces.append(trace)
     finally:
         if own is not None:
             own.close()
@@ -172,6 +163,44 @@ def run_plan(
             made,
         )
     return made
+
+
+def _made(
+    model: Model, plan: Plan, group: Sequence[tuple[int, int]], bar: tqdm
+) -> tuple[pd.DataFrame, xr.Dataset | None]:
+    """The texts of a group and their trace; those that the method does not accept are drawn
+    again."""
+    size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, plan.cell.trace)
+    places = list(range(len(group)))
+    order, tables, traces = [], [], []
+    for trial in range(plan.method.trials):
+        batch = plan.batch([group[place] for place in places], trial)
+        ending = Ending.at(batch.steps)
+        recorder = None if kind == "none" else Recorder(*size, kind, plan.cell.patterns)
+        progress = bar if trial == 0 else no_progress()
+        drawn = _decode(model, plan, batch, ending, recorder, progress)
+        tokens = torch.stack(list(drawn), dim=1)  # sample step
+        table = _table(model, plan, batch, tokens, ending)
+        stays = np.ones(len(places), dtype=bool)
+        if trial + 1 < plan.method.trials:
+            texts = table["prompt"] + table["continuation"]
+            stays[:] = [
+                plan.method.accepts(batch.prepared[own], text, made)
+                for own, text, made in zip(batch.owner, texts, table["tokens"], strict=True)
+            ]
+        order += [place for place, stay in zip(places, stays, strict=True) if stay]
+        places = [place for place, stay in zip(places, stays, strict=True) if not stay]
+        tables.append(table[stays])
+        if recorder is not None:
+            found = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
+            traces.append(found if stays.all() else found.isel(sample=stays))
+        if not places:
+            break
+    if len(tables) == 1:
+        return tables[0], traces[0] if traces else None
+    back = np.argsort(order)
+    trace = _joined(traces).isel(sample=back) if traces else None
+    return pd.concat(tables).iloc[back], trace
 
 
 def _decode(
@@ -303,17 +332,7 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
 
     Samples are numbered as the rows of the table.
     """
-    import xarray as xr
-
-    joined = xr.concat(
-        list(traces),
-        dim="sample",
-        join="outer",
-        data_vars="all",
-        coords="different",
-        compat="equals",
-    )
-    joined = joined.assign_coords(sample=np.arange(len(table)))
+    joined = _joined(traces).assign_coords(sample=np.arange(len(table)))
     names = {"prompt": "prompt_text", "attribute": "attribute", "arm": "arm"}
     return joined.assign_coords(
         {
@@ -321,4 +340,17 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
             for column, name in names.items()
             if column in table
         }
+    )
+
+
+def _joined(traces: Sequence[xr.Dataset]) -> xr.Dataset:
+    import xarray as xr
+
+    return xr.concat(
+        list(traces),
+        dim="sample",
+        join="outer",
+        data_vars="all",
+        coords="different",
+        compat="equals",
     )

@@ -103,13 +103,13 @@ class Plan:
         """The prompts that are continued."""
         return self.cell.prompts
 
-    def batch(self, group: Sequence[tuple[int, int]]) -> Batch:
-        """The batch that decodes one group."""
+    def batch(self, group: Sequence[tuple[int, int]], trial: int = 0) -> Batch:
+        """The batch that decodes one group, for the first time or again."""
         used = sorted({prompt for prompt, _ in group})
         steps = tuple(self.steps[prompt] for prompt, _ in group)
         uniform = np.zeros((len(group), max(steps)))
         for row, (prompt, sample), n in zip(uniform, group, steps, strict=True):
-            row[:n] = uniforms(self.cell.seed, self.prompts[prompt], sample, n)
+            row[:n] = uniforms(self.cell.seed, self.prompts[prompt], sample, n, trial)
         return Batch(
             pairs=tuple(group),
             layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),

@@ -23,10 +23,17 @@ NOTHING = -1
 """What is drawn where no token has positive weight."""
 
 
-def uniforms(seed: int, prompt: str, sample: int, steps: int) -> Float[np.ndarray, " step"]:
+def uniforms(
+    seed: int, prompt: str, sample: int, steps: int, trial: int = 0
+) -> Float[np.ndarray, " step"]:
     """The uniform numbers in [0, 1) of one sample's steps; a longer stream begins with a shorter
-    one."""
-    key = hashlib.sha256(f"{seed}\0{sample}\0{prompt}".encode()).digest()
+    one.
+
+    Args:
+        trial: Of a text that was drawn again, how often before.
+    """
+    again = f"{trial}\0" if trial else ""
+    key = hashlib.sha256(f"{again}{seed}\0{sample}\0{prompt}".encode()).digest()
     return np.random.Generator(
         np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64))
     ).random(steps)

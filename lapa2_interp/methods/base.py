@@ -185,6 +185,7 @@ class Method(ABC):
         reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
         recomputes: Whether the whole text is read again at every step, because `intervene` changes
             what it was.
+        trials: How often a text is drawn, at most, until `accepts` takes it; the last one stays.
     """
 
     name: ClassVar[str]
@@ -197,6 +198,7 @@ class Method(ABC):
     of_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
+    trials: int = 1
 
     @abstractmethod
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
@@ -229,6 +231,15 @@ class Method(ABC):
     def intervene(self, state: State) -> Intervention | None:
         """What to change in the model's next pass."""
         return None
+
+    def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
+        """Whether a finished text stays, if there are trials left.
+
+        Args:
+            text: Prompt and continuation.
+            tokens: Of the continuation.
+        """
+        return True
 
 
 def checked(

@@ -30,14 +30,19 @@ is set. In lower layers a value of 50 there does not promote a word, but breaks 
 layers compute. Therefore only the upper half of the layers is searched, with fewer neurons per
 keyword (`gated_neurons`) at a larger value (`gated_lam`).
 
+6. with `accept`, a finished text is drawn again until score(E) > u ("score"), and also no word
+   stands in it 7 times and it has at most one line break ("released"); at most `trials` times, and
+   the last text stays. Long texts hardly ever pass the test of words.
+
 A value of 1e-20 turns the centre off; it does not leave the neurons as they were. The released
-script re-encodes the text at every step, and throws away
-whole texts that fail a last test; here tokens stay as they were drawn, and every text is kept.
+script re-encodes the text at every step, and makes 5 texts of a prompt in at most 51 trials; here
+tokens stay as they were drawn, and every sample gets a text.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
@@ -68,6 +73,8 @@ OFF = 1e-20
 NOISE_CLASSES = 4
 """The factor of the noise ratio counts four classes even where there are two."""
 MOST_NEURONS = 100
+MOST_REPEATED, MOST_LINES = 7, 2
+"""A text of the released test has each word less often, and fewer line breaks."""
 
 
 @plain_dataclass(frozen=True)
@@ -129,6 +136,8 @@ class FreeCtrl(Method):
         at: "pre" or "post", where the value is set.
         sampler: "official" (step 5), or "uniform" (as every method here: temperature 1, top-k of
             the command line).
+        accept: The test of step 6: "all" texts, "score", or "released".
+        trials: How often a text is drawn at most, where there is a test.
     """
 
     name: ClassVar[str] = "freectrl"
@@ -148,6 +157,8 @@ class FreeCtrl(Method):
     words: str = ""
     at: Literal["pre", "post"] = "pre"
     sampler: Literal["official", "uniform"] = "official"
+    accept: Literal["all", "score", "released"] = "all"
+    trials: Annotated[int, Field(ge=1, le=1000)] = 10
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         task.prefix(attribute)
@@ -272,6 +283,19 @@ class FreeCtrl(Method):
         ]
         of_rank = p.log().expand(len(ids), -1)
         return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], of_rank)
+
+    def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
+        if self.accept == "all":
+            return True
+        known: Control = prepared.known
+        embedded = known.embedding[[*known.prompt, *tokens]]
+        nearest = {c: (embedded @ k.T).max(dim=0).values[None] for c, k in known.keywords.items()}
+        if not float(score(nearest, known.target)) > self.u:
+            return False
+        if self.accept == "score":
+            return True
+        words = Counter(text.split())
+        return max(words.values()) < MOST_REPEATED and text.count("\n") < MOST_LINES
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         if state is None:

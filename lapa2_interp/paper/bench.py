@@ -45,7 +45,7 @@ class Bench(Findings):
     """
 
     def __init__(self, data: ItemData, title: str, out: Path) -> None:
-        super().__init__(data.item)
+        super().__init__(data.item, data.grids)
         self.data, self.title, self.out = data, title, out
         self.run: Run = data.run
         self.groups, self.lengths, self.scores = data.groups, data.lengths, data.scores

@@ -2,12 +2,18 @@
 
 A claim puts a number in a range. The measured number has a 95 % interval. The verdict says whether
 the whole interval lies inside the range, outside it, or neither.
+
+The claims of an item are tested together. A claim that one arm has more or less than another can be
+decided in two ways: the interval of the difference excludes 0, or the difference is too small to
+matter (`MARGINS`, two one-sided tests). Holm's correction over the item's claims then takes back
+what their number alone could have brought about.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +22,24 @@ import pandas as pd
 
 from lapa2_interp.errors import counted
 from lapa2_interp.scoring.tables import other_scorer, plain
-from lapa2_interp.stats import Difference, paired_difference
+from lapa2_interp.stats import Difference, holm, paired_difference
 
-Verdict = Literal["as in the paper", "against the paper", "inconclusive", "missing"]
-VERDICTS: tuple[Verdict, ...] = ("as in the paper", "against the paper", "inconclusive", "missing")
+Verdict = Literal[
+    "as in the paper", "against the paper", "no difference", "inconclusive", "missing"
+]
+VERDICTS: tuple[Verdict, ...] = (
+    "as in the paper",
+    "against the paper",
+    "no difference",
+    "inconclusive",
+    "missing",
+)
 Relation = Literal["more", "less", "same"]
 NONE = float("nan")
+SURE = 0.05
+"""Level of verdicts, before and after Holm's correction."""
+MARGINS = {"acc": 5.0, "tox": 2.0, "ppl": 2.0}
+"""Differences, in the metric's unit, that do not matter: stated before the runs that use them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,28 @@ class Claim:
         return "against the paper" if high < least or low > most else "inconclusive"
 
 
+def judge(relation: Relation, found: Difference, margin: float) -> tuple[Verdict, float]:
+    """The verdict on a difference, and the p of the test behind it.
+
+    Args:
+        margin: Differences that do not matter. "same" claims that ours is smaller. "more" and
+            "less" claim its sign; where the interval does not tell the sign, a difference that is
+            shown to be smaller than the margin is "no difference".
+    """
+    within = found.p_within(margin) if margin else 1.0
+    if relation == "same":
+        verdict = Claim("", "", "same", margin).verdict(found.low, found.high)
+        beyond = found.p_beyond(margin)
+        by = {"as in the paper": within, "against the paper": beyond}
+        return verdict, by.get(verdict, min(within, beyond))
+    verdict = Claim("", "", relation).verdict(found.low, found.high)
+    if verdict != "inconclusive":
+        return verdict, found.p
+    if within < SURE:
+        return "no difference", within
+    return "inconclusive", min(within, found.p)
+
+
 @dataclass(frozen=True)
 class Finding:
     """A claim of an item, and what this run says about it: a row of ITEM.claims.csv.
@@ -64,11 +104,19 @@ class Finding:
         metric, expected: What is compared, and the relation the paper reports.
         paper: The paper's difference, in the metric's unit; NaN where it gives none.
         here, low, high: Ours with its 95 % interval.
-        p: p-value of a sign-flip permutation.
+        p: Of the test behind the verdict (`judge`).
         detectable: The smallest difference these texts could have shown.
+        verdict: After Holm's correction, where `Findings.frame` gave it.
         prompts: Independent clusters.
         second, second_here, second_low, second_high, second_verdict: Another scorer of the metric,
-            and what its numbers say; empty where there is none.
+            and what its numbers say, not corrected; empty where there is none.
+        margin: Differences that do not matter; 0 where all do.
+        holm, raw: Holm's p over the item's claims, and the verdict without correction.
+        scorer: The first scorer.
+        task, method: What is compared, where it is one.
+        grids: Names of the grids that the item shows, apart by spaces.
+        error, texts, noise: As of `stats.Difference`, for other numbers of prompts and texts.
+        compared: Equal where the same texts are compared by the same number; "" where not known.
     """
 
     item: str
@@ -88,6 +136,17 @@ class Finding:
     second_low: float = NONE
     second_high: float = NONE
     second_verdict: Verdict | Literal[""] = ""
+    margin: float = 0.0
+    holm: float = NONE
+    raw: Verdict | Literal[""] = ""
+    scorer: str = ""
+    task: str = ""
+    method: str = ""
+    grids: str = ""
+    error: float = NONE
+    texts: float = NONE
+    noise: float = NONE
+    compared: str = ""
 
     @classmethod
     def of(
@@ -97,32 +156,47 @@ class Finding:
         found: Difference | None,
         paper: float = NONE,
         second: tuple[str, Difference] | None = None,
+        **facts: Any,
     ) -> Finding:
         """Judge a claim.
 
         Args:
             found: Ours; None where there was nothing to compare.
             second: Another scorer, and ours by its numbers.
+            facts: Fields scorer, task, method and compared.
         """
         told = (item, claim.text, claim.quantity, claim.relation, paper)
         if found is None:
-            return cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0)
-        verdict = claim.verdict(found.low, found.high)
-        of_second: tuple[Any, ...] = ()
-        if second is not None:
-            name, other = second
-            of_second = (name, other.mean, other.low, other.high)
-            of_second += (claim.verdict(other.low, other.high),)
-        return cls(
+            none = cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0, raw="missing")
+            return replace(none, **facts)
+        verdict, p = judge(claim.relation, found, claim.margin)
+        made = cls(
             *told,
             found.mean,
             found.low,
             found.high,
-            found.p,
+            p,
             found.detectable,
             verdict,
             found.clusters,
-            *of_second,
+            margin=claim.margin,
+            raw=verdict,
+            error=found.error,
+            texts=found.texts,
+            noise=found.noise,
+        )
+        made = replace(made, **facts)
+        if second is None:
+            return made
+        name, other = second
+        said, _ = judge(claim.relation, other, claim.margin)
+        return replace(
+            made,
+            second=name,
+            second_here=other.mean,
+            second_low=other.low,
+            second_high=other.high,
+            second_verdict=said,
         )
 
 
@@ -131,6 +205,7 @@ class Findings:
     """The findings of an item, in the order its claims were judged."""
 
     item: str
+    grids: tuple[str, ...] = ()
     rows: list[Finding] = field(default_factory=list)
 
     def claim(
@@ -142,7 +217,7 @@ class Findings:
         metric: str,
         expected: Relation,
         paper: float = NONE,
-        margin: float = 0.0,
+        margin: float | None = None,
     ) -> None:
         """Judge what the paper says of two arms.
 
@@ -150,12 +225,16 @@ class Findings:
             scores: One row per text (`paper.data.ItemData.scores`).
             before, after: Columns of the two arms and their values.
             metric: What is compared: after - before.
-            expected, margin: As in `Claim`.
+            expected: As in `Claim`.
             paper: The paper's difference.
+            margin: Differences that do not matter; by default `MARGINS`.
         """
+        if margin is None:
+            margin = MARGINS.get(metric, 0.0)
         found = compare(scores, before, after, metric)
         second = next(by_others(scores, before, after, metric), None)
-        self.note(text, metric, expected, found, paper, margin, second)
+        facts = _facts(scores, before, after, metric, expected)
+        self.note(text, metric, expected, found, paper, margin, second, **facts)
 
     def as_reported(
         self,
@@ -189,25 +268,35 @@ class Findings:
         paper: float = NONE,
         margin: float = 0.0,
         second: tuple[str, Difference] | None = None,
+        **facts: Any,
     ) -> None:
         """Judge a claim whose difference was computed elsewhere; None: there was nothing to
         compare. `second`: another scorer of the metric, and the difference in its numbers."""
         claim = Claim(text, metric, expected, margin)
-        self.rows.append(Finding.of(self.item, claim, found, paper, second))
+        facts["grids"] = " ".join(self.grids)
+        self.rows.append(Finding.of(self.item, claim, found, paper, second, **facts))
 
     def frame(self) -> pd.DataFrame:
-        """One row per finding."""
-        return pd.DataFrame(
-            [vars(each) for each in self.rows], columns=list(Finding.__dataclass_fields__)
-        )
+        """One row per finding; verdicts corrected for the number of the item's claims.
+
+        What was compared twice is tested once.
+        """
+        keys = [row.compared or str(number) for number, row in enumerate(self.rows)]
+        tested = {key: row.p for key, row in reversed([*zip(keys, self.rows, strict=True)])}
+        corrected = dict(zip(tested, holm([*tested.values()]).tolist(), strict=True))
+        rows = []
+        for key, row in zip(keys, self.rows, strict=True):
+            chance = row.raw != "missing" and not corrected[key] < SURE
+            verdict = "inconclusive" if chance else row.raw
+            rows.append(vars(row) | {"holm": corrected[key], "verdict": verdict})
+        return pd.DataFrame(rows, columns=list(Finding.__dataclass_fields__))
 
 
 def compare(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
     """after - before, paired on prompts; None where one of them has no text."""
-    chosen = [rows_with(scores, {**side, "metric": metric}) for side in (before, after)]
-    one, two = (part[part["value"].notna()] for part in chosen)
+    one, two = _sides(scores, before, after, metric)
     if not len(one) or not len(two) or not set(one["prompt"]) & set(two["prompt"]):
         return None
     return paired_difference(
@@ -215,7 +304,44 @@ def compare(
         one["prompt"].to_numpy(),
         two["value"].to_numpy(),
         two["prompt"].to_numpy(),
+        kinds=(one["attribute"], two["attribute"]),
     )
+
+
+def _sides(
+    scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    one, two = (rows_with(scores, {**side, "metric": metric}) for side in (before, after))
+    return one[one["value"].notna()], two[two["value"].notna()]
+
+
+def _facts(
+    scores: pd.DataFrame,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    metric: str,
+    expected: Relation,
+) -> dict[str, str]:
+    """What a claim compares: the fields scorer, task, method, compared of `Finding`."""
+    sides = _sides(scores, before, after, metric)
+    both = pd.concat(sides)
+    facts = {}
+    for name in ("scorer", "task", "method"):
+        values = both[name].unique()
+        facts[name] = str(values[0]) if len(values) == 1 else ""
+    if "cell" in scores:
+        texts = [
+            sorted(side[["cell", "length", "part"]].drop_duplicates().itertuples(index=False))
+            for side in sides
+        ]
+        words = f"{metric} {expected} {[list(map(tuple, side)) for side in texts]}"
+        facts["compared"] = hashlib.sha256(words.encode()).hexdigest()[:12]
+    return facts
+
+
+def counts_once(claims: pd.DataFrame) -> pd.Series:
+    """Which rows compare what no row above them does."""
+    return ~claims["compared"].duplicated() | (claims["compared"] == "")
 
 
 def by_others(
@@ -237,31 +363,45 @@ def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     return table[chosen]
 
 
+WORDS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",
+         "scorer", "task", "method", "grids", "compared")  # fmt: skip
+"""Columns of a table of claims that are no numbers."""
+
+
 def read_claims(file: Path) -> pd.DataFrame:
     """A table of claims as `Findings.frame` gave it.
 
     Raises:
         KeyError, ValueError: The file is no such table.
     """
-    found = pd.read_csv(file, keep_default_na=False, na_values=["", "nan"])
-    words = ["item", "claim", "metric", "expected", "verdict", "second", "second_verdict"]
-    return found.assign(**{name: found[name].astype(object).fillna("") for name in words})
+    found = pd.read_csv(file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str})
+    return found.assign(**{name: found[name].astype(object).fillna("") for name in WORDS})
 
 
 def disputed(claims: pd.DataFrame) -> str:
     """How many claims have another verdict by their second scorer, in words; "" where no claim has
     one."""
-    both = claims[(claims["second"] != "") & (claims["verdict"] != "missing")]
+    both = claims[(claims["second"] != "") & (claims["raw"] != "missing")]
     if not len(both):
         return ""
-    others = both[both["verdict"] != both["second_verdict"]]
-    sure = [str(verdict) != "inconclusive" for verdict in others["verdict"]]
-    sure_too = [str(verdict) != "inconclusive" for verdict in others["second_verdict"]]
-    opposite = sum(a and b for a, b in zip(sure, sure_too, strict=True))
+    others = both[both["raw"] != both["second_verdict"]]
+    sides = ("as in the paper", "against the paper")
+    opposite = (others["raw"].isin(sides) & others["second_verdict"].isin(sides)).sum()
     return (
         f"Of {counted(len(both), 'claim')} with two scorers, {len(others)} have another verdict by"
         f" the second (≠), {opposite} of them the opposite one."
     )
+
+
+def tally(claims: pd.DataFrame, column: str = "verdict") -> str:
+    """How many claims have which verdict, each comparison counted once, in words.
+
+    Args:
+        column: verdict, or raw: without correction.
+    """
+    once = claims[counts_once(claims)]
+    numbers = once[column].value_counts()
+    return ", ".join(f"{numbers[each]} {each}" for each in VERDICTS if each in numbers)
 
 
 def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
@@ -270,17 +410,29 @@ def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
     here = ["" if pd.isna(row["here"]) else _range(row) for row in rows]
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
-    shown = claims[columns].assign(paper=paper, here=here, prompts=claims["prompts"])
+    shown = claims[columns].assign(paper=paper, here=here)
+    for name in ("p", "holm"):
+        shown[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in claims[name]]
+    shown["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
+    n = claims["texts"] * claims["prompts"]
+    shown["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
+    shown["prompts"] = claims["prompts"]
+    shown["scorer"] = claims["scorer"].map(short_name)
     if (claims["second"] != "").any():
         shown["second scorer"] = [disagreement(row) for row in rows]
     return shown
+
+
+def short_name(scorer: str) -> str:
+    """What a scorer reads with: "adapter" of "accuracy (adapter sentiment 0123456789ab)"."""
+    return scorer.partition(" (")[2].split(" ")[0].strip("(),")
 
 
 def disagreement(row: Mapping[str, Any]) -> str:
     """What a claim's second scorer says: "" where there is none, "agrees", or its own verdict."""
     if row["second"] == "":
         return ""
-    if row["second_verdict"] == row["verdict"]:
+    if row["second_verdict"] == row["raw"]:
         return "agrees"
     return f"≠ {row['second']}: {row['second_verdict']} ({_range(row, 'second_')})"
 

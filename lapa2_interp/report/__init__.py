@@ -29,7 +29,7 @@ from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
-from lapa2_interp.paper.claims import disagreement, disputed, read_claims
+from lapa2_interp.paper.claims import disagreement, disputed, read_claims, short_name
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import STATES, FinishedCell, Run
@@ -64,7 +64,13 @@ ORDER = (
     "cases",
 )
 """The items of the paper in the order of the page; others follow by name."""
-MARKS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "○", "missing": "–"}
+MARKS = {
+    "as in the paper": "✓",
+    "against the paper": "✗",
+    "no difference": "≈",
+    "inconclusive": "○",
+    "missing": "–",
+}
 SIZE = 3_800_000
 """Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
 TOKEN_BYTES = 18
@@ -139,6 +145,10 @@ def run_report(
     }
     items = _items(tables, figures, names)
     claims = [claim for item in items for claim in item["claims"]]
+    seen: set[str] = set()
+    for claim in claims:
+        claim["again"] = claim["compared"] in seen
+        seen |= {claim["compared"]} - {""}
     used = (
         sum(len(item["image"] or "") for item in items)
         + 3 * sum(len(str(item["rows"])) for item in items)
@@ -332,9 +342,12 @@ def _claims(
         return []
     try:
         table = read_claims(file)
-        numbers = table[["paper", "here", "low", "high", "p", "detectable"]].astype(float)
-        words = table[["item", "claim", "metric", "expected", "verdict"]].astype(str)
+        numbers = table[["paper", "here", "low", "high", "p", "holm", "detectable"]].astype(float)
+        words = table[
+            ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "compared"]
+        ].astype(str)
         prompts = table["prompts"].astype(int)
+        texts = (table["texts"] * prompts).map("{:.0f}".format).replace("nan", "")
         seconds = [disagreement(row) for row in _records(table)]
     except (KeyError, ValueError) as error:
         raise RunError(
@@ -344,8 +357,8 @@ def _claims(
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
     scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
     rows: list[dict[str, Any]] = []
-    for said, found, n, second in zip(
-        _records(words), _records(numbers), prompts, seconds, strict=True
+    for said, found, n, of_arm, second in zip(
+        _records(words), _records(numbers), prompts, texts, seconds, strict=True
     ):
         facts = re.split(r": |, | \(|\)", said["claim"])
         named = {side: fact for side in names for fact in facts if fact in names[side]}
@@ -355,7 +368,10 @@ def _claims(
             | _written(found)
             | {
                 "prompts": int(n),
+                "texts": of_arm,
                 "second": second,
+                "scorer": short_name(said["scorer"]),
+                "raw": "" if said["raw"] == said["verdict"] else said["raw"],
                 "drawing": _forest(found, *scales[said["metric"]], said["verdict"]),
             }
         )
@@ -385,6 +401,7 @@ def _written(found: Mapping[str, float]) -> dict[str, str]:
         "here": number(here),
         "interval": interval if not math.isnan(here) else "",
         "p": "" if math.isnan(found["p"]) else f"{found['p']:.3g}",
+        "holm": "" if math.isnan(found["holm"]) else f"{found['holm']:.3g}",
         "detectable": number(found["detectable"], ""),
     }
 

@@ -24,7 +24,7 @@ from lapa2_interp.loaded import ModelClass
 from lapa2_interp.machine import AUTO, DtypeOrAuto, faster_dtype
 from lapa2_interp.methods import Method, for_task, load_task
 from lapa2_interp.recipes import RECIPES, read_recipes
-from lapa2_interp.tasks import Attribute, Prompts, Task, read_prompts
+from lapa2_interp.tasks import Attribute, Prompts, Task, more_prompts, read_prompts
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
@@ -32,7 +32,7 @@ dtype = "auto"                   # bfloat16 or float32, whichever this machine c
 task = "sentiment"               # a name of `lapa2 tasks`, or a task file
 samples = 7                      # continuations per prompt
 length = 128                     # the longest; shorter texts are the beginnings of these
-prompts = 5                      # the task's first 5; or a file's, one on each line: "prompts.txt" in the folder you are in
+prompts = 5                      # the task's first 5 (more than it has: with others of this package); or a file's: "prompts.txt" in the folder you are in
 
 [[block]]
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
@@ -77,7 +77,7 @@ class Block(BaseModel):
     """The task's hard prefixes ("task"), or a form with {attribute} or {Attribute}."""
     attribute: str = "all"
     prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
-    """The task's, the first so many of them at most, or those of a file."""
+    """The task's; so many at most, of the task's and then of `tasks.more_prompts`; or a file's."""
     augmentation: str | dict[str, Any] = "none"
     """none; a profile (paper, released) at the method's alpha; recipes, as `read_recipes` takes
     them; or fields of an augmentation, alpha the method's if absent."""
@@ -246,7 +246,8 @@ def _task(block: Block, needs: list[str]) -> Task:
         case "task":
             prompts = task.prompts.texts
         case int(n):
-            prompts = task.prompts.texts[:n]
+            own = task.prompts.texts
+            prompts = (*own, *(text for text in more_prompts(task.name) if text not in own))[:n]
         case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
             needs.append(f"no file {file} ({n} prompts: {what}) in the folder you are in")
             prompts = tuple(

@@ -199,6 +199,16 @@ def _files() -> Iterable:
     return resources.files(__name__).iterdir()
 
 
+def more_prompts(task: str) -> tuple[str, ...]:
+    """Prompts written for this package, for grids that need more than the task's own; () for a task
+    of one's own."""
+    file = {"sentiment": "neutral", "topic": "neutral", "detox": "detox"}.get(task)
+    if file is None:
+        return ()
+    text = resources.files(__name__).joinpath("more", f"{file}.txt").read_text("utf-8")
+    return tuple(text.splitlines())
+
+
 def read_prompts(path: Path) -> tuple[str, ...]:
     """Prompts from a file: one per line, or `.jsonl` objects with a text in "prompt" or
     "prompt"."text".

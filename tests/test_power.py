@@ -1,0 +1,125 @@
+"""What a grid can show, foretold from an earlier run."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import norm
+
+from lapa2_interp.cli import main
+from lapa2_interp.errors import DataError
+from lapa2_interp.paper.claims import Findings
+from lapa2_interp.paper.power import detects, plans, power
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.stats import Difference
+
+GRID = """
+model = "tiny-gpt2"
+dtype = "float32"
+length = 32
+[[block]]
+task = "sentiment"
+prompts = 10
+samples = 3
+method = ["none", "prefix"]
+[[block]]
+task = "topic"
+prompts = 12
+samples = 1
+method = "prefix"
+[[block]]
+task = "detox"
+attribute = "nontoxic"
+prompts = 5
+samples = 4
+method = "preadd"
+"""
+
+
+@pytest.fixture
+def grid(tmp_path):
+    (tmp_path / "mine.toml").write_text(GRID)
+    return load_grid(str(tmp_path / "mine.toml"), check=False)
+
+
+def claims(*found, margin=5.0, expected="more", metric="acc", task="sentiment"):
+    """An item's claims, as an earlier run of 20 prompts with 4 texts gave them."""
+    made = Findings("item", ("mine", "other"))
+    for number, (mean, error, noise) in enumerate(found):
+        of = Difference(mean, mean - 2 * error, mean + 2 * error, 0.5, error, 20, 4.0, noise)
+        made.note(
+            f"claim {number}", metric, expected, of, margin=margin, task=task, method="prefix"
+        )
+    return made.frame()
+
+
+def test_plans_are_prompts_and_texts_of_an_arm(grid):
+    assert plans(grid, "sentiment") == [(10, 6)]
+    assert plans(grid, "topic") == [(12, 4)]
+    assert plans(grid) == [(5, 4), (12, 4), (10, 6)]
+    assert plans(grid, "topic", "none") == []
+
+
+@pytest.mark.parametrize("expected", ["more", "same"])
+def test_shares_are_those_of_simulated_runs(grid, expected):
+    """Two claims, at 0.05 / 2 each: draws of the truth, and of the estimate around it."""
+    table = power(grid, claims((3.0, 1.5, 0.6), (-0.5, 1.0, 0.2), expected=expected))
+    rng = np.random.default_rng(0)
+    n = 200_000
+    for row, (here, error, noise) in zip(
+        table.to_dict("records"), [(3.0, 1.5, 0.6), (-0.5, 1.0, 0.2)], strict=True
+    ):
+        new = error * np.sqrt(20 / 10 * (1 - noise + noise * 4 / 6))
+        assert row["detectable"] == pytest.approx(2.8016 * new, rel=1e-4)
+        shown = np.abs(rng.normal(row["corrected"], new, n)) > norm.isf(0.0125) * new
+        assert shown.mean() == pytest.approx(0.8, abs=0.005)
+        zero = rng.normal(0, new, n)
+        within = np.abs(zero) < 5 - norm.isf(0.025) * new
+        assert row["if_zero"] == pytest.approx(within.mean(), abs=0.005)
+        found = rng.normal(rng.normal(here, error, n), new)
+        beyond = norm.isf(0.0125) * new + (5 if expected == "same" else 0)
+        decided = (np.abs(found) > beyond) | (np.abs(found) < 5 - norm.isf(0.025) * new)
+        assert row["decided"] == pytest.approx(decided.mean(), abs=0.005)
+        assert (row["prompts"], row["texts"], row["margin"]) == (10, 6, 5)
+
+
+def test_perplexity_reads_the_first_texts_of_each_prompt(tmp_path):
+    (tmp_path / "mine.toml").write_text(GRID)
+    many = load_grid(str(tmp_path / "mine.toml"), {"samples": 30}, check=False)
+    asked = claims((3.0, 1.5, 0.6), metric="ppl")
+    (row,) = power(many, asked).to_dict("records")
+    # 120 texts of an arm: of 10 prompts with 2 attributes, 6 of 30 samples
+    assert (row["prompts"], row["texts"]) == (10, 12)
+
+
+def test_claims_of_other_grids_are_left_out(grid):
+    asked = claims((3.0, 1.5, 0.6))
+    assert len(power(grid, pd.concat([asked, asked.assign(grids="another")]))) == 1
+    with pytest.raises(DataError, match="no claim of an item of mine has a number .*tables/"):
+        power(grid, asked.assign(grids="another"))
+    with pytest.raises(DataError, match="no claim"):
+        power(grid, asked.assign(error=np.nan))
+
+
+def test_grids_say_what_they_tell(grid):
+    of_acc = 2.8 * 49 * np.sqrt(2 / 48)
+    of_tox = 2.8 * 11 * np.sqrt(2 / 20)
+    assert detects(grid) == f"acc {of_acc:.1f}, tox {of_tox:.1f}"
+
+
+def test_the_command_says_what_will_be_decided(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(GRID)
+    (tmp_path / "tables").mkdir()
+    arguments = ["power", str(tmp_path / "mine.toml"), "--claims", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "has no ITEM.claims.csv; `python analyses/ITEM.py RUN`" in capsys.readouterr().err
+    claims((30.0, 1.5, 0.6), (0.0, 9.0, 0.6)).to_csv(
+        tmp_path / "tables" / "item.claims.csv", index=False
+    )
+    assert main([*arguments, "--out", str(tmp_path / "power.csv")]) == 0
+    printed = capsys.readouterr().out
+    assert "of 2 claims about 1 will be decided" in printed
+    table = pd.read_csv(tmp_path / "power.csv")
+    assert table["decided"].tolist()[0] == pytest.approx(1, abs=1e-6)
+    assert set(table["grid"]) == {"mine"}
+    assert main([*arguments, "--set", "prompts=2"]) == 0
+    assert " 2 " in capsys.readouterr().out.splitlines()[2]
