@@ -68,7 +68,7 @@ prefixes: $(VENV)/.run-installed
 	$(TRAIN) detox $(DETOX) --objective contrastive --from results/prefixes/detox-mle --set lr=0.01 \
 		--set limit=1500 --set check_every=60 --out results/prefixes/detox-contrastive
 
-# The scorers that ship: the linear ones take minutes, the adapters about three hours of one core; what is interrupted goes on where it
+# The scorers that ship: the linear ones take minutes, the adapters about six hours of one core; what is interrupted goes on where it
 # was. DATA is a folder of corpora as files of text and label: IMDb, SST-2, AG News, Jigsaw, ParaDetox, and RealToxicityPrompts with
 # Perspective's scores. bfloat16 halves the time where the processor has units for it; the weights then differ in their last digits.
 DATA ?= data

@@ -443,8 +443,8 @@ def test_shipped_adapters_state_what_they_reach():
     assert tasks_in(WEIGHTS, ADAPTER) == ["detox", "sentiment", "topic"]
     for task, file, measure, least in (
         ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.88),
-        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.89),
-        ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.8),
+        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.9),
+        ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.854),
     ):
         card = adapter_card(task)
         (row,) = (
