@@ -400,8 +400,8 @@ def test_refused_texts_are_drawn_again_with_other_numbers(monkeypatch):
 
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
-    every = freectrl(word_file, u=1.02)
-    settings = {"length": 16, "samples": 4, "trace": "none"}
+    every = freectrl(word_file, u=1.0)
+    settings = {"length": 12, "samples": 3, "trace": "none"}
     kit = ModelKit(words_model)
     ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
@@ -412,7 +412,7 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
             c: float((unit[each] @ unit[text].T).max(dim=1).values.mean())
             for c, each in ids.items()
         }
-        return sim["positive"] / sim["negative"] > 1.02
+        return sim["positive"] / sim["negative"] > 1.0
 
     first = generate(words_model, every, task, "positive", prompts, **settings).samples
     chosen = generate(

@@ -343,10 +343,11 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     assert made["people", "air-decoding", "alpha 0.5 paper", "relevance"] == 5
     claims = table(copy / "tables" / "eval.claims.csv")
     by_judge = claims["claim"].str.contains("judge")
-    assert claims["verdict"][by_judge].tolist() == [
+    assert claims["raw"][by_judge].tolist() == [
         "as in the paper",
         "against the paper",
     ]  # fluency is one point off
+    assert claims["verdict"].iloc[0] == "inconclusive", "sign flips of few prompts have no small p"
     assert set(claims["verdict"][~by_judge]) == {"missing"}  # people rated no baseline
     script("figures", "eval", copy)
 

@@ -327,7 +327,7 @@ def _facts(
     both = pd.concat(sides)
     facts = {}
     for name in ("scorer", "task", "method"):
-        values = both[name].unique() if name in both else ()
+        values = list(both[name].unique()) if name in both else []
         facts[name] = str(values[0]) if len(values) == 1 else ""
     if "cell" in scores:
         texts = [
