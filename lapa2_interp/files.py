@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,29 @@ def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
             f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
             " that can"
         ) from error
+
+
+@contextmanager
+def alone_with(file: Path) -> Iterator[None]:
+    """A block that one process at a time runs for a file, so that what it makes is made once.
+
+    The others wait. What dies lets go. Where the disk cannot hold locks (some network disks),
+    nobody waits, and the work is done more than once. Locks lie in a folder beside the file's,
+    empty, and stay: to remove one would let two processes in.
+    """
+    from filelock import FileLock, Timeout
+
+    place = file.parent.parent / "locks" / f"{file.name}.lock"
+    lock = FileLock(place)
+    with ExitStack() as held:
+        with suppress(OSError, NotImplementedError):
+            _make_parents(place)
+            try:
+                held.enter_context(lock.acquire(timeout=0))
+            except Timeout:
+                print(f"another process makes {file}; waiting for it", file=sys.stderr)
+                held.enter_context(lock.acquire())
+        yield
 
 
 def _make_parents(place: Path) -> None:

@@ -25,7 +25,7 @@ from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError, ScoringError
-from lapa2_interp.files import cache_folder, keep_file
+from lapa2_interp.files import alone_with, cache_folder, keep_file
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
@@ -73,8 +73,14 @@ class ModelKit:
         file = self._file(
             "drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed
         )
-        with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
-            return TypeAdapter(list[str]).validate_json(file.read_bytes())
+        with alone_with(file):
+            with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
+                return TypeAdapter(list[str]).validate_json(file.read_bytes())
+            texts = self._draft(method, prompt, n, new_tokens, seed)
+            keep_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
+            return texts
+
+    def _draft(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
         bare = Task(
             name="drafts",
             length_counts_prompt=False,
@@ -101,12 +107,10 @@ class ModelKit:
             ) from None
         made = run_plan(self.model, todo, progress=no_progress())
         ends = set(self.end_ids)
-        texts = [
+        return [
             continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
             for tokens in made.samples["tokens"]
         ]
-        keep_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
-        return texts
 
     def shares(
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
@@ -135,7 +139,12 @@ class ModelKit:
     ) -> Int[Tensor, "token k two"]:
         reading, first = self.ids(" "), self.model.cfg.n_layers // 2 if upper else 0
         file = self._file("neurons", ".npz", reading, list(tokens), k, first)
-        return self.once(file, lambda: promoters(self.model, reading, tokens, k, first, file)[1])
+
+        def make() -> Int[Tensor, "token k two"]:
+            with alone_with(file):  # of all workers of a sweep, one computes the table
+                return promoters(self.model, reading, tokens, k, first, file)[1]
+
+        return self.once(file, make)
 
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
         """The file in the cache for what was asked of this model."""

@@ -1,9 +1,12 @@
 """FreeCtrl and DATG: their formulas by hand and by loops, the hooks they need, and what they
 refuse."""
 
+import copy
 import dataclasses
 import json
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import networkx as nx
@@ -30,6 +33,7 @@ from lapa2_interp.errors import (
     MethodError,
     ScoringError,
 )
+from lapa2_interp.files import alone_with
 from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
 from lapa2_interp.layout import Layout
 from lapa2_interp.methods import Intervention, Prepared, Start
@@ -741,6 +745,64 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     )
 
 
+def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
+    """Two kits ask at once: one makes, and the other finds it made."""
+    from lapa2_interp.methods.datg import Drafting
+
+    calls, real = [], neurons._with_each
+    draft = ModelKit._draft
+
+    def slowly(*args):
+        calls.append(args[2])
+        time.sleep(0.05)
+        return real(*args)
+
+    def drafted(*args):
+        calls.append("drafts")
+        time.sleep(0.3)
+        return draft(*args)
+
+    monkeypatch.setattr(neurons, "_with_each", slowly)
+    monkeypatch.setattr(ModelKit, "_draft", drafted)
+    model = load("tiny-gpt2")
+    kits = [ModelKit(model), ModelKit(copy.deepcopy(model))]
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda kit: kit.promoters([5, 9], 3), kits)
+        assert torch.equal(one, two)
+        assert calls == list(range(model.cfg.n_layers))
+        del calls[:]
+        one, two = pool.map(lambda kit: kit.drafts(Drafting(), "The sea", 2, 4, seed=1), kits)
+    assert one == two
+    assert calls == ["drafts"]
+
+
+def test_who_waits_for_another_process_says_so(tmp_path, capsys):
+    file, told = tmp_path / "kept" / "table.npz", ""
+
+    def second():
+        with alone_with(file):
+            return time.monotonic()
+
+    with ThreadPoolExecutor(1) as pool:
+        with alone_with(file):
+            later = pool.submit(second)
+            end = time.monotonic() + 20
+            while "waiting" not in told and time.monotonic() < end:
+                told += capsys.readouterr().err
+            left = time.monotonic()
+        assert later.result(timeout=20) >= left
+    assert told == f"another process makes {file}; waiting for it\n"
+
+
+def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
+    def refuses(*args, **options):
+        raise NotImplementedError("no locks here")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuses)
+    with alone_with(tmp_path / "new" / "table.npz"), pytest.raises(OSError, match="of the block"):
+        raise OSError("of the block")
+
+
 def test_scores_of_drafts_are_shares_of_the_attribute():
     kit, task = ModelKit(load("tiny-gpt2")), load_task("detox")
     texts = ["I love this wonderful day.", "You stupid idiot, shut up!", "  "]
@@ -861,7 +923,6 @@ def test_monitor_grows_with_the_text():
 def test_the_cache_tells_models_apart(cache):
     """Random models share a description; their weights and vocabularies do not. An edited model is
     another one."""
-    import copy
 
     from lapa2_interp.models import fingerprint
 
