@@ -19,16 +19,19 @@
 #     make steering-prompts DATA=FOLDER && lapa2 sweep quick/steering --out results/steering
 #     python analyses/steering.py results/steering && python figures/steering.py results/steering
 #
-# `--grids NAME` reads a grid of your own with the same, or other, ways to steer.
+# `--grids NAME` reads a grid of your own with the same, or other, ways to steer. The scores of all
+# texts go to tables/steering.texts.parquet, without the texts: a grid that is run in parts, on
+# several machines, is compared as a whole with `--beside` the tables of its other parts.
 
 # %%
 import sys
+from hashlib import sha256
 
 import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError, counted
-from lapa2_interp.files import write_text
+from lapa2_interp.files import whole_file, write_text
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -52,6 +55,7 @@ bench = open_bench(
     "Ways to steer attention, at several strengths",
     scorers=(*USUAL, "masked=linear", "repetition"),
     perplexity=sys.maxsize,  # of all texts
+    files={"beside": "tables/steering.texts.parquet of runs with the grid's other cells"},
 )
 cells = bench.cells
 
@@ -89,11 +93,23 @@ texts = scores.pivot(
     values="value",
 ).reset_index()
 texts["nll"] = np.log(texts["ppl"])
-texts = texts.join(known[["family", "strength", "words"]], on="cell")
+texts = texts.join(known[["family", "strength", "words"]], on="cell").drop(columns="ppl")
+texts["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in texts["prompt"]]
+kept = bench.out / "tables" / "steering.texts.parquet"
+with whole_file(kept) as fresh:
+    texts.to_parquet(fresh, index=False, compression="zstd")
+for file in bench.files["beside"]:
+    try:
+        other = pd.read_parquet(file)
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {file}: {error}; give a steering.texts.parquet") from error
+    if set(other) != set(texts) or set(other["cell"]) & set(texts["cell"]):
+        raise RunError(f"{file} has other columns, or cells that are there already; give each once")
+    texts = pd.concat([texts, other], ignore_index=True)
+settings = pd.concat([cells, texts])[[*SETTING]].drop_duplicates().to_dict("records")
 metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
 curves, equal, notes = [], [], []
-for _, asked in cells.groupby([*SETTING], sort=False):
-    setting = asked.iloc[0][[*SETTING]].to_dict()
+for setting in settings:
     group = texts[(texts[[*SETTING]] == pd.Series(setting)).all(axis=1)]
     missing = {BASELINE, REFERENCE} - set(group["family"])
     if missing:

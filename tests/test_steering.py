@@ -15,7 +15,7 @@ from conftest import load
 
 from lapa2_interp import load_task
 from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import DataError, GridError
+from lapa2_interp.errors import DataError, GridError, RunError
 from lapa2_interp.paper.equal_perplexity import qualified, telling
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.steering_prompts import chosen, read_neutral
@@ -144,7 +144,7 @@ def test_tables_are_those_of_the_texts(run):
         part = texts[(texts["task"] == row.task) & (texts["words"] == row.words)]
         part = part[(part["family"] == row.family) & np.isclose(part["strength"], row.strength)]
         assert len(part) == {"sentiment": 18, "topic": 9}[row.task]
-        assert row.perplexity == pytest.approx(np.exp(np.log(part["ppl"]).mean()), rel=1e-5)
+        assert row.perplexity == pytest.approx(np.exp(part["nll"].mean()), rel=1e-5)
         assert row.mean == pytest.approx(part[row.metric].mean(), rel=1e-5)
         assert row.perplexity_low <= row.perplexity <= row.perplexity_high
     main = table(folder, "")
@@ -169,6 +169,33 @@ def test_tables_are_those_of_the_texts(run):
         "not comparable"
         in json.loads((folder / "tables/steering.equal.json").read_text())["notes"][1].lower()
     )
+
+
+def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    folder, _ = run
+    plan, tables = load_run(folder).plan, []
+    for task in ("topic", "sentiment"):
+        part = tmp_path / task
+        shutil.copytree(folder, part, ignore=shutil.ignore_patterns("tables", "figures"))
+        listing = json.loads((part / "run.json").read_text())
+        keys = [key for key in listing["grids"]["mine"] if plan[key].task.name == task]
+        listing["grids"]["mine"] = keys
+        (part / "run.json").write_text(json.dumps(listing))
+        asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
+                 "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
+        script("analyses", *asked, *(["--beside", *tables] if tables else []))
+        tables.append(part / "tables" / "steering.texts.parquet")
+    keys = ["task", "words", "ratio", "family", "metric", "perplexity"]
+    whole, parts = (table(each, ".equal").sort_values(keys) for each in (folder, part))
+    pd.testing.assert_frame_equal(whole.reset_index(drop=True), parts.reset_index(drop=True))
+    stored = pd.read_parquet(tables[0])
+    assert not stored["prompt"].str.contains(" ").any(), "no texts"
+    with pytest.raises(RunError, match="cells that are there already; give each once"):
+        script("analyses", *asked, "--beside", tables[1])
+    (tmp_path / "bad").write_text("no table")
+    with pytest.raises(RunError, match=r"cannot read .*bad.*give a steering.texts.parquet"):
+        script("analyses", *asked, "--beside", tmp_path / "bad")
 
 
 def test_texts_with_barred_words_are_told_apart(run):

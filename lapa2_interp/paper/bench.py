@@ -42,10 +42,18 @@ class Bench(Findings):
         data: Which cells and which scores.
         title: What stands over its table.
         out: Where tables go.
+        files: What the script's own options for files were given, by name.
     """
 
-    def __init__(self, data: ItemData, title: str, out: Path) -> None:
+    def __init__(
+        self,
+        data: ItemData,
+        title: str,
+        out: Path,
+        files: Mapping[str, Sequence[Path]] | None = None,
+    ) -> None:
         super().__init__(data.item, data.grids)
+        self.files = files or {}
         self.data, self.title, self.out = data, title, out
         self.run: Run = data.run
         self.groups, self.lengths, self.scores = data.groups, data.lengths, data.scores
@@ -118,6 +126,7 @@ def open_bench(
     *grids: str,
     scorers: Sequence[str] = USUAL,
     perplexity: int = PERPLEXITY_TEXTS,
+    files: Mapping[str, str] | None = None,
 ) -> Bench:
     """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook
     RUN is `LAPA2_RUN`.
@@ -126,6 +135,7 @@ def open_bench(
         grids: The grids whose cells it shows, without their folder; by default the item's name.
             --grids replaces them.
         scorers, perplexity: The defaults of --scorers and --perplexity.
+        files: Options of the script's own that take files: name and help.
 
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
@@ -142,6 +152,8 @@ def open_bench(
         default=grids or (item,),
         help="grids of the run that take the place of the item's, such as that of a file of yours",
     )
+    for name, told in (files or {}).items():
+        parser.add_argument(f"--{name}", nargs="+", type=Path, default=(), help=told)
     add_scoring(parser, perplexity, scorers)
     options = parser.read()
     tell_if_slow(options.dtype, options.device)
@@ -154,4 +166,5 @@ def open_bench(
         options.device,
         options.dtype,
     )
-    return Bench(data, title, options.out or options.run)
+    given = {name: tuple(getattr(options, name)) for name in files or {}}
+    return Bench(data, title, options.out or options.run, given)
