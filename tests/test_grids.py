@@ -249,7 +249,7 @@ def test_the_example_is_a_grid(grid):
 def test_a_key_is_what_it_was():
     """A change here is a change of what runs mean: cells that exist would be made again, and FORMAT
     has to change with it."""
-    cell = load_grid("quick/scaling", {"dtype": "bfloat16"}).cells[0]
+    cell = load_grid("quick/heads", {"dtype": "bfloat16"}).cells[0]
     assert (cell.where, cell.key) == (
         "smollm2-135m sentiment/positive prefix, baseline",
         "fb2185dfc8bd5669",
