@@ -13,7 +13,7 @@
 #
 # Not in the paper: its Algorithm 1 boosts the prefix; its released code counts slots from 0, so it
 # boosts BOS and misses the last prefix token (profile "released"). The same methods and alphas
-# under both; attention on prefix and BOS beside control.
+# under both, and on BOS alone; attention on prefix and BOS beside control.
 #
 #     python analyses/placement.py results/quick
 
@@ -55,6 +55,23 @@ for arm, trace, samples in bench.curves(cells):
             }
         )
 masses = pd.DataFrame(masses, columns=[*ARM, "metric", "mean", "low", "high", "n"])
+
+# %% [markdown]
+# Ours: does the place matter?
+
+# %%
+for where, words, group in bench.groups(cells[cells["state"] == "finished"]):
+    metric = "tox" if where["task"] == "detox" else "acc"
+    arms = dict.fromkeys(group["arm"])
+    for paper in (each for each in arms if each.endswith(" paper")):
+        for other, slots in (
+            (paper.replace("paper", "released"), "the released slots"),
+            (f"{paper}, span bos", "BOS alone"),
+        ):
+            if other in arms:
+                sides = (where | {"arm": paper}, where | {"arm": other})
+                text = f"boosting {slots} gives as much {metric} as boosting the prefix: {words}"
+                bench.claim(text, scores, *sides, metric, "same")
 
 # %%
 text = masses.assign(

@@ -64,9 +64,11 @@ ITEMS = (
     "related",
     "frontier",
     "steering",
+    "long",
+    "deep",
 )
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
-EXTRA = ("heads", "related", "frontier", "steering")
+EXTRA = ("heads", "related", "frontier", "steering", "long", "deep")
 """Ours, whose grids not every scale has; one that lacks a file is left out."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),

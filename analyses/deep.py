@@ -1,0 +1,189 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which heads keep the prefix in 8,000 tokens?
+#
+# The paper derives that attention on the prefix decays as 1/l, and as l^(alpha-1) under LaPA2, for
+# scores that do not change. In a real model scores change. Texts of 8,000 tokens, written without
+# LaPA2, are read twice: without it and with it. On the same text, and with the same scores, LaPA2
+# multiplies the odds of the prefix by exactly (l/n)^alpha. Where the odds grow by less, later
+# layers have taken a part back: what they read has changed.
+#
+#     lapa2 sweep quick/deep --out results/quick
+#     python analyses/deep.py results/quick && python figures/deep.py results/quick
+
+# %%
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp import Augmentation, Layout, load_model
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import write_text
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.stats import mean_interval, paired_difference
+
+sys.excepthook = in_one_line
+ALPHA = 0.5
+bench = open_bench("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
+cells = bench.cells
+finished = cells[cells["state"] == "finished"]
+if not len(finished):
+    raise RunError(f"{bench.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
+
+# %% [markdown]
+# Reading, in float32. Kept are means over windows of l, each twice as long as the one before.
+#
+# - `share`: attention on the prefix.
+# - `log_odds`: ln(share / (1 - share)).
+# - `law`: alpha ln(l/n), what LaPA2 adds to them while scores do not change.
+
+
+# %%
+def windows(longest):
+    """The least l of each window, and one behind the end. Texts of a rehearsal begin at 8."""
+    edges = [64 if longest >= 192 else 8]
+    while 3 * edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    return [*edges, longest + 1]
+
+
+def read(model, layout, text, edges, bar):
+    """One row per alpha, window, layer and head."""
+    rows = []
+    for alpha in (0.0, ALPHA):
+        rule = Augmentation(alpha=alpha)
+        trace = teacher_forced(model, layout, [text], rule, progress=bar)
+        share = trace["prefix"][0, 0].to_numpy().astype(np.float64)  # step layer head
+        keys = trace["l_kv"][0, 0].to_numpy()
+        law = layout.bias(rule, len(layout) - 1 + np.arange(len(share)))
+        with np.errstate(divide="ignore"):
+            odds = np.log(share) - np.log1p(-share)
+        for low, high in pairwise(edges):
+            inside = (keys >= low) & (keys < high)
+            if inside.any():
+                means = [values[inside].mean(axis=0) for values in (share, odds)]
+                rows += [
+                    {"alpha": alpha, "l": low, "layer": layer, "head": head}
+                    | {"share": means[0][layer, head], "log_odds": means[1][layer, head]}
+                    | {"law": law[inside].mean()}
+                    for layer, head in np.ndindex(*means[0].shape)
+                ]
+    return rows
+
+
+(name,) = finished["model"].unique()
+model = load_model(name, dtype=bench.data.dtype, device=bench.data.device)
+texts = [
+    (Layout.of(model.tokenizer, cell.task.attributes[cell.attribute].prefix, made.prompt), made)
+    for key, cell in zip(finished["key"], map(bench.run.plan.get, finished["key"]), strict=True)
+    for made in bench.run.cell(key).samples.itertuples()
+]
+edges = windows(max(layout.n_live + len(made.tokens) - 1 for layout, made in texts))
+rows = []
+with progress_bar(2 * sum(len(made.tokens) - 1 for _, made in texts), "reading", "step") as bar:
+    for layout, made in texts:
+        found = read(model, layout, made.tokens, edges, bar)
+        rows += [{"text": f"{made.prompt} {made.sample}"} | row for row in found]
+heads = pd.DataFrame(rows)
+means = heads.groupby(["l", "alpha", "layer", "head"], as_index=False)[["share", "log_odds", "law"]]
+means = means.mean()
+write_text(bench.out / "tables" / "deep.heads.csv", means.to_csv(index=False, float_format="%.6g"))
+
+# %% [markdown]
+# By window: the mean share over layers and heads; its slope from the window before, where -1 is
+# 1/l; and which part of the law is left in the odds, layer by layer.
+
+# %%
+ends = dict(pairwise(edges))
+by_text = heads.groupby(["text", "l", "alpha"])["share"].mean().unstack("alpha")
+odds = heads.pivot_table(index=["text", "l", "layer", "head"], columns="alpha", values="log_odds")
+law = heads[heads["alpha"] == ALPHA].set_index(["text", "l", "layer", "head"])["law"]
+left = ((odds[ALPHA] - odds[0.0]) / law).groupby(["text", "l", "layer"]).mean().rename("left")
+
+
+def row(quantity, l, values, **more):
+    found = mean_interval(values.to_numpy(), values.index.get_level_values("text"))
+    return {"quantity": quantity, "l": l, "upto": ends[l] - 1, **more} | {
+        "mean": found.mean, "low": found.low, "high": found.high, "n": found.n
+    }  # fmt: skip
+
+
+table = []
+for l, part in by_text.groupby("l"):
+    for alpha in (0.0, ALPHA):
+        table.append(row("share", l, part[alpha], alpha=alpha))
+        if l > edges[0]:
+            before = by_text.xs(l // 2, level="l")[alpha]
+            slope = np.log(part[alpha].droplevel("l") / before) / np.log(2)
+            table.append(row("slope", l, slope.rename_axis("text"), alpha=alpha))
+for (l, layer), part in left.groupby(["l", "layer"]):
+    table.append(row("part of the law that is left", l, part, layer=layer))
+table = pd.DataFrame(table)
+table[["model", "task", "method", "arm"]] = [name, "sentiment", "prefix", "baseline"]
+
+# %% [markdown]
+# The claims: what the paper derives for fixed scores, and where a model departs from it.
+
+# %%
+starts = edges[:-1]
+first, last = starts[0], starts[-1]
+
+
+def judge(text, quantity, expected, values, against, margin=0.0):
+    """A number of every text against another, or against one number."""
+    names = values.index.get_level_values("text")
+    other = np.broadcast_to(against, len(values))
+    found = paired_difference(other, names, values.to_numpy(), names)
+    bench.note(text, quantity, expected, found, margin=margin)
+
+
+for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):
+    shares = by_text[alpha].unstack("l")
+    for least, most in pairwise(dict.fromkeys((first, starts[len(starts) // 2], last))):
+        slope = np.log(shares[most] / shares[least]) / np.log(most / least)
+        text = f"from l = {least} to {most} attention falls as l^{alpha - 1:g}: {words}"
+        judge(text, "slope", "same", slope, alpha - 1, margin=0.1)
+in_first = left.xs(0, level="layer").groupby("text").mean()
+later = left[left.index.get_level_values("layer") > 0].groupby("text").mean()
+judge("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)
+judge("later layers take a part of the law back", "part of the law", "less", later, 1.0)
+
+# %%
+bands = np.minimum(left.index.get_level_values("layer") * 3 // model.cfg.n_layers, 2)
+names = ["layer 0", *(f"{where} third" for where in ("lower", "middle", "upper"))]
+where = np.where(left.index.get_level_values("layer") == 0, 0, bands + 1)
+wide = left.groupby([left.index.get_level_values("l"), where]).mean().unstack()
+wide.columns = [f"law left, {names[i]}" for i in wide.columns]
+shown = pd.DataFrame({"l": [f"{low}-{ends[low] - 1}" for low in wide.index]})
+for quantity in ("share", "slope"):
+    for alpha in (0.0, ALPHA):
+        part = table[(table["quantity"] == quantity) & (table["alpha"] == alpha)].set_index("l")
+        shown[f"{quantity}, alpha {alpha:g}"] = [
+            "" if l not in part.index
+            else f"{part.loc[l, 'mean']:.2g} [{part.loc[l, 'low']:.2g}, {part.loc[l, 'high']:.2g}]"
+            for l in wide.index
+        ]  # fmt: skip
+shown = shown.join(wide.round(2).reset_index(drop=True))
+at_end = means[(means["l"] == last) & (means["alpha"] == 0)].nlargest(8, "share")
+best = ", ".join(f"{int(x.layer)}.{int(x.head)} {x.share:.3f}" for x in at_end.itertuples())
+notes = [
+    f"{len(texts)} texts, read in {bench.data.dtype}. Slope: of ln share against ln l, from the"
+    " window before; -1 is 1/l. Law left: what LaPA2 adds to the log odds of the prefix, as a part"
+    f" of alpha ln(l/n), alpha {ALPHA:g}.",
+    f"The heads with most attention on the prefix at l = {last} and more: {best}.",
+]
+bench.write(table.assign(metric=table["quantity"]), notes, shown=shown)

@@ -1,0 +1,95 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does control last for 2,048 tokens?
+#
+# The paper stops at 512. Here texts of 2,048 tokens are scored in eight parts: the baseline's,
+# those of LaPA2, and those of LaPA2 on the attribute's own token or in 24 heads. Beside it stands
+# the attention on the prefix.
+#
+#     lapa2 sweep quick/long --out results/quick
+#     python analyses/long.py results/quick && python figures/long.py results/quick
+
+# %%
+import sys
+
+import numpy as np
+
+from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.tables import at_few_steps
+from lapa2_interp.recipes import families
+from lapa2_interp.trace.tables import step_table
+
+sys.excepthook = in_one_line
+PARTS = 8
+METRICS = ("accuracy", "masked", "echo", "repetition")
+bench = open_bench("long", "Control and attention on the prefix in long texts", scorers=METRICS)
+cells = bench.cells
+rules = {key: bench.run.plan[key].rules for key in cells["key"]}
+named = families(rules.values())
+names = {arm: named[rules[key]] for arm, key in cells[["arm", "key"]].to_numpy()}
+scores = bench.scores(cells, parts=PARTS, metrics=METRICS)
+scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)
+table = bench.table(scores, cells)
+table = table[~table["metric"].str.startswith("dist")]
+
+# %% [markdown]
+# Attention on the prefix, the mean over layers and heads, against step.
+
+
+# %%
+def curve(trace, samples):
+    steps = step_table(trace, samples.assign(arm="one"))
+    return steps[(steps["name"] == "prefix") & (steps["step"] % 16 == 0)].drop(columns="arm")
+
+
+steps = bench.steps(cells, curve)
+steps["arm"] = steps["arm"].map(lambda arm: names.get(arm, arm))
+
+# %% [markdown]
+# The paper says that control fades, and that LaPA2 keeps it. Ours: whether chosen tokens or heads
+# keep more.
+
+# %%
+first, last = 1, PARTS
+at = {"part": last}
+there = set(scores["arm"]) if len(scores) else set()
+for arm in [each for each in dict.fromkeys(names.values()) if each in there]:
+    text = f"the last eighth is less on target than the first: {arm}"
+    sides = ({"arm": arm, "part": first}, {"arm": arm, "part": last})
+    bench.claim(text, scores, *sides, "acc", "less")
+for arm, other in (
+    ("lapa2", "baseline"),
+    ("token-selective", "lapa2"),
+    ("head-selective", "lapa2"),
+):
+    if {arm, other} <= there:
+        text = f"the last eighth is more on target with {arm} than with {other}"
+        bench.claim(text, scores, {"arm": other} | at, {"arm": arm} | at, "acc", "more")
+
+# %%
+by_part = table[(table["attribute"] == "all") & table["mean"].notna()]
+size = int(cells["max_length"].max()) // PARTS if len(cells) else 0
+cell = [
+    f"{mean:.1f}" if np.isnan(low) else f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+    for mean, low, high in by_part[["mean", "low", "high"]].to_numpy(float)
+]
+shown = by_part.assign(
+    cell=cell, part=[f"{size * (part - 1)}-{size * part - 1}" for part in by_part["part"]]
+).pivot_table(index=["metric", "arm"], columns="part", values="cell", aggfunc="first", sort=False)
+note = (
+    "Columns: tokens of the text, its prompt included. Arms are not equally strong, and differ in"
+    " perplexity: it describes what each does at the strength of quick/steering."
+)
+bench.write(table, [note], shown=shown.reset_index().fillna(""))
+steps.to_csv(bench.out / "tables" / "long.steps.csv", index=False, float_format="%.6g")
+print(at_few_steps(steps).to_string(index=False))
