@@ -4,12 +4,15 @@ read from."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp import __version__
+from lapa2_interp.errors import counted
+from lapa2_interp.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.read import Run
 
@@ -23,6 +26,10 @@ class Results(BaseModel):
     """Version of this package."""
     analysed_at: str | None
     """Git commit of the package that scored and analysed; None outside a checkout."""
+    analysed_when: datetime
+    """UTC."""
+    analysed_on: str
+    """The machine that scored and analysed: the kind of its processor, and cores."""
     analysed_with: dict[str, str]
     """Versions of the libraries it used."""
     grids: dict[str, dict[str, int]]
@@ -78,6 +85,8 @@ def results_of(run: Run, tables: Path) -> Results:
     }
     return Results(
         analysed_at=source_commit(),
+        analysed_when=datetime.now(UTC).replace(microsecond=0),
+        analysed_on=f"{kind_of()}, {counted(cores(), 'core')}",
         analysed_with=library_versions(),
         grids={
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}
