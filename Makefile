@@ -1,11 +1,11 @@
-# make demo | reproduce | gallery | circuits | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
+# make demo | reproduce | gallery | circuits | fading | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
 # steering-prompts
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery circuits test test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
+.PHONY: demo reproduce gallery circuits fading test test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -116,6 +116,18 @@ circuits: $(VENV)/.run-installed
 		cp results/circuits/$(each)/*.csv results/circuits/$(each)/report.html results/circuits/$(each)/circuit.json \
 		results/circuits/$(each)/heads.json results/circuits/$(each)/question.json figures/circuits/$(each)/ &&) true
 endif
+
+# The committed numbers of figures/fading: why control fades, on the first 64 of the steering prompts, in heads that were chosen on
+# others. An hour of a core for each task.
+FADED := sentiment topic
+fading: steering-prompts
+	mkdir -p results/fading
+	head -n 64 steering-prompts.txt > results/fading/prompts.txt
+	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --by slope \
+		--heads 24 --positions auto --tokens 24 --out results/fading/$(each).json && \
+		$(VENV)/bin/lapa2 fading smollm2-135m --task $(each) --prompts results/fading/prompts.txt \
+		--selection results/fading/$(each).json --random 5 --out results/fading/$(each) && \
+		mkdir -p figures/fading/$(each) && cp results/fading/$(each)/* figures/fading/$(each)/ &&) true
 
 # The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no
 # lock for all platforms can name. uv where it is found; pip takes over where uv does not reach what pip is set up for.

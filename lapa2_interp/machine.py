@@ -198,6 +198,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def most_memory(device: str = "cpu") -> int:
+    """The most bytes this process has had so far: on its GPUs, or in main memory."""
+    if device != "cpu":
+        import torch
+
+        return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
+
+
 def default_device() -> str:
     """cuda where there is one, else cpu."""
     import torch

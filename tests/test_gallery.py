@@ -15,6 +15,7 @@ SOURCES = {
         "figures/circuits/**/*.csv",
         "figures/circuits/*/report.html",
     ),
+    "Why does control fade?": ("figures/fading/*/*.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"

@@ -796,6 +796,25 @@ def test_a_step_costs_its_rows_and_their_keys():
     assert at.batch(0, KEYS, 21, anew=False) == 0
 
 
+def test_memory_is_weights_keys_values_and_logits(grid):
+    """Two plans of a cell differ by what a row more, and a key more, takes by hand: layers x 2 x
+    keys x width x bytes."""
+    raw = grid(TINY + "max_rows = 10").cells[0].model_dump()
+    size = estimates.model_size("tiny-gpt2")
+    assert (size.kv_width, size.vocab) == (32, load("tiny-gpt2").cfg.d_vocab)
+
+    def of(**changes):
+        return estimates.memory(CELL.validate_python(raw | {"samples": 60} | changes))
+
+    before, new = estimates._lengths(CELL.validate_python(raw))
+    row = 2 * size.n_layers * 32 * 4 * (before + new)
+    row += 6 * size.vocab * 4 + 2 * size.n_heads * (before + new) * 4
+    assert of(max_rows=20) - of() == 10 * row
+    longer = of(length=raw["length"] + 7) - of()
+    assert longer == 10 * 7 * (2 * size.n_layers * 32 * 4 + 2 * size.n_heads * 4)
+    assert of(dtype="bfloat16") < of()
+
+
 def test_estimates_add_up(grid, own_cache):
     remember(
         "cpu", "tiny-gpt2 float32 packed steps", (0.06, 0.24, 0.72, 0.24)
@@ -805,7 +824,8 @@ def test_estimates_add_up(grid, own_cache):
     assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
     assert two.seconds - START == pytest.approx((one.seconds - START) / 2)
     assert one.basis == "tiny-gpt2 float32 as timed here"
-    assert one.needs == 4 * estimates.model_size("tiny-gpt2").parameters
+    assert one.needs == max(map(estimates.memory, cells))
+    assert one.packed == int(1.5 * 4 * estimates.model_size("tiny-gpt2").parameters)
     assert estimate([], 2, "cpu").seconds == 0
     assert (
         estimate(cells, 1, "auto").row_tokens

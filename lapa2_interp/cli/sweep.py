@@ -64,7 +64,7 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
         fits = (
             ""
             if each.needs < 0.9 * machine_memory()
-            else f"  needs {shown_size(each.needs)} for weights: not on this machine"
+            else f"  a worker needs {shown_size(each.needs)}: not on this machine"
         )
         line = (
             f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11} "
@@ -199,6 +199,7 @@ def sweep(
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
     """
     from lapa2_interp.progress import shown_time
+    from lapa2_interp.runs.estimates import shown_size
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
 
@@ -219,6 +220,10 @@ def sweep(
         f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were"
         f" there: {out}"
     )
+    if done.made:
+        print(
+            f"{shown_size(done.disk)} on disk, at most {shown_size(done.memory)} of memory a worker"
+        )
     if done.failed:
         raise RunError(
             f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the same"

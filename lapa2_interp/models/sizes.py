@@ -21,13 +21,16 @@ class Size:
     n_layers: int
     n_heads: int
     n_ctx: int
+    kv_width: int
+    """Numbers of one key, all its heads together; as many of a value."""
+    vocab: int
 
 
 PAPER_SIZES = {
-    "gpt2-medium": Size(354_823_168, 24, 16, 1024),
-    "meta-llama/Llama-2-7b-hf": Size(6_738_415_616, 32, 32, 4096),
-    "EleutherAI/pythia-12b": Size(11_846_072_320, 36, 40, 2048),
-    "meta-llama/Llama-2-13b-hf": Size(13_015_864_320, 40, 40, 4096),
+    "gpt2-medium": Size(354_823_168, 24, 16, 1024, 1024, 50_257),
+    "meta-llama/Llama-2-7b-hf": Size(6_738_415_616, 32, 32, 4096, 4096, 32_000),
+    "EleutherAI/pythia-12b": Size(11_846_072_320, 36, 40, 2048, 5120, 50_688),
+    "meta-llama/Llama-2-13b-hf": Size(13_015_864_320, 40, 40, 4096, 5120, 32_000),
 }
 """Sizes of the paper's models, for estimates where the hub is not reached."""
 
@@ -57,20 +60,24 @@ def model_size(name: str) -> Size:
         ) from error
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    heads = config.num_attention_heads
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Size(
         parameters,
         config.num_hidden_layers,
-        config.num_attention_heads,
+        heads,
         config.max_position_embeddings,
+        (getattr(config, "num_key_value_heads", None) or heads) * d_head,
+        config.vocab_size,
     )
+
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_bytes(model: str, dtype: str) -> int:
     """Memory of a model's weights."""
-    return (
-        model_size(model).parameters
-        * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    )
+    return model_size(model).parameters * ITEM_BYTES[dtype]
 
 
 def is_here(model: str) -> bool:

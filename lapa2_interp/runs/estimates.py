@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
-from lapa2_interp.decoding.plan import MAX_ROWS, Plan, plan
+from lapa2_interp.decoding.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
 from lapa2_interp.loaded import Model
 from lapa2_interp.machine import (
     clock_of,
@@ -37,7 +37,7 @@ from lapa2_interp.machine import (
 )
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_model
-from lapa2_interp.models.sizes import is_here, model_size, weight_bytes
+from lapa2_interp.models.sizes import ITEM_BYTES, is_here, model_size, weight_bytes
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
 from lapa2_interp.trace.recorder import trace_bytes
@@ -64,6 +64,12 @@ TEXT_BYTES = 5
 """Bytes of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000
 """Bytes of a cell's three files before the first text."""
+LIBRARIES = 700_000_000
+"""Bytes of a process that has imported the libraries."""
+PACKED = 1.5
+"""Bytes that packing takes, of those of the weights: the packed copy, and what is freed late."""
+LOGITS = 6
+"""Copies of a batch's logits, in float32, that are alive while tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ class Estimate:
         seconds: With all workers busy.
         disk: Bytes.
         basis: Where the rate comes from.
-        needs: Memory of the largest model's weights, bytes.
+        needs: Memory of the worker that needs most, bytes.
+        packed: What packing its weights would take besides, on a CPU.
     """
 
     cells: int
@@ -85,6 +92,7 @@ class Estimate:
     disk: int
     basis: str
     needs: int
+    packed: int
 
 
 def cost(cell: Cell) -> int:
@@ -178,8 +186,31 @@ def estimate(
         seconds=START + busy / max(1, workers) if cells else 0.0,
         disk=disk,
         basis="; ".join(dict.fromkeys(each.basis for each in paces.values())),
-        needs=max((weight_bytes(cell.model, cell.dtype) for cell in cells), default=0),
+        needs=max((memory(cell, device) for cell in cells), default=0),
+        packed=int(
+            max((PACKED * weight_bytes(cell.model, cell.dtype) for cell in cells), default=0)
+            if device == "cpu"
+            else 0
+        ),
     )
+
+
+def memory(cell: Cell, device: str = "cpu") -> int:
+    """Bytes that a worker needs for a cell: weights, the largest batch's keys, values and logits,
+    and on a CPU the libraries.
+
+    Packed weights are not counted.
+    """
+    size, item = model_size(cell.model), ITEM_BYTES[cell.dtype]
+    before, new = _lengths(cell)
+    row = 2 * size.n_layers * size.kv_width * item * (before + new)
+    row += before * size.vocab * item if cell.decoder.reads_prompt else 0
+    branches = len(cell.branches)
+    wanted = min(branches * len(cell.prompts) * cell.samples, cell.max_rows or MAX_ROWS)
+    rows = max(branches, min(wanted, CACHE_BYTES // row))
+    work = LOGITS * rows * size.vocab * 4 + 2 * rows * size.n_heads * (before + new) * 4
+    base = LIBRARIES if device == "cpu" else 0
+    return base + weight_bytes(cell.model, cell.dtype) + rows * row + work
 
 
 # --- what this machine does

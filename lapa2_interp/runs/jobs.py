@@ -54,12 +54,17 @@ class Opened:
 
 @dataclass(frozen=True)
 class Part:
-    """The texts and the trace of one group."""
+    """The texts and the trace of one group.
+
+    Attributes:
+        memory: The most bytes that the worker has had so far: of its GPU, or of its process.
+    """
 
     samples: pd.DataFrame
     trace: xr.Dataset | None
     problems: tuple[str, ...]
     seconds: float
+    memory: int = 0
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,8 @@ def launch(
         notify(
             f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens}"
             f" row-tokens, about {shown_time(each.seconds)} with {counted(runner.slots, 'worker')},"
-            f" {shown_size(each.disk)} ({each.basis})"
+            f" {shown_size(each.disk)} on disk, {shown_size(each.needs + each.packed)} of memory a"
+            f" worker ({each.basis})"
         )
     try:
         with _stopped_by_sigterm():

@@ -180,12 +180,20 @@ def add_grids(folder: Path, grids: Sequence[Grid]) -> Run:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did: cells that were there before, made now, and that failed."""
+    """What a sweep did: cells that were there before, made now, and that failed.
+
+    Attributes:
+        seconds: It took.
+        disk: Bytes of the cells made.
+        memory: The most bytes that a worker had.
+    """
 
     before: int
     made: int
     failed: tuple[str, ...]
-    seconds: float
+    seconds: float = 0.0
+    disk: int = 0
+    memory: int = 0
 
 
 def sweep(
@@ -254,14 +262,14 @@ class _Sweep:
         self.left: dict[str, set[int]] = {}
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
-        self.made = 0
+        self.made = self.disk = self.memory = 0
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
     def all(self) -> Swept:
         began = perf_counter()
         if not self.todo:
-            return Swept(self.before, 0, (), 0.0)
+            return Swept(self.before, 0, ())
         waiting, ready, under_way = deque(self.todo), deque[Job](), 0
         with (
             progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar,
@@ -282,7 +290,8 @@ class _Sweep:
                         + f", {len(self.failed)} failed" * bool(self.failed)
                     )
                     bar.set_postfix_str(state, refresh=False)
-        return Swept(self.before, self.made, tuple(self.failed), perf_counter() - began)
+        seconds = perf_counter() - began
+        return Swept(self.before, self.made, tuple(self.failed), seconds, self.disk, self.memory)
 
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; returns the jobs that follow from it."""
@@ -314,6 +323,7 @@ class _Sweep:
             case Part():
                 assert job.group is not None
                 self._keep(key, job.group, outcome)
+                self.memory = max(self.memory, outcome.memory)
                 share = self._share(key, job.group)
                 bar.update(share)
                 self.left[key].discard(job.group)
@@ -387,6 +397,7 @@ class _Sweep:
         shutil.rmtree(parts)
         (self.run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
         self.made += 1
+        self.disk += sum(file.stat().st_size for file in self.run.place(key).iterdir())
 
     def _check_same_weights(self, cell: Cell, opened: Opened) -> None:
         """Refuse a model whose weights have changed since other cells of the run were made."""

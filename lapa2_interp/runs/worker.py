@@ -13,7 +13,7 @@ from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.machine import default_device
+from lapa2_interp.machine import default_device, most_memory
 from lapa2_interp.models import load_model
 from lapa2_interp.packed import Packing
 from lapa2_interp.progress import no_progress
@@ -119,7 +119,8 @@ class Worker:
         except EmptyGenerationError as error:
             made = error.generation
             problems.append(str(error))
-        return Part(made.samples, made.trace, tuple(problems), perf_counter() - began)
+        seconds = perf_counter() - began
+        return Part(made.samples, made.trace, tuple(problems), seconds, most_memory(self.device))
 
 
 def check_files(cell: Cell, todo: Plan) -> None:
