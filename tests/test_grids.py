@@ -5,9 +5,11 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from conftest import load, soft_set
@@ -813,6 +815,21 @@ def test_memory_is_weights_keys_values_and_logits(grid):
     longer = of(length=raw["length"] + 7) - of()
     assert longer == 10 * 7 * (2 * size.n_layers * 32 * 4 + 2 * size.n_heads * 4)
     assert of(dtype="bfloat16") < of()
+
+
+def test_the_guide_has_the_cost_of_every_paper_grid():
+    text = (Path(__file__).parent.parent / "docs" / "reproducing.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(paper/\w+)` \| .* \| ([\d.]+) \| (\d+) \| ([\d.]+) \|$", text, re.M)
+    found = {name: tuple(numbers) for name, *numbers in rows}
+    for name in PAPER:
+        cells = load_grid(name, check=False).cells
+        size = {cell.model: estimates.model_size(cell.model).parameters for cell in cells}
+        assert found.pop(name) == (
+            f"{sum(map(cost, cells)) / 1e6:.1f}",
+            f"{sum(2 * cost(cell) * size[cell.model] for cell in cells) / 1e15:.0f}",
+            f"{max(estimates.memory(cell, 'cuda') for cell in cells) / 1e9:.1f}",
+        )
+    assert not found
 
 
 def test_estimates_add_up(grid, own_cache):

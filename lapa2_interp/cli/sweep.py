@@ -56,22 +56,19 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
     workers = machine_workers()
     print(
         f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9} "
-        f" {'scoring':>8}  {'disk':>8}"
+        f" {'scoring':>8}  {'disk':>8}  {'memory':>8}"
     )
     basis, notes = [], []
     for grid in found:
         each = estimate(grid.cells, workers)
-        fits = (
-            ""
-            if each.needs < 0.9 * machine_memory()
-            else f"  a worker needs {shown_size(each.needs)}: not on this machine"
-        )
+        fits = "" if each.needs < 0.9 * machine_memory() else "  not on this machine"
         line = (
             f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11} "
             f" {shown_time(each.seconds):>9}"
         )
         scoring = shown_time(scoring_seconds([grid]))
-        print(f"{line}  {scoring:>8}  {shown_size(each.disk):>8}{fits}\n    {grid.description}")
+        sizes = f"{shown_size(each.disk):>8}  {shown_size(each.needs):>8}"
+        print(f"{line}  {scoring:>8}  {sizes}{fits}\n    {grid.description}")
         if points := detects(grid):
             print(f"    two arms tell differences of {points} points")
         basis += each.basis.split("; ")
@@ -84,9 +81,9 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
                 )
     print(
         f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that"
-        " grids share are made once; scoring: by the scorers that ship, with tables and figures."
-        " Differences: found in 80 % of runs, if texts were independent; `lapa2 power` asks an"
-        " earlier run about each claim"
+        " grids share are made once; scoring: by the scorers that ship, with tables and figures;"
+        " memory: of a worker. Differences: found in 80 % of runs, if texts were independent;"
+        " `lapa2 power` asks an earlier run about each claim"
     )
     for note in dict.fromkeys(notes):
         print(note)
