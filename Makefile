@@ -94,8 +94,10 @@ scorers: $(VENV)/.installed
 steering-prompts: $(VENV)/.run-installed
 	$(VENV)/bin/python -m lapa2_interp.paper.steering_prompts $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz
 
-# The committed results of scale quick.
-gallery: reproduce
+# The committed results of scale quick; GRIDS="quick/alpha quick/layers": these anew, beside the others.
+gallery: $(VENV)/.run-installed
+	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE) \
+		$(if $(GRIDS),--grids $(GRIDS) --beside figures/$(SCALE))
 	mkdir -p figures/$(SCALE)
 	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
 

@@ -8,12 +8,18 @@ write the report.
 What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what
 a scale takes. The analysis scripts get --scorers, --perplexity and --device, such as --scorers
 accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
+
+A scale can be made in pieces, on several machines: --grids names some of its grids, and --beside
+the results of the others. What this run does not make is taken from there.
+
+    python analyses/reproduce.py --grids quick/alpha --out results/alpha --beside figures/quick
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
 import runpy
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -21,7 +27,7 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp.cli import main as lapa2
-from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.errors import Lapa2Error, NoGridError, RunError, one_of
 from lapa2_interp.files import write_text
 from lapa2_interp.paper.claims import (
     MARGINS,
@@ -34,7 +40,7 @@ from lapa2_interp.paper.claims import (
 )
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import as_markdown
-from lapa2_interp.paper.results import results_of
+from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
 from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
@@ -69,7 +75,7 @@ ITEMS = (
 )
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
 EXTRA = ("heads", "related", "frontier", "steering", "long", "deep")
-"""Ours, whose grids not every scale has; one that lacks a file is left out."""
+"""Ours; a grid of these that lacks a file is left out."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),
     "quick": ("quick", []),
@@ -79,11 +85,17 @@ SCALES = {
 
 
 def run_script(file: Path, *arguments: str) -> str:
-    """Run a script as if from the command line; what stopped it, or nothing."""
+    """Run a script as if from the command line; what stopped it, or nothing.
+
+    Raises:
+        NoGridError: The run lacks the script's grids.
+    """
     before, path = sys.argv, list(sys.path)
     sys.argv, sys.path = [str(file), *arguments], [str(file.parent), *path]
     try:
         runpy.run_path(str(file), run_name="__main__")
+    except NoGridError:
+        raise
     except Lapa2Error as error:
         return f"error: {error}"
     except (Exception, SystemExit):
@@ -131,11 +143,35 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     ]
 
 
+def take_beside(folder: Path, out: Path) -> None:
+    """Copy the tables and figures of other grids that OUT has not made itself.
+
+    Raises:
+        RunError: The folder has no tables.
+    """
+    if not (folder / "tables").is_dir():
+        raise RunError(f"--beside {folder} has no tables/; give a folder such as figures/quick")
+    figures = folder / "figures" if (folder / "figures").is_dir() else folder
+    for source, place in ((folder / "tables", out / "tables"), (figures, out / "figures")):
+        place.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.glob("*.*")):
+            kept = source.name == "tables" or file.suffix in (".png", ".pdf")
+            if kept and not file.name.startswith("verdicts.") and not (place / file.name).exists():
+                shutil.copy(file, place)
+
+
 def main() -> int:
     """Run everything; the exit code, 1 if a script failed."""
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=SCALES, default="quick")
     parser.add_argument("--out", type=Path, help="the run folder; by default results/SCALE")
+    parser.add_argument("--grids", nargs="+", metavar="GRID", help="these grids of the scale alone")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="FOLDER",
+        help="results of the other grids: figures/quick",
+    )
     parser.add_argument(
         "--items",
         nargs="+",
@@ -166,6 +202,10 @@ def main() -> int:
     folder, changes = SCALES[options.scale]
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
+        for name in options.grids or ():
+            if name not in grids:
+                raise RunError(one_of("grid", name, grids))
+        grids = options.grids or grids
         asked = [word for change in changes for word in ("--set", change)]
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
@@ -181,26 +221,33 @@ def main() -> int:
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped == 130 or (stopped and not (out / "run.json").is_file()):
             return stopped
-    there = {name.rpartition("/")[2] for name in load_run(out).listing.grids}
-    items = [item for item in options.items if item not in EXTRA or item in there]
-    failed = {}
+    items, failed, left_out = options.items, {}, []
     for number, item in enumerate(items, 1):
         print(f"[{number}/{len(items)}] {item}", file=sys.stderr)
         for file, more in (
             (HERE / f"{item}.py", asked_of_scripts),
             (HERE.parent / "figures" / f"{item}.py", ()),
         ):
-            if file.is_file() and (problem := run_script(file, str(out), *more)):
-                failed[f"{file.parent.name}/{file.name}"] = problem
+            try:
+                if file.is_file() and (problem := run_script(file, str(out), *more)):
+                    failed[f"{file.parent.name}/{file.name}"] = problem
+                    break
+            except NoGridError:
+                left_out.append(item)
                 break
+    made = results_of(load_run(out), out / "tables")
+    if options.beside:
+        take_beside(options.beside, out)
     claims = collect_verdicts(out / "tables")
-    (out / "results.json").write_text(
-        results_of(load_run(out), out / "tables").model_dump_json(indent=1) + "\n", "utf-8"
-    )
+    gallery = read_gallery(options.beside or out / "none").besides(made)
+    write_text(out / "results.json", gallery.model_dump_json(indent=1) + "\n")
     lapa2(["report", str(out)])
     for name, problem in failed.items():
         print(f"\n{name} failed:\n{problem}", file=sys.stderr)
-    print(f"\n{len(items) - len(failed)} of {len(items)} items; claims: {tally(claims)}")
+    if left_out:
+        print(f"\nleft out, as the run has no grid of theirs: {', '.join(left_out)}")
+    done = len(items) - len(failed) - len(left_out)
+    print(f"\n{done} of {len(items)} items; claims: {tally(claims)}")
     if len(claims) and (told := disputed(claims)):
         print(told)
     print(f"tables, figures and report.html in {out}")

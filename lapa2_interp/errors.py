@@ -76,6 +76,10 @@ class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 
 
+class NoGridError(RunError):
+    """A run has none of the grids that an item is made of."""
+
+
 class GridError(Lapa2Error):
     """A grid is unknown or malformed, or asks for what no method, task or model can do."""
 

@@ -38,6 +38,7 @@ from lapa2_interp.paper.claims import (
 )
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.ratings import stored_ratings
+from lapa2_interp.paper.results import Gallery, read_gallery, results_of
 from lapa2_interp.recipes import RECIPES
 from lapa2_interp.runs import read
 from lapa2_interp.runs.grid import load_grid
@@ -501,6 +502,41 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     assert "analyses/decay.py failed:\nerror: decay needs a scorer for accuracy" in printed.err
     assert "Traceback" not in printed.err
     assert len(reports) == 1
+
+
+def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
+    """What this run has no grid for is left out, and comes from the results beside it; what it
+    makes takes the place of theirs."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    page = importlib.import_module("lapa2_interp.report")
+    monkeypatch.setattr(page, "write_report", lambda *given: SCORES)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    beside = tmp_path / "beside"
+    (beside / "tables").mkdir(parents=True)
+    for item in ("decay", "layers"):
+        shutil.copy(GOLDEN / f"{item}.claims.csv", beside / "tables" / f"{item}.claims.csv")
+        (beside / f"{item}.png").write_text("old")
+    (beside / "tables" / "decay.md").write_text("old")
+    (beside / "tables" / "verdicts.md").write_text("old")
+    older = results_of(load_run(copy), GOLDEN)
+    others = {"quick/decay": {"finished": 3}, "quick/long": {"finished": 4}}
+    runs = (older, older.model_copy(update={"grids": others}))
+    (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
+    asked = ["--no-sweep", "--out", copy, "--items", "decay", "long", "--beside", beside]
+    with pytest.raises(SystemExit) as caught:
+        script("analyses", "reproduce", *asked)
+    assert caught.value.code == 0
+    assert "left out, as the run has no grid of theirs: long" in capsys.readouterr().out
+    claims = read_claims(copy / "tables" / "verdicts.csv")
+    assert set(claims["item"]) == {"decay", "layers"}
+    assert (copy / "tables" / "decay.md").read_text().startswith("### Accuracy")
+    assert (copy / "figures" / "layers.png").read_text() == "old"
+    assert (copy / "figures" / "decay.png").read_bytes().startswith(b"\x89PNG")
+    found = read_gallery(copy)
+    assert [set(each.grids) for each in found.runs] == [set(older.grids), set(others)]
+    (beside / "results.json").write_text("{}")
+    with pytest.raises(RunError, match="results.json cannot be read: .*make gallery"):
+        read_gallery(beside)
 
 
 def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import RunError, ScoringError
+from lapa2_interp.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS
 from lapa2_interp.paper.reported import METRICS
@@ -66,7 +66,7 @@ class ItemData:
                 " or ".join(map(repr, self.grids)),
                 ", ".join(self.run.listing.grids) or "none",
             )
-            raise RunError(
+            raise NoGridError(
                 f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
                 f" {have}. `lapa2 sweep quick/{self.grids[0]} --out {self.run.name}` adds it"
             )

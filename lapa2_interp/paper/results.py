@@ -1,5 +1,5 @@
-"""What decided the numbers of a folder of tables: one manifest over all cells of the run they were
-read from."""
+"""What decided the numbers of a folder of tables: one manifest over all cells of each run they were
+read from. Grids may be run apart, on other days and machines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.errors import counted
+from lapa2_interp.errors import RunError, counted, first_problem
 from lapa2_interp.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.read import Run
@@ -59,6 +59,47 @@ class Results(BaseModel):
     """Generated tokens."""
     seconds: float
     """Seconds of generating, summed over workers."""
+
+
+class Gallery(BaseModel):
+    """results.json: what decided the numbers, one entry for each run that tables come from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    runs: tuple[Results, ...]
+
+    def besides(self, newer: Results) -> Gallery:
+        """These runs and a newer one, whose grids take the place of theirs."""
+        kept = [
+            each.model_copy(
+                update={
+                    "grids": {
+                        name: states
+                        for name, states in each.grids.items()
+                        if name not in newer.grids
+                    }
+                }
+            )
+            for each in self.runs
+        ]
+        return Gallery(runs=(newer, *(each for each in kept if each.grids)))
+
+
+def read_gallery(folder: Path) -> Gallery:
+    """The results.json of a folder of results; empty where there is none.
+
+    Raises:
+        RunError: It is damaged, or of another version.
+    """
+    file = folder / "results.json"
+    if not file.is_file():
+        return Gallery(runs=())
+    try:
+        return Gallery.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise RunError(
+            f"{file} cannot be read: {first_problem(error)}; `make gallery` writes it anew"
+        ) from error
 
 
 def results_of(run: Run, tables: Path) -> Results:
