@@ -21,8 +21,8 @@ reproduce: $(VENV)/.run-installed
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m "not slow and not alone" $(PARALLEL)
-	$(VENV)/bin/python -m pytest -m "not slow and alone" --durations 10
+	$(VENV)/bin/python -m pytest -m "not slow and not alone and not drill" $(PARALLEL)
+	$(VENV)/bin/python -m pytest -m "not slow and alone and not drill" --durations 10
 
 # As on a processor without units for bfloat16 and AVX-512.
 test-portable: export ONEDNN_MAX_CPU_ISA := AVX2
@@ -31,7 +31,7 @@ test-portable: export MKL_CBWR := COMPATIBLE
 test-portable: test
 
 test-hooked: $(HOOKED)/.installed
-	$(HOOKED)/bin/python -m pytest -m "not slow" $(PARALLEL) tests
+	$(HOOKED)/bin/python -m pytest -m "not slow and not drill" $(PARALLEL) tests
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -2,12 +2,13 @@
 
 Everything is written under a temporary name that begins with `.writing-` in the folder where it
 will be, flushed to the disk, and renamed. A process that dies leaves at most such a temporary
-file, which `tidy` removes.
+folder, which the next one that writes there removes.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import sys
@@ -23,6 +24,39 @@ ASIDE = ".writing-"
 """What the names of unfinished files and folders begin with."""
 
 
+LOCK = "lock"
+"""A file in a temporary folder that its process holds a lock on while it lives."""
+
+
+@contextmanager
+def aside(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside a folder, which vanishes after the block; those that killed
+    processes left there are removed first."""
+    for left in folder.glob(f"{ASIDE}*"):
+        if _is_abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder))
+    try:
+        with ExitStack() as held:
+            with suppress(OSError):  # some network disks hold no locks
+                lock = held.enter_context((place / f"{LOCK}.new").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (place / f"{LOCK}.new").rename(place / LOCK)  # whoever sees it finds it held
+            yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_abandoned(left: Path) -> bool:
+    """Whether the process that made a temporary folder has died."""
+    try:
+        with (left / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:  # it lives, or this disk cannot tell
+        return False
+
+
 @contextmanager
 def whole_folder(
     place: Path, is_good: Callable[[Path], bool] = lambda there: False
@@ -36,21 +70,18 @@ def whole_folder(
             filled folder is then deleted.
     """
     _make_parents(place)
-    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=place.parent))
-    fresh = aside / place.name
-    try:
-        fresh.mkdir()
+    with aside(place.parent) as beside:
+        fresh = beside / "new" / place.name
+        fresh.mkdir(parents=True)
         yield fresh
         for path in [*fresh.rglob("*"), fresh]:
             _flush(path)
         if place.exists() and is_good(place):
             return
         if place.exists():
-            place.rename(aside / f"{place.name} before")
+            place.rename(beside / "before")
         fresh.rename(place)
         _flush(place.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
@@ -62,8 +93,9 @@ def whole_file(place: Path) -> Iterator[Path]:
     file at the same time do not disturb each other.
     """
     _make_parents(place)
-    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=place.parent) as aside:
-        fresh = Path(aside) / place.name
+    with aside(place.parent) as beside:
+        fresh = beside / "new" / place.name
+        fresh.parent.mkdir()
         yield fresh
         _flush(fresh)
         fresh.replace(place)
@@ -78,9 +110,8 @@ def write_text(place: Path, text: str) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder; a process that dies in the middle leaves none that looks complete."""
-    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder.parent))
-    folder.rename(aside / folder.name)
-    shutil.rmtree(aside)
+    with aside(folder.parent) as beside:
+        folder.rename(beside / "before")
 
 
 def tidy(folder: Path) -> None:

@@ -6,7 +6,9 @@ Work of less than two seconds shows nothing.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,3 +112,28 @@ class Lines(tqdm):
         if not self.disable and rate and total and n < total:
             parts.append(f"{self.format_interval(round((total - n) / rate))} left")
         return f"{self.desc}: {', '.join(parts)}"
+
+
+class Stopped(SystemExit):
+    """SIGTERM, by which batch systems stop a program."""
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C is treated: what is half-made is removed, and workers are closed.
+
+    Raises:
+        Stopped: With the exit code of a program that SIGTERM ended.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Stopped(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

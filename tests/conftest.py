@@ -16,6 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wa
 
 import functools
 import importlib.metadata
+import multiprocessing
+from multiprocessing import forkserver
 from zlib import crc32
 
 import jaxtyping
@@ -243,3 +245,27 @@ def data():
     if not folder:
         pytest.skip("LAPA2_DATA is not set: it names the folder of corpora this test reads")
     return Path(folder)
+
+
+PRELOAD = [
+    "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
+    "lapa2_interp.attention.liveness", "lapa2_interp.cli", "lapa2_interp.decoding.loop", "lapa2_interp.runs.checks",
+    "lapa2_interp.runs.sweep",
+]  # fmt: skip
+
+
+@functools.cache
+def warm():
+    """A context whose processes have everything imported: they start in no time, and torch has no
+    threads in them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()  # now: an engine blocks Ctrl-C while it starts processes, and theirs would be deaf for ever
+    return context
+
+
+def start(function, *arguments):
+    """Begin a function in a process of its own."""
+    process = warm().Process(target=function, args=arguments)
+    process.start()
+    return process

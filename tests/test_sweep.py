@@ -16,18 +16,17 @@ import sys
 import time
 from contextlib import suppress
 from itertools import count
-from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import MODEL_CLASSES, generate, load
+from conftest import MODEL_CLASSES, generate, load, start, warm
 
 from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError
-from lapa2_interp.files import whole_folder, write_text
+from lapa2_interp.files import ASIDE, LOCK, aside, whole_folder, write_text
 from lapa2_interp.runs import local
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
@@ -61,11 +60,6 @@ augmentation = "paper"
 samples = 1
 """
 """Four cells of two or three groups each; both grids have the baseline of prefix."""
-PRELOAD = [
-    "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
-    "lapa2_interp.attention.liveness", "lapa2_interp.cli", "lapa2_interp.decoding.loop", "lapa2_interp.runs.checks",
-    "lapa2_interp.runs.sweep",
-]  # fmt: skip
 
 
 class Recording(InProcess):
@@ -146,22 +140,6 @@ def in_a_file(made, folder):
     """Outcomes for another process."""
     (folder / "outcomes.pickle").write_bytes(pickle.dumps(made))
     return folder / "outcomes.pickle"
-
-
-@functools.cache
-def warm():
-    """A context whose processes have everything imported: they start in no time, and torch has no
-    threads in them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()  # now: an engine blocks Ctrl-C while it starts processes, and theirs would be deaf for ever
-    return context
-
-
-def start(function, *arguments):
-    process = warm().Process(target=function, args=arguments)
-    process.start()
-    return process
 
 
 def contents(run):
@@ -383,8 +361,8 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
     printed = (tmp_path / "printed").read_text()
-    assert "0 of 4 cells finished; the same command goes on" in printed
-    assert printed.splitlines()[-1] == "lapa2: interrupted"
+    assert "0 of 4 cells finished" in printed
+    assert printed.splitlines()[-1] == "lapa2: interrupted; the same command goes on"
     assert "Traceback" not in printed
     wait_for(lambda: is_over(process.pid), 20)
 
@@ -418,7 +396,10 @@ def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_
     assert process.exitcode == code, log.read_text()
     finished = load_run(run).finished
     assert 1 <= len(finished) < 4
-    assert f"\n{len(finished)} of 4 cells finished; the same command goes on\n" in log.read_text()
+    assert log.read_text().splitlines()[-2:] == [
+        f"{len(finished)} of 4 cells finished",
+        "lapa2: interrupted; the same command goes on",
+    ]
     assert "Traceback" not in log.read_text()
     assert not list(run.rglob(".writing-*")), "it had the time to clean up"
     done = sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
@@ -966,7 +947,8 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
         real_fsync(handle)
 
     def rename(source, target, **settings):
-        log.append((Path(source), Path(target)))
+        if Path(target).name != LOCK:
+            log.append((Path(source), Path(target)))
         real_rename(source, target, **settings)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -982,14 +964,33 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
     assert log[4:] == [fresh, (fresh, parent / "place"), parent]
     log.clear()
     write_text(parent / "new" / "file", "text")
-    above, aside, (source, target), after = log
-    assert (above, aside, target, after) == (
+    above, made, (source, target), after = log
+    assert (above, made, target, after) == (
         parent,
         source,
         parent / "new" / "file",
         parent / "new",
     )
     assert [each.name for each in (parent / "new").iterdir()] == ["file"]
+
+
+def hold_aside(folder):
+    """Be killed with a temporary folder."""
+    with aside(folder) as beside:
+        (beside / "half").write_text("made")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_stays(tmp_path):
+    process = start(hold_aside, tmp_path)
+    process.join()
+    (left,) = tmp_path.glob(f"{ASIDE}*")
+    (tmp_path / f"{ASIDE}older").mkdir()  # without a lock nothing tells whether its owner lives
+    with aside(tmp_path) as mine, aside(tmp_path) as other:
+        assert not left.exists()
+        assert mine.exists()
+        assert other.exists()
+    assert [each.name for each in tmp_path.iterdir()] == [f"{ASIDE}older"]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):

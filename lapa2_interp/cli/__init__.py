@@ -33,6 +33,7 @@ from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
 from lapa2_interp.cli.words import words
 from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.progress import Stopped, stopped_by_sigterm
 
 app = App(
     name="lapa2",
@@ -60,11 +61,21 @@ app.command(list_recipes, name="recipes")
 app.command(list_tasks, name="tasks")
 
 
+GOES_ON = ("sweep", "score", "circuits", "prefix", "scorers")
+"""Commands that keep what they have finished when they are stopped."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; every error of ours or of the command line is one line on stderr and exit code
-    2."""
+    """Run a command.
+
+    Returns:
+        The exit code: 0; 2 after an error of ours or of the command line, which is one line on
+        stderr; 130 after Ctrl-C; 143 after SIGTERM.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        with stopped_by_sigterm():
+            app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except Lapa2Error as error:
         print(f"lapa2: {error}", file=sys.stderr)
@@ -73,11 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (
-        KeyboardInterrupt
-    ):  # a half-made run is already gone; `prefix train` keeps its checkpoints
-        print("lapa2: interrupted", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
+        keeps = (bool(words) and words[0] in GOES_ON) or "--file" in words
+        after = "goes on" if keeps else "begins anew; nothing half-made is left"
+        print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else 143
     else:
         return 0
     return 2

@@ -5,16 +5,14 @@ launch(["quick/alpha"], "results/alpha", {"samples": 1})
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lapa2_interp.errors import GridError, RunError, counted
 from lapa2_interp.machine import tell_if_slow
-from lapa2_interp.progress import shown_time
+from lapa2_interp.progress import shown_time, stopped_by_sigterm
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.cluster import Cluster
 from lapa2_interp.runs.estimates import estimate, shown_size
@@ -84,11 +82,11 @@ def launch(
             f" worker ({each.basis})"
         )
     try:
-        with _stopped_by_sigterm():
+        with stopped_by_sigterm():
             return sweep(out, grids, runner, notify)
     except (KeyboardInterrupt, SystemExit):
         done = len(finished_of(out, cells))
-        notify(f"\n{done} of {counted(len(cells), 'cell')} finished; the same command goes on")
+        notify(f"\n{done} of {counted(len(cells), 'cell')} finished")
         raise
 
 
@@ -106,18 +104,3 @@ def _engine(
     if name != "local":
         raise RunError(f"unknown engine {name!r}; allowed: {', '.join(ENGINES)}")
     return local_engine(workers, device, threads, pack)
-
-
-@contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM, by which batch systems stop a program, as Ctrl-C: close workers and report
-    what is finished."""
-
-    def stop(*_: object) -> None:
-        sys.exit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

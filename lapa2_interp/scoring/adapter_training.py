@@ -18,7 +18,6 @@ import importlib.metadata
 import math
 import pickle
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import ScoringError, first_problem
-from lapa2_interp.files import ASIDE, whole_file
+from lapa2_interp.files import aside, whole_file
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.progress import progress_bar, shown_time
@@ -440,9 +439,9 @@ def train_adapter(
         "seconds": round(training.seconds, 1),
     }
     tensors = training.tensors()
-    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
-        save_adapter(tensors, Path(aside), task, held_out=(), **facts)
-        scorer = AdapterScorer(task, Path(aside), device)
+    with aside(folder) as beside:
+        save_adapter(tensors, beside, task, held_out=(), **facts)
+        scorer = AdapterScorer(task, beside, device)
         reached = held_out(scorer, tests, graded_tests)
     card = save_adapter(tensors, folder, task, held_out=reached, **facts)
     checkpoint.unlink()

@@ -11,7 +11,6 @@ import hashlib
 import json
 import lzma
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp.errors import DataError, ScoringError
-from lapa2_interp.files import ASIDE
+from lapa2_interp.files import aside
 from lapa2_interp.scoring import Item, run_scorer
 from lapa2_interp.scoring.agreement import agreement, rows_of
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
@@ -132,9 +131,9 @@ def train_scorer(
         "c": c,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
-        save_linear(linear, Path(aside), task, held_out=(), **facts)
-        reached = held_out(LinearScorer(task, Path(aside)), tests, graded_tests)
+    with aside(folder) as beside:
+        save_linear(linear, beside, task, held_out=(), **facts)
+        reached = held_out(LinearScorer(task, beside), tests, graded_tests)
     return save_linear(linear, folder, task, held_out=reached, **facts)
 
 

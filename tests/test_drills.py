@@ -1,0 +1,204 @@
+"""Drills: what happens to commands that are killed or stopped, at random moments. `make drills`.
+
+DRILLS=full is the long form. What a drill counted is in its properties (`--junitxml`);
+`python tests/drills.py FILE` prints them as a table.
+"""
+
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import time
+
+import pytest
+from conftest import start, warm
+
+from lapa2_interp.cli import main
+from lapa2_interp.files import ASIDE
+
+pytestmark = [pytest.mark.drill, pytest.mark.alone]
+FULL = os.environ.get("DRILLS") == "full"
+KILLS, STOPS = (20, 6) if FULL else (3, 2)
+SOON = 5.0
+"""Seconds in which a command that is stopped must end."""
+GRID = """
+model = "tiny-gpt2"
+task = "sentiment"
+prompts = 3
+samples = 4
+length = 40
+max_rows = 4
+method = ["prefix", "air-decoding"]
+augmentation = ["none", "paper"]
+"""
+OF_A_RUN = ("score", "view", "report")
+COMMANDS = {
+    "sweep": "sweep {home}/grid.toml --device cpu --workers 1 --out {out}",
+    "sweep, two workers": "sweep {home}/grid.toml --device cpu --workers 2 --out {out}",
+    "generate": "generate --model tiny-gpt2 --attribute positive --length 60 --samples 20 --device cpu --out {out}",
+    "score": "score {run} --scorers linear accuracy distinct perplexity=tiny-gpt2 --cache {out}-cache --device cpu --out {out}",
+    "propositions": "propositions --model tiny-gpt2 --length 48 --synthetic-length 20000 --device cpu --out {out}",
+    "circuits": "circuits planted --tokens 8 --best 2 --device cpu --out {out}",
+    "select": "select planted --by cut --heads 2 --tokens 8 --device cpu --file {out}-cuts --out {out}.json",
+    "fading": "fading planted --filler 8 32 --tokens 8 --device cpu --out {out}",
+    "prefix train": "prefix train --model tiny-llama --data {home}/reviews.jsonl --set dtype=float32 --set slots=3 --set batch=4 "
+    "--set max_tokens=16 --set check_every=4 --device cpu --out {out}",
+    "view": "view {run} --out {out}.html",
+    "report": "report {run} --out {out}.html",
+}
+OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit"}
+"""Keys of JSON files that differ between two runs of one thing."""
+
+
+def act(line, log):
+    """A command, in this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with log.open("a") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    raise SystemExit(main(shlex.split(line)))
+
+
+def without_day(value):
+    if isinstance(value, dict):
+        return {name: without_day(each) for name, each in value.items() if name not in OF_THE_DAY}
+    return [without_day(each) for each in value] if isinstance(value, list) else value
+
+
+def contents(place):
+    """What a command wrote: bytes by name, JSON without what is of the day."""
+    files = (
+        [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file())
+    )
+    found = {}
+    for file in files:
+        if file.name == ".lock":
+            continue
+        data = file.read_bytes()
+        if file.suffix == ".json":
+            data = json.dumps(without_day(json.loads(data)), sort_keys=True).encode()
+        found[str(file.relative_to(place.parent)).partition("/")[2]] = data
+    return found
+
+
+def place_of(command, folder):
+    """Where a command writes."""
+    ending = {"select": ".json", "view": ".html", "report": ".html"}.get(command, "")
+    return folder / f"out{ending}"
+
+
+def left_over(folder):
+    return [
+        str(each.relative_to(folder)) for each in folder.rglob("*") if each.name.startswith(ASIDE)
+    ]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A grid, a run of it, and a corpus."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "grid.toml").write_text(GRID)
+    rows = [
+        {"text": f"{word} the film number {i} and its end", "label": label}
+        for i in range(12)
+        for label, word in (("positive", "I loved"), ("negative", "I hated"))
+    ]
+    (folder / "reviews.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    warm()
+    process = start(act, COMMANDS["sweep"].format(home=folder, out=folder / "run"), folder / "log")
+    process.join()
+    assert process.exitcode == 0, (folder / "log").read_text()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home, tmp_path_factory):
+    """By command: what it writes when nothing happens, and its seconds."""
+    known = {}
+
+    def of(command):
+        if command not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            began = time.monotonic()
+            process = start(act, line_of(command, home, folder), folder / "log")
+            process.join()
+            assert process.exitcode == 0, (folder / "log").read_text()
+            known[command] = contents(place_of(command, folder)), time.monotonic() - began
+        return known[command]
+
+    return of
+
+
+def line_of(command, home, folder):
+    return COMMANDS[command].format(home=home, run=home / "run", out=folder / "out")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    command, home, undisturbed, tmp_path, record_property
+):
+    wanted, seconds = undisturbed(command)
+    rng, killed = random.Random(command), 0
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        line, place = line_of(command, home, folder), place_of(command, folder)
+        process = start(act, line, folder / "log")
+        process.join(rng.uniform(0.02, 1) * seconds)
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        cells = {each: each.stat().st_mtime_ns for each in place.glob("cells/*/*")}
+        process = start(act, line, folder / "log")
+        process.join()
+        if process.exitcode == 2 and place.exists():  # it had ended before it was killed
+            assert "is finished" in (folder / "log").read_text()
+        else:
+            assert process.exitcode == 0, (folder / "log").read_text()
+        found = contents(place)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if found[name] != wanted[name]] == []
+        assert not left_over(folder)
+        assert (
+            cells.items()
+            <= {each: each.stat().st_mtime_ns for each in place.glob("cells/*/*")}.items()
+        )
+        shutil.rmtree(folder)
+    record_property("command", command)
+    record_property("kills", killed)
+    record_property("seconds undisturbed", round(seconds, 1))
+    assert killed, "it always ended before it was killed"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_stopped_it_ends_soon_and_says_how_to_go_on(
+    command, home, undisturbed, tmp_path, record_property
+):
+    _, seconds = undisturbed(command)
+    rng, longest, stopped = random.Random(command), 0.0, 0
+    for number in range(STOPS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        kind = (signal.SIGTERM, signal.SIGINT)[number % 2]
+        process = start(act, line_of(command, home, folder), folder / "log")
+        process.join(rng.uniform(0.1, 0.8) * seconds)
+        if not process.is_alive():
+            continue
+        began = time.monotonic()
+        os.kill(process.pid, kind)
+        process.join(4 * SOON)
+        took = time.monotonic() - began
+        log = (folder / "log").read_text()
+        if process.exitcode == 0:  # it had just ended
+            continue
+        assert process.exitcode == (143 if kind == signal.SIGTERM else 130), log
+        assert took < SOON, log
+        assert log.splitlines()[-1].startswith("lapa2: interrupted; the same command "), log
+        assert "Traceback" not in log
+        assert not left_over(folder)
+        longest, stopped = max(longest, took), stopped + 1
+    record_property("command", command)
+    record_property("stops", stopped)
+    record_property("longest", round(longest, 2))
