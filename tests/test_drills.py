@@ -45,7 +45,7 @@ COMMANDS = {
     "fading": "fading planted --filler 8 32 --tokens 8 --device cpu --out {out}",
     "prefix train": "prefix train --model tiny-llama --data {home}/reviews.jsonl --set dtype=float32 --set slots=3 --set batch=4 "
     "--set max_tokens=16 --set check_every=4 --device cpu --out {out}",
-    "view": "view {run} --out {out}.html",
+    "view": "view {run} --only method=prefix --out {out}.html",
     "report": "report {run} --out {out}.html",
 }
 OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit"}

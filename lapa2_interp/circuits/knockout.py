@@ -34,6 +34,7 @@ from lapa2_interp.circuits.question import FEW, About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, one_of
+from lapa2_interp.files import write_text
 from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
@@ -379,14 +380,12 @@ def knock_out(
                 of_unit[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
             awaited[i] -= len(group)
             if not awaited[i]:
-                store.add(names[i], found.pop(i))
+                if names[i] == "" and kept:
+                    _check_same(file, kept, found.pop(i))
+                    store.done[""] = kept
+                else:
+                    store.add(names[i], found.pop(i))
     whole = {name: store[""][name] for name in chosen}
-    for name, old in (kept or {}).items():
-        if np.abs(old - whole[name]).max() > 1e-2 * np.abs(old).max() + 1e-6:
-            raise CircuitError(
-                f"{file} holds knock-outs of another model or metric: {name} was {old.mean():.4g},"
-                f" and is {whole[name].mean():.4g} now; give another file"
-            )
     effects = {
         name: np.stack([whole[name] - store[unit.name][name] for unit in wanted], axis=1)
         for name in chosen
@@ -403,6 +402,18 @@ def knock_out(
         {name: (whole[name], effects[name]) for name in chosen if name != first},
         augmentation,
     )
+
+
+def _check_same(
+    file: str | Path | None, kept: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray]
+) -> None:
+    """Refuse a file whose control without a knock-out is not what this model has."""
+    for name, old in kept.items():
+        if np.abs(old - now[name]).max() > 1e-2 * np.abs(old).max() + 1e-6:
+            raise CircuitError(
+                f"{file} holds knock-outs of another model or metric: {name} was {old.mean():.4g},"
+                f" and is {now[name].mean():.4g} now; give another file"
+            )
 
 
 def units_everything(model: Model) -> Heads:
@@ -442,7 +453,7 @@ class _Store:
             self.done[each["unit"]] = {
                 name: np.array(values) for name, values in each["values"].items()
             }
-        path.write_text("\n".join([json.dumps({"question": key}), *whole]) + "\n", "utf-8")
+        write_text(path, "\n".join([json.dumps({"question": key}), *whole]) + "\n")
         self.file = path.open("a", encoding="utf-8")
 
     def __contains__(self, name: str) -> bool:
