@@ -1,11 +1,11 @@
-# make demo | reproduce | gallery | circuits | fading | test | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
+# make demo | reproduce | gallery | circuits | fading | test | drills | drills-full | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
 # steering-prompts
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery circuits fading test test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
+.PHONY: demo reproduce gallery circuits fading test drills drills-full test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -23,6 +23,15 @@ PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "not slow and not alone and not drill" $(PARALLEL)
 	$(VENV)/bin/python -m pytest -m "not slow and alone and not drill" --durations 10
+
+# What happens to commands that are killed, stopped, starved of disk or given damaged files; a table of figures at the end.
+drills: $(VENV)/.installed
+	mkdir -p results
+	$(VENV)/bin/python -m pytest -m drill -n 2 --dist load --junitxml results/drills.xml tests/test_drills.py; \
+		failed=$$?; $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
+
+drills-full: export DRILLS := full
+drills-full: drills
 
 # As on a processor without units for bfloat16 and AVX-512.
 test-portable: export ONEDNN_MAX_CPU_ISA := AVX2
