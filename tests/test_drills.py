@@ -202,3 +202,100 @@ def test_stopped_it_ends_soon_and_says_how_to_go_on(
     record_property("command", command)
     record_property("stops", stopped)
     record_property("longest", round(longest, 2))
+
+
+LINES = {
+    **COMMANDS,
+    "layout": "layout --model tiny-gpt2 --prefix Very --prompt lake --alpha 0.5 --steps 4",
+    "probe": "probe tiny-gpt2",
+    "models": "models",
+    "tasks": "tasks",
+    "methods": "methods",
+    "recipes": "recipes",
+    "prefixes": "prefixes",
+    "scorers list": "scorers list",
+    "grids": "grids {home}/grid.toml --set samples=2",
+    "runs": "runs {run} --state finished",
+    "trace": "trace {run} --only method=prefix --out {out}",
+    "words": "words --task sentiment --data {home}/reviews.jsonl --n 4 --least 1 --out {out}.json",
+    "score a file": "score {home}/reviews.jsonl --scorers distinct --task sentiment --attribute positive --out {out}",
+    "scorers check": "scorers check {home}/reviews.jsonl --label label --task sentiment --scorers linear",
+}
+"""One good line of every command, for the fuzz; nothing in it asks for a model that is not tiny."""
+VALUES = (
+    "", " ", "-1", "0", "1", "3", "nan", "inf", "1e400", "99999999999999999999", "0.5", "true", "none", "all",
+    "../../outside", "/nonexistent/place", "{home}/reviews.jsonl", "{run}", "tiny-gpt2", "tiny-llama", "planted", "paper",
+    "alpha=2", "samples=0", "=", "a=b=c", "[1,2", '{"a": 1}', "\u202egnp.exe", "é" * 300, "\x1b[31mred", "%s%n", "$(touch x)",
+    "--", "-", "--out", "*", "sentiment", "positive", "\ud800",
+)  # fmt: skip
+OPTIONS = (
+    "--samples", "--length", "--seed", "--alpha", "--law", "--profile", "--layers", "--heads", "--span", "--method", "--task",
+    "--attribute", "--prompt", "--tokens", "--trace", "--top-k", "--eos", "--device", "--dtype", "--set", "--only", "--force",
+    "--json", "--help", "--nonsense", "--steps", "--metric", "--augmentation",
+)  # fmt: skip
+
+
+def mangled(words, rng, places):
+    """A command line after one to three accidents."""
+    words = list(words)
+    for _ in range(rng.randint(1, 3)):
+        accident, at = rng.randrange(5), rng.randrange(1, len(words) + 1)
+        fill = rng.choice(VALUES)
+        fill = fill.format(**places) if fill[:2] in ("{h", "{r") else fill
+        safe = [
+            i for i in range(1, len(words)) if words[i - 1] != "--model" and words[i] != "--model"
+        ]
+        if accident == 0 and safe:
+            del words[rng.choice(safe)]
+        elif accident == 1 and safe:
+            words[rng.choice(safe)] = fill
+        elif accident == 2:
+            words[at:at] = [rng.choice(OPTIONS), fill]
+        elif accident == 3:
+            words[at:at] = [rng.choice(OPTIONS)]
+        elif len(words) > 2:
+            words[at:at] = words[-1:]
+    return words
+
+
+def tree(folder):
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+
+
+def test_mangled_command_lines_end_in_a_sentence(
+    home, tmp_path, monkeypatch, capsys, record_property
+):
+    """Exit code 0, 1 or 2; no traceback; no file but under --out."""
+    rng, codes, worst = random.Random(3), {}, 0.0
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("LAPA2_CACHE", os.environ["LAPA2_CACHE"])
+    before = tree(home)
+    for number in range(2000 if FULL else 500):
+        name = rng.choice(list(LINES))
+        out = tmp_path / "outs" / str(number) / "out"
+        out.parent.mkdir(parents=True)
+        places = {"home": str(home), "run": str(home / "run"), "out": str(out)}
+        words = mangled(shlex.split(LINES[name].format(**places)), rng, places)
+        if "smollm2-135m" in " ".join(words):
+            continue
+        began = time.monotonic()
+        try:
+            code = main(words)
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException as error:
+            pytest.fail(f"{words}: {type(error).__name__}: {error}")
+        printed = capsys.readouterr()
+        assert code in (0, 1, 2), words
+        assert "Traceback" not in printed.err, words
+        if code == 2:
+            assert printed.err.strip(), words
+        assert tree(tmp_path / "here") == [], words
+        assert tree(home) == before, words
+        worst = max(worst, time.monotonic() - began)
+        codes[code] = codes.get(code, 0) + 1
+        shutil.rmtree(out.parent)
+    record_property("command lines", sum(codes.values()))
+    record_property("exit codes", ", ".join(f"{code}: {n}" for code, n in sorted(codes.items())))
+    record_property("longest, seconds", round(worst, 1))
