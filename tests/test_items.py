@@ -510,7 +510,8 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     page = importlib.import_module("lapa2_interp.report")
     monkeypatch.setattr(page, "write_report", lambda *given: SCORES)
-    copy = shutil.copytree(run, tmp_path / "copy")
+    made = shutil.ignore_patterns("tables", "figures")
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=made)
     beside = tmp_path / "beside"
     (beside / "tables").mkdir(parents=True)
     for item in ("decay", "layers"):
