@@ -21,7 +21,8 @@
 #
 # `--grids NAME` reads a grid of your own with the same, or other, ways to steer. The scores of all
 # texts go to tables/steering.texts.parquet, without the texts: a grid that is run in parts, on
-# several machines, is compared as a whole with `--beside` the tables of its other parts.
+# several machines (`lapa2 sweep quick/steering --only task=topic`), is compared as a whole with
+# `--beside` the tables of its other parts.
 
 # %%
 import sys
@@ -126,7 +127,8 @@ folder = bench.out / "tables"
 if equal:
     found = judged(pd.concat(equal, ignore_index=True), REFERENCE, ["words", "model", "method"])
     found = qualified(found, "acc", "acc (linear)", "acc masked")
-    if unfinished := int((cells["state"] != "finished").sum()):
+    elsewhere = cells["key"].isin(texts["cell"])
+    if unfinished := int(((cells["state"] != "finished") & ~elsewhere).sum()):
         found["verdict"] = ""
         notes.append(
             f"No verdicts: {counted(unfinished, 'cell')} of {len(cells)} are not finished."

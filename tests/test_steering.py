@@ -178,14 +178,14 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
     for task in ("topic", "sentiment"):
         part = tmp_path / task
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns("tables", "figures"))
-        listing = json.loads((part / "run.json").read_text())
-        keys = [key for key in listing["grids"]["mine"] if plan[key].task.name == task]
-        listing["grids"]["mine"] = keys
-        (part / "run.json").write_text(json.dumps(listing))
+        for key, cell in plan.items():
+            if cell.task.name != task:
+                shutil.rmtree(part / "cells" / key)
         asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
                  "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
         script("analyses", *asked, *(["--beside", *tables] if tables else []))
         tables.append(part / "tables" / "steering.texts.parquet")
+    assert "No verdicts" in (tmp_path / "topic" / "tables" / "steering.equal.md").read_text()
     keys = ["task", "words", "ratio", "family", "metric", "perplexity"]
     whole, parts = (table(each, ".equal").sort_values(keys) for each in (folder, part))
     pd.testing.assert_frame_equal(whole.reset_index(drop=True), parts.reset_index(drop=True))

@@ -25,7 +25,7 @@ import xarray as xr
 from conftest import MODEL_CLASSES, generate, load, start, warm
 
 from lapa2_interp.cli import main
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import GridError, RunError
 from lapa2_interp.files import ASIDE, LOCK, aside, whole_folder, write_text
 from lapa2_interp.runs import local
 from lapa2_interp.runs import sweep as sweeping
@@ -404,6 +404,29 @@ def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_
     assert not list(run.rglob(".writing-*")), "it had the time to clean up"
     done = sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
     assert done.before == len(finished)
+    assert_equal_runs(run, undisturbed[0])
+
+
+def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
+    files, undisturbed, tmp_path, monkeypatch
+):
+    """The run notes all cells; another call makes what is left, and the bytes are those of one
+    call."""
+    from lapa2_interp.runs import launch as launching
+
+    monkeypatch.setattr(launching, "_engine", lambda *_: Replaying(undisturbed[1]))
+    run, names = tmp_path / "run", [str(file) for file in files]
+    done = launching.launch(names, run, only={"method": "prefix"}, notify=print)
+    cells = load_run(run).cells
+    assert set(cells["method"][cells["state"] == "finished"]) == {"prefix"}
+    assert (done.made, len(cells)) == ((cells["method"] == "prefix").sum(), 4)
+    for only, message in (
+        ({"methd": "prefix"}, "unknown column 'methd'.*did you mean 'method'"),
+        ({"method": "prefx"}, "unknown method 'prefx'"),
+    ):
+        with pytest.raises(GridError, match=message):
+            launching.launch(names, run, only=only)
+    assert launching.launch(names, run).before == done.made
     assert_equal_runs(run, undisturbed[0])
 
 

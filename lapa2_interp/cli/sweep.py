@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp.cli.options import AsJson
+from lapa2_interp.cli.options import AsJson, Several, columns
 from lapa2_interp.errors import RunError, counted
 from lapa2_interp.machine import Dtype
 
@@ -156,6 +156,7 @@ def sweep(
     *names: str,
     out: Path,
     changes: Changes = (),
+    only: Annotated[tuple[str, ...], Several] = (),
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
     device: str | None = None,
@@ -179,6 +180,8 @@ def sweep(
         out: The run folder.
         changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
             more.
+        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix; the
+            others stay missing. So a grid is made in parts, also on several machines.
         engine: local, or ray: workers on the machines of a Ray cluster.
         workers: By default one per GPU, or per CPU core.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
@@ -204,6 +207,7 @@ def sweep(
         names,
         out,
         parse_changes(changes),
+        only=columns(only),
         engine=engine,
         workers=workers,
         device=device,

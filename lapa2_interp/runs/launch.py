@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp.errors import GridError, RunError, counted
+from lapa2_interp.errors import GridError, RunError, counted, one_of
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.progress import shown_time, stopped_by_sigterm
 from lapa2_interp.runs.checks import check_device, check_grids
@@ -29,6 +29,7 @@ def launch(
     out: str | Path,
     changes: Mapping[str, Any] | None = None,
     *,
+    only: Mapping[str, str] | None = None,
     engine: str = "local",
     workers: int | None = None,
     device: str | None = None,
@@ -45,6 +46,8 @@ def launch(
         names: Built-in grids, or paths of .toml files.
         out: The run folder.
         changes: Values that replace a key in every block, such as {"samples": 1}.
+        only: Make only cells with these settings (`Cell.columns`), such as {"task": "topic"}; the
+            grids' other cells stay missing until another call.
         engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
         workers, device, dtype, threads, address, gpus_per_worker, pack: As the options of `lapa2
             sweep`.
@@ -71,6 +74,14 @@ def launch(
         tell_if_slow(used, device)
     runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
+    for column, value in (only or {}).items():
+        columns = {key: cell.columns for key, cell in cells.items()}
+        if column not in (known := next(iter(columns.values()))):
+            raise GridError(one_of("column", column, known))
+        values = {key: str(each[column]) for key, each in columns.items()}
+        if value not in values.values():
+            raise GridError(one_of(column, value, dict.fromkeys(values.values())))
+        cells = {key: cell for key, cell in cells.items() if values[key] == value}
     there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
     if left:
@@ -83,7 +94,7 @@ def launch(
         )
     try:
         with stopped_by_sigterm():
-            return sweep(out, grids, runner, notify)
+            return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
         done = len(finished_of(out, cells))
         notify(f"\n{done} of {counted(len(cells), 'cell')} finished")

@@ -197,12 +197,17 @@ class Swept:
 
 
 def sweep(
-    folder: Path, grids: Sequence[Grid], engine: Engine, notify: Callable[[str], None] = print
+    folder: Path,
+    grids: Sequence[Grid],
+    engine: Engine,
+    notify: Callable[[str], None] = print,
+    wanted: Sequence[str] | None = None,
 ) -> Swept:
-    """Finish every cell of the grids in a run folder.
+    """Finish cells of the grids in a run folder.
 
     Args:
         notify: Told about cells that fail.
+        wanted: Keys of the cells to finish; by default of all. The run notes all as planned.
 
     Raises:
         RunError: The folder holds something else, or cannot be written (a full disk); what is
@@ -225,8 +230,8 @@ def sweep(
         with _writing(folder):
             run = add_grids(folder, grids)
             _tidy(run)
-        wanted = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
-        return _Sweep(run, wanted, engine, notify).all()
+        every = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
+        return _Sweep(run, every if wanted is None else wanted, engine, notify).all()
 
 
 def _ours(path: Path) -> bool:
