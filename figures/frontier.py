@@ -1,5 +1,6 @@
 """Figure frontier: accuracy against perplexity, prefix attention against step, of all recipes."""
 
+import numpy as np
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 
@@ -53,6 +54,10 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
                 line["step"], line["mean"], color=colour, marker=marker, ms=3, lw=1, markevery=8
             )
         above.set_xscale("log")
+        ticks = np.unique(np.round(np.geomspace(*above.get_xlim(), 6)[1:-1]))
+        above.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        above.minorticks_off()
+        below.set_yscale("log")
         above.set_title(task, fontsize=9)
         plain_axes(above, METRIC_LABELS["ppl"], METRIC_LABELS["acc"])
         plain_axes(below, "step", "attention on the prefix")

@@ -16,6 +16,7 @@ SOURCES = {
         "figures/circuits/*/report.html",
     ),
     "Why does control fade?": ("figures/fading/*/*.csv",),
+    "Ways to steer attention, at their defaults": ("figures/frontier/frontier.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
