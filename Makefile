@@ -27,7 +27,7 @@ test: $(VENV)/.installed
 # What happens to commands that are killed, stopped, starved of disk or given damaged files; a table of figures at the end.
 drills: $(VENV)/.installed
 	mkdir -p results
-	$(VENV)/bin/python -m pytest -m drill -n 2 --dist load --junitxml results/drills.xml tests/test_drills.py; \
+	$(VENV)/bin/python -m pytest -m drill -n 2 --dist load --junitxml results/drills.xml tests/test_drills*.py; \
 		failed=$$?; $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
 
 drills-full: export DRILLS := full

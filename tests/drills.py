@@ -1,11 +1,87 @@
-"""The figures of the drills as a table: `python tests/drills.py results/drills.xml`.
+"""What the drills share, and their figures as a table: `python tests/drills.py results/drills.xml`.
 
-The file is what `pytest --junitxml` wrote of tests/test_drills.py; a property is a column.
+The file is what `pytest --junitxml` wrote of tests/test_drills*.py; a property is a column.
 """
 
+import json
+import os
+import shlex
+import signal
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
+
+from conftest import start, warm
+
+from lapa2_interp.cli import main
+from lapa2_interp.files import ASIDE
+
+FULL = os.environ.get("DRILLS") == "full"
+GRID = """
+model = "tiny-gpt2"
+task = "sentiment"
+prompts = 3
+samples = 4
+length = 40
+max_rows = 4
+method = ["prefix", "air-decoding"]
+augmentation = ["none", "paper"]
+"""
+SWEEP = "sweep {home}/grid.toml --device cpu --workers 1 --out {out}"
+OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit"}
+"""Keys of JSON files that differ between two runs of one thing."""
+
+
+def act(line, log):
+    """A command, in this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with log.open("a") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    raise SystemExit(main(shlex.split(line)))
+
+
+def without_day(value):
+    if isinstance(value, dict):
+        return {name: without_day(each) for name, each in value.items() if name not in OF_THE_DAY}
+    return [without_day(each) for each in value] if isinstance(value, list) else value
+
+
+def contents(place):
+    """What a command wrote: bytes by name, JSON without what is of the day."""
+    files = (
+        [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file())
+    )
+    found = {}
+    for file in files:
+        if file.name == ".lock":
+            continue
+        data = file.read_bytes()
+        if file.suffix == ".json":
+            data = json.dumps(without_day(json.loads(data)), sort_keys=True).encode()
+        found[str(file.relative_to(place.parent)).partition("/")[2]] = data
+    return found
+
+
+def left_over(folder):
+    return [
+        str(each.relative_to(folder)) for each in folder.rglob("*") if each.name.startswith(ASIDE)
+    ]
+
+
+def furnish(folder):
+    """Put a grid, a run of it, and a corpus into a folder."""
+    (folder / "grid.toml").write_text(GRID)
+    rows = [
+        {"text": f"{word} the film number {i} and its end", "label": label}
+        for i in range(12)
+        for label, word in (("positive", "I loved"), ("negative", "I hated"))
+    ]
+    (folder / "reviews.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    warm()
+    process = start(act, SWEEP.format(home=folder, out=folder / "run"), folder / "log")
+    process.join()
+    assert process.exitcode == 0, (folder / "log").read_text()
 
 
 def rows(file):

@@ -4,7 +4,6 @@ DRILLS=full is the long form. What a drill counted is in its properties (`--juni
 `python tests/drills.py FILE` prints them as a table.
 """
 
-import json
 import os
 import random
 import shlex
@@ -13,29 +12,17 @@ import signal
 import time
 
 import pytest
-from conftest import start, warm
+from conftest import start
+from drills import FULL, SWEEP, act, contents, furnish, left_over
 
 from lapa2_interp.cli import main
-from lapa2_interp.files import ASIDE
 
 pytestmark = [pytest.mark.drill, pytest.mark.alone]
-FULL = os.environ.get("DRILLS") == "full"
 KILLS, STOPS = (20, 6) if FULL else (3, 2)
 SOON = 5.0
 """Seconds in which a command that is stopped must end."""
-GRID = """
-model = "tiny-gpt2"
-task = "sentiment"
-prompts = 3
-samples = 4
-length = 40
-max_rows = 4
-method = ["prefix", "air-decoding"]
-augmentation = ["none", "paper"]
-"""
-OF_A_RUN = ("score", "view", "report")
 COMMANDS = {
-    "sweep": "sweep {home}/grid.toml --device cpu --workers 1 --out {out}",
+    "sweep": SWEEP,
     "sweep, two workers": "sweep {home}/grid.toml --device cpu --workers 2 --out {out}",
     "generate": "generate --model tiny-gpt2 --attribute positive --length 60 --samples 20 --device cpu --out {out}",
     "score": "score {run} --scorers linear accuracy distinct perplexity=tiny-gpt2 --cache {out}-cache --device cpu --out {out}",
@@ -48,39 +35,6 @@ COMMANDS = {
     "view": "view {run} --only method=prefix --out {out}.html",
     "report": "report {run} --out {out}.html",
 }
-OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit"}
-"""Keys of JSON files that differ between two runs of one thing."""
-
-
-def act(line, log):
-    """A command, in this process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with log.open("a") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    raise SystemExit(main(shlex.split(line)))
-
-
-def without_day(value):
-    if isinstance(value, dict):
-        return {name: without_day(each) for name, each in value.items() if name not in OF_THE_DAY}
-    return [without_day(each) for each in value] if isinstance(value, list) else value
-
-
-def contents(place):
-    """What a command wrote: bytes by name, JSON without what is of the day."""
-    files = (
-        [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file())
-    )
-    found = {}
-    for file in files:
-        if file.name == ".lock":
-            continue
-        data = file.read_bytes()
-        if file.suffix == ".json":
-            data = json.dumps(without_day(json.loads(data)), sort_keys=True).encode()
-        found[str(file.relative_to(place.parent)).partition("/")[2]] = data
-    return found
 
 
 def place_of(command, folder):
@@ -89,27 +43,10 @@ def place_of(command, folder):
     return folder / f"out{ending}"
 
 
-def left_over(folder):
-    return [
-        str(each.relative_to(folder)) for each in folder.rglob("*") if each.name.startswith(ASIDE)
-    ]
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A grid, a run of it, and a corpus."""
     folder = tmp_path_factory.mktemp("home")
-    (folder / "grid.toml").write_text(GRID)
-    rows = [
-        {"text": f"{word} the film number {i} and its end", "label": label}
-        for i in range(12)
-        for label, word in (("positive", "I loved"), ("negative", "I hated"))
-    ]
-    (folder / "reviews.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    warm()
-    process = start(act, COMMANDS["sweep"].format(home=folder, out=folder / "run"), folder / "log")
-    process.join()
-    assert process.exitcode == 0, (folder / "log").read_text()
+    furnish(folder)
     return folder
 
 
