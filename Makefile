@@ -137,7 +137,7 @@ fading: steering-prompts
 	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --by slope \
 		--heads 24 --positions auto --tokens 24 --out results/fading/$(each).json && \
 		$(VENV)/bin/lapa2 fading smollm2-135m --task $(each) --prompts results/fading/prompts.txt \
-		--selection results/fading/$(each).json --random 5 --out results/fading/$(each) && \
+		--selection results/fading/$(each).json --random 5 --file results/fading/$(each).lines --out results/fading/$(each) && \
 		mkdir -p figures/fading/$(each) && cp results/fading/$(each)/* figures/fading/$(each)/ &&) true
 
 # The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no

@@ -1,9 +1,11 @@
 """Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
 readings that must change nothing."""
 
+import importlib
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -66,6 +68,30 @@ def test_dilution_is_hold_where_scores_are_constant(planted_fading):
             planted_fading.changed[filler, "carrier", bias] for bias in ("dilution", "hold")
         )
         assert np.abs(one - other).max() < 1e-4
+
+
+def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
+    module = importlib.import_module("lapa2_interp.circuits.fading")  # the package has the function
+    file, read = tmp_path / "kept", []
+
+    def once(model, cases, *rest):
+        read.append(len(cases))
+        return made(model, cases, *rest)
+
+    made = module._read
+    monkeypatch.setattr(module, "_read", once)
+    first = found_of(filler=(8,), at_once=4, file=file)
+    lines = file.read_text().splitlines()
+    assert len(lines) == 1 + len(read) > 3
+    file.write_text(
+        "\n".join([*lines[:2], lines[3][: len(lines[3]) // 2]])
+    )  # stopped while it wrote
+    read.clear()
+    second = found_of(filler=(8,), at_once=4, file=file)
+    assert len(read) == len(lines) - 2
+    pd.testing.assert_frame_equal(first.frame(), second.frame())
+    with pytest.raises(CircuitError, match="answers to another question"):
+        found_of(filler=(8, 32), at_once=4, file=file)
 
 
 def test_verdicts_of_the_planted_models(planted_fading):

@@ -27,7 +27,9 @@ control, and must restore about nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +44,7 @@ from lapa2_interp.attention.hooked import on_scores
 from lapa2_interp.augmentation import CAP, Augmentation
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, front_of
-from lapa2_interp.circuits.knockout import units_everything, units_of
+from lapa2_interp.circuits.knockout import Kept, units_everything, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.question import FEW, About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
@@ -210,6 +212,7 @@ def fading(
     alpha: float = 0.5,
     metric: str | Metric | Mapping[str, Metric] | None = None,
     seed: int = 1,
+    file: str | Path | None = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
     **settings: Any,
@@ -230,13 +233,15 @@ def fading(
         metric: By which control is measured; by default lex where there are words, because shares
             of it add up, and else js.
         seed: Of the texts and the random heads.
+        file: Where finished texts' numbers are kept, a line for each group that is read together:
+            the same question goes on from there.
         at_once: Texts read together; changes nothing but memory and time.
         progress: A bar to advance by steps read.
         settings: For a task, as `make_cases`.
 
     Raises:
-        CircuitError: No filler, texts that are too short, heads the model does not have, or as
-            `control`.
+        CircuitError: No filler, texts that are too short, heads the model does not have, a file of
+            another question, or as `control`.
     """
     lengths = sorted(set(filler) - {NEAR})
     if not lengths or lengths[0] < NEAR or tokens < 1:
@@ -263,45 +268,82 @@ def fading(
     if metric is None:
         metric = "lex" if question.words else "js"
     name, measure = next(iter(metrics_by_name(metric).items()))
+    store = Kept(
+        file,
+        question.key(
+            model, fading=lengths, tokens=tokens, sets=sets, alpha=alpha, metric=name, seed=seed
+        ),
+    )
     n = len(question.cases)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
     changed: dict[tuple[int, str, Bias], np.ndarray] = {
         (length, each, bias): np.zeros(n) for length in lengths for each in sets for bias in BIASES
     }
-    total = n * tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
     small = [_scored(case, NEAR, tokens) for case in question.cases]
-    most = at_once or rows_at_once(model, small)
-    with torch.no_grad(), packed_model(model), given_bar(progress, total, "fading", "step") as bar:
-        for group in batches(question.cases, most):
-            cases = [question.cases[i] for i in group]
-
-            text = torch.tensor([case.text[-tokens:] for case in cases], device=model.cfg.device)
-
-            def value(
-                logits: Float[Tensor, "branch item step vocab"], text: Tensor = text
-            ) -> Float[np.ndarray, " item"]:
-                found = measure(Predictions(logits, text, None, question.words))
-                bar.update(text.numel())
-                return found.double().mean(1).cpu().numpy()
-
-            close = _Reading(model, [_scored(case, NEAR, tokens) for case in cases], tokens)
-            near[group] = value(close.logits())
-            mass_near = close.log_odds
+    groups = {
+        ",".join(map(str, group)): group
+        for group in batches(question.cases, at_once or rows_at_once(model, small))
+    }
+    steps = tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
+    total = steps * sum(len(group) for key, group in groups.items() if key not in store)
+    with (
+        closing(store),
+        torch.no_grad(),
+        packed_model(model),
+        given_bar(progress, total, "fading", "step") as bar,
+    ):
+        for key, group in groups.items():
+            if key not in store:
+                cases = [question.cases[i] for i in group]
+                store.add(
+                    key, _read(model, cases, question, lengths, tokens, sets, alpha, measure, bar)
+                )
+            found = store[key]
+            near[group] = found["near"]
             for length in lengths:
-                away = _Reading(model, [_scored(case, length, tokens) for case in cases], tokens)
-                far[length][group] = value(away.logits())
-                mass_far = away.log_odds
-                for each, pairs in sets.items():
-                    chosen = _mask(model, pairs)
-                    ways: dict[Bias, tuple[_Rule, _Reading]] = {
-                        "dilution": (_dilution(length - NEAR), away),
-                        "hold": (_held(mass_near), away),
-                        "lapa2": (_lapa2(alpha), away),
-                        "removed": (_held(mass_far), close),
-                    }
-                    for bias, (rule, reading) in ways.items():
-                        changed[length, each, bias][group] = value(reading.logits(rule, chosen))
+                far[length][group] = found[f"{length}"]
+                for each in sets:
+                    for bias in BIASES:
+                        changed[length, each, bias][group] = found[f"{length}, {bias}, {each}"]
     return Fading(question, tokens, name, alpha, sets, near, far, changed)
+
+
+def _read(
+    model: Model,
+    cases: Sequence[Case],
+    question: Question,
+    lengths: Sequence[int],
+    tokens: int,
+    sets: Mapping[str, Heads],
+    alpha: float,
+    measure: Metric,
+    bar: tqdm,
+) -> dict[str, Float[np.ndarray, " case"]]:
+    """The control of some cases by what was done: "near", "64" (far), "64, hold, all heads"."""
+    text = torch.tensor([case.text[-tokens:] for case in cases], device=model.cfg.device)
+
+    def value(logits: Float[Tensor, "branch case step vocab"]) -> Float[np.ndarray, " case"]:
+        found = measure(Predictions(logits, text, None, question.words))
+        bar.update(text.numel())
+        return found.double().mean(1).cpu().numpy()
+
+    close = _Reading(model, [_scored(case, NEAR, tokens) for case in cases], tokens)
+    found = {"near": value(close.logits())}
+    mass_near = close.log_odds
+    for length in lengths:
+        away = _Reading(model, [_scored(case, length, tokens) for case in cases], tokens)
+        found[f"{length}"] = value(away.logits())
+        ways: dict[Bias, tuple[_Rule, _Reading]] = {
+            "dilution": (_dilution(length - NEAR), away),
+            "hold": (_held(mass_near), away),
+            "lapa2": (_lapa2(alpha), away),
+            "removed": (_held(away.log_odds), close),
+        }
+        for each, pairs in sets.items():
+            chosen = _mask(model, pairs)
+            for bias, (rule, reading) in ways.items():
+                found[f"{length}, {bias}, {each}"] = value(reading.logits(rule, chosen))
+    return found
 
 
 def _are_cases(about: Any) -> bool:

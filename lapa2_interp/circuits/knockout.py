@@ -347,7 +347,7 @@ def knock_out(
     if not wanted:
         raise CircuitError("there is no unit to knock out; give at least one")
     edits = [_edits(unit, how, phase) for unit in wanted]
-    store = _Store(
+    store = Kept(
         file,
         question.key(
             model, how=how, phase=phase, metrics=list(chosen), augmentation=str(augmentation)
@@ -428,8 +428,13 @@ def _edits(unit: Unit, how: str, phase: Phase) -> list[Edit]:
     return [replace(edit, branches="target"), replace(edit, branches="others")]
 
 
-class _Store:
-    """Finished units, in memory and, if there is a file, on disk: a line each."""
+class Kept:
+    """Finished parts of a question, such as units, in memory and, if there is a file, on disk: a
+    line each.
+
+    Raises:
+        CircuitError: The file is of another question.
+    """
 
     def __init__(self, file: str | Path | None, key: str) -> None:
         self.done: dict[str, dict[str, np.ndarray]] = {}
@@ -441,7 +446,7 @@ class _Store:
         lines = path.read_text("utf-8").splitlines() if path.is_file() else []
         if lines and json.loads(lines[0]) != {"question": key}:
             raise CircuitError(
-                f"{path} holds knock-outs of another question; give another file, or remove it"
+                f"{path} holds answers to another question; give another file, or remove it"
             )
         whole = []
         for line in lines[1:]:

@@ -189,6 +189,7 @@ def fading(
     metric: str | None = None,
     samples: int = 1,
     seed: int = 1,
+    file: Path | None = None,
     dtype: Dtype = "float32",
     device: str | None = None,
     model_class: Literal["TransformerBridge", "TransformersModel"] = "TransformerBridge",
@@ -197,7 +198,8 @@ def fading(
     """Ask why control fades: does it come back when the attention on the prefix does?
 
     The same tokens are scored near the prompt and behind more text. Then every head gets the
-    attention on the prefix that it had near, and the other way round. For example
+    attention on the prefix that it had near, and the other way round. A real model takes an hour or more: --file keeps what is finished. For
+    example
 
         lapa2 fading planted --filler 8 64 200 --out results/planted-fading
         lapa2 fading smollm2-135m --selection selection.json --random 5 --out results/fading
@@ -218,6 +220,7 @@ def fading(
         metric: js, lex, llr or kl; by default lex where the task has words.
         samples: Texts of each prompt.
         seed: Of the texts and random heads.
+        file: Where the numbers of finished texts are kept: the same command goes on from there.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         model_class: TransformersModel works without hooks.
@@ -246,6 +249,7 @@ def fading(
             alpha=alpha,
             metric=metric,
             seed=seed,
+            file=file,
             attribute=attribute,
             prompts=_prompts(prompt, prompts),
             samples=samples,
