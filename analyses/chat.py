@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp.decoding.chat import continue_chat
+from lapa2_interp.decoding.chat import continue_chats
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.recipes import read_recipes
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -78,12 +78,9 @@ print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]).replace("Ġ", " "))
 # %%
 arms = {"baseline": (), options.augmentation: read_recipes(options.augmentation)}
 made = {
-    arm: [
-        continue_chat(
-            model, layout, rules, length=options.length, samples=options.samples, eos="block"
-        )
-        for layout in layouts
-    ]
+    arm: continue_chats(
+        model, layouts, rules, length=options.length, samples=options.samples, eos="block"
+    )
     for arm, rules in arms.items()
 }
 for arm, found in made.items():

@@ -11,7 +11,7 @@ from oracle import oracle_bias
 
 from lapa2_interp import Augmentation
 from lapa2_interp.cli import main
-from lapa2_interp.decoding.chat import continue_chat
+from lapa2_interp.decoding.chat import continue_chats
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, explain, left_pad, text_markers
 from lapa2_interp.models import load_tokenizer
@@ -446,18 +446,36 @@ def test_a_chat_is_explained_and_traced_whole():
     facts = explain(found, rule, 3)
     assert sum(key["boosted"] for key in facts["tokens"]) == found.l_pre
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
-    made = continue_chat(model, found, rule, length=5, samples=3, trace="full")
+    (made,) = continue_chats(model, [found], rule, length=5, samples=3, trace="full")
     sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))
     for i, tokens in enumerate(made.tokens):
         assert np.abs(sums[0, i, : len(tokens)] - 1).max() < 1e-5
-    alone = continue_chat(model, found, rule, length=5)
+    (alone,) = continue_chats(model, [found], rule, length=5)
     assert alone.tokens[0] == made.tokens[0]
-    steady = continue_chat(model, found, recipe("set-point", tau=0.4), length=8, eos="block")
+    (steady,) = continue_chats(model, [found], recipe("set-point", tau=0.4), length=8, eos="block")
     assert np.abs(steady.trace["prefix"].values - 0.4).min() < 1e-6
     assert (steady.trace["prefix"].values > 0.4 - 1e-6).all()
     for wrong in ({"length": 0}, {"samples": 0}, {"length": 9999}):
         with pytest.raises(LayoutError, match="at least 1|exceed the context"):
-            continue_chat(model, found, **wrong)
+            continue_chats(model, [found], **wrong)
+
+
+def test_chats_are_continued_together_as_alone():
+    model = load("tiny-llama", "float64")
+    tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
+    other = [{"role": "system", "content": "Be brief."}, *CHAT[1:2]]
+    layouts = [Layout.of_chat(tokenizer, CHAT, span="system"), Layout.of_chat(tokenizer, other)]
+    assert layouts[0].l_pre != layouts[1].l_pre
+    rule = Augmentation(alpha=0.5)
+    together = continue_chats(model, layouts, rule, length=6, samples=2, eos="block")
+    for layout, made in zip(layouts, together, strict=True):
+        (alone,) = continue_chats(model, [layout], rule, length=6, samples=2, eos="block")
+        assert (made.tokens, made.texts) == (alone.tokens, alone.texts)
+        assert made.trace.sizes == alone.trace.sizes
+        for name, values in made.trace.items():
+            np.testing.assert_allclose(values, alone.trace[name], atol=1e-6)
+    with pytest.raises(LayoutError, match="no chat to continue"):
+        continue_chats(model, [])
 
 
 def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):

@@ -59,7 +59,7 @@ def chat(
         raise LayoutError(f"cannot read {messages} as JSON: {error}") from None
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
-    from lapa2_interp.decoding.chat import continue_chat
+    from lapa2_interp.decoding.chat import continue_chats
     from lapa2_interp.layout import Layout
     from lapa2_interp.machine import resolve_dtype, tell_if_slow
     from lapa2_interp.models import load_model, load_tokenizer
@@ -75,8 +75,8 @@ def chat(
         model_class=model_class,
         trust_remote_code=trust_remote_code,
     )
-    made = continue_chat(
-        loaded, found, rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
+    (made,) = continue_chats(
+        loaded, [found], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
     )
     attention = made.trace["prefix"][0].mean("sample").to_numpy()  # NaN once a sample has ended
     if as_json:

@@ -1,4 +1,4 @@
-"""A chat continued, its span steered: `Layout.of_chat` says which tokens are the span.
+"""Chats continued, their spans steered: `Layout.of_chat` says which tokens are the span.
 
 A chat has no task, attribute or method, so it is no cell: what is made here is returned, and not
 stored in a run. Draws, augmentations and traces are those of the decode loop.
@@ -19,7 +19,7 @@ from lapa2_interp.augmentation import Rules, several
 from lapa2_interp.cell import TOP_K
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import Layout
+from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, model_card, packed_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTexts:
-    """What a chat was continued with.
+    """What one chat was continued with.
 
     Attributes:
         tokens: By sample, the drawn tokens, an end token included.
@@ -45,9 +45,9 @@ class ChatTexts:
 
 
 @torch.no_grad()
-def continue_chat(
+def continue_chats(
     model: Model,
-    layout: Layout,
+    layouts: Sequence[Layout],
     augmentation: Rules = None,
     *,
     length: int = 64,
@@ -56,50 +56,64 @@ def continue_chat(
     top_k: int = TOP_K,
     eos: Literal["keep", "stop", "block"] = "stop",
     trace: Literal["pooled", "full"] = "pooled",
-) -> ChatTexts:
-    """Sample the next turn of a chat, with its span steered, and record where the attention goes.
+) -> list[ChatTexts]:
+    """Sample the next turns of chats, with their spans steered, and record where the attention
+    goes. All are read as one batch.
 
     Args:
-        layout: From `Layout.of_chat`; any other works, too.
-        augmentation: What acts on the span: one, several, or none.
+        layouts: From `Layout.of_chat`, one per chat; any others work, too.
+        augmentation: What acts on the spans: one, several, or none.
         length: Tokens of each sample, >= 1.
-        samples: How many, read as one batch. Sample i is the same whatever their number.
+        samples: How many of each chat. Sample i is the same whatever their number.
         top_k: Tokens of largest probability that are kept; 1 is greedy. Temperature is 1.
         eos: What an end token does: it ends the text, is kept as any other, or is never drawn.
         trace: Means over layers and heads, or every head.
 
+    Returns:
+        What was made of each chat.
+
     Raises:
-        LayoutError: The chat and its continuation exceed the model's context; or length, samples or
-            top_k are below 1.
+        LayoutError: No chat; a chat and its continuation exceed the model's context; or length,
+            samples or top_k are below 1.
         AugmentationError: Layers or heads the model does not have.
     """
     if min(length, samples, top_k) < 1:
         raise LayoutError(
             f"length, samples and top_k must be at least 1, found {length}, {samples} and {top_k}"
         )
-    if len(layout) + length > model.cfg.n_ctx:
+    if not layouts:
+        raise LayoutError("no chat to continue; give at least one layout")
+    longest = max(map(len, layouts))
+    if longest + length > model.cfg.n_ctx:
         raise LayoutError(
-            f"a chat of {len(layout)} tokens and {length} new ones exceed the context of"
+            f"a chat of {longest} tokens and {length} new ones exceed the context of"
             f" {model.cfg.n_ctx} of {model_card(model).name}; shorten the chat or the length"
         )
     rules = several(augmentation)
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)
     rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))
-    text = " ".join(map(str, layout.ids))
+    padded = left_pad(layouts)
+    of_rows = [layout for layout in padded for _ in range(samples)]
     uniform = torch.from_numpy(
-        np.stack([uniforms(seed, text, sample, length) for sample in range(samples)])
-    )  # sample step
-    expansion = torch.zeros(samples, dtype=torch.long)
-    recorder.begin([layout], expansion)
+        np.stack(
+            [
+                uniforms(seed, " ".join(map(str, layout.ids)), sample, length)
+                for layout in layouts
+                for sample in range(samples)
+            ]
+        )
+    )  # row step; row = chat x sample
+    expansion = torch.arange(len(padded)).repeat_interleave(samples)
+    recorder.begin(padded, expansion)
     drawn: list[torch.Tensor] = []
-    with packed_model(model), progress_bar(length * samples, "chat") as bar:
-        with augmented(model, [rules], layout, recorder):
-            logits = rows.prompt_pass([layout])[expansion, -1]  # sample vocab
-        rows.expand(expansion.to(logits.device), capacity=len(layout) + length - 1)
-        recorder.begin([layout] * samples)
-        running = torch.ones(samples, dtype=torch.bool)
-        with augmented(model, [rules] * samples, [layout] * samples, recorder):
+    with packed_model(model), progress_bar(length * len(of_rows), "chat") as bar:
+        with augmented(model, [rules] * len(padded), padded, recorder):
+            logits = rows.prompt_pass(padded)[expansion, -1]  # row vocab
+        rows.expand(expansion.to(logits.device), capacity=len(padded[0]) + length - 1)
+        recorder.begin(of_rows)
+        running = torch.ones(len(of_rows), dtype=torch.bool)
+        with augmented(model, [rules] * len(of_rows), of_rows, recorder):
             for step in range(length):
                 weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
                 if eos == "block":
@@ -113,11 +127,24 @@ def continue_chat(
                     break
                 logits = rows.read(tokens[:, None])[:, -1]
     kept = [_up_to_end(row, ends.tolist(), eos) for row in torch.stack(drawn, 1).tolist()]
-    return ChatTexts(
-        tuple(map(tuple, kept)),
-        tuple(model.tokenizer.decode(row, skip_special_tokens=True) for row in kept),
-        recorder.dataset([layout] * samples, ("chat",), [len(row) for row in kept]),
-    )
+    whole = recorder.dataset(of_rows, ("chat",), [len(row) for row in kept])
+    found = []
+    for number, layout in enumerate(layouts):
+        mine = slice(number * samples, (number + 1) * samples)
+        own = kept[mine]
+        its = {
+            "sample": mine,
+            "step": slice(max(map(len, own))),
+            "prefix_token": slice(layout.l_pre),
+        }
+        found.append(
+            ChatTexts(
+                tuple(map(tuple, own)),
+                tuple(model.tokenizer.decode(row, skip_special_tokens=True) for row in own),
+                whole.isel(its).assign_coords(sample=range(samples)),
+            )
+        )
+    return found
 
 
 def _up_to_end(tokens: list[int], ends: Sequence[int], eos: str) -> list[int]:
