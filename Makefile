@@ -1,11 +1,11 @@
-# make demo | reproduce | gallery | circuits | fading | test | drills | drills-full | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
+# make demo | reproduce | gallery | circuits | fading | test | drills | drills-full | soak | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
 # steering-prompts
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery circuits fading test drills drills-full test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
+.PHONY: demo reproduce gallery circuits fading test drills drills-full soak test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -32,6 +32,13 @@ drills: $(VENV)/.installed
 
 drills-full: export DRILLS := full
 drills-full: drills
+
+# An hour of sweeps, scores and views in one process: memory, open files and threads at the end beside those at its beginning.
+soak: export SOAK := 3600
+soak: $(VENV)/.installed
+	mkdir -p results
+	$(VENV)/bin/python -m pytest -m drill --junitxml results/soak.xml tests/test_drills_soak.py; \
+		failed=$$?; $(VENV)/bin/python tests/drills.py results/soak.xml; exit $$failed
 
 # As on a processor without units for bfloat16 and AVX-512.
 test-portable: export ONEDNN_MAX_CPU_ISA := AVX2
