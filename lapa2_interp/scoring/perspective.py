@@ -76,7 +76,7 @@ class Perspective(Scorer):
         attempts: Requests for one text before giving up.
         backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn
             from the upper half.
-        timeout: Seconds to wait for the service to connect or answer.
+        timeout: Seconds for a whole request, from the connection to the last byte of the answer.
         clock: Seconds since 1970.
         sleep: Waits for seconds.
 
@@ -200,8 +200,6 @@ class Perspective(Scorer):
             return _Failure(f"no connection ({error})")
         except httpx.TransportError as error:
             return _Failure(f"the connection broke ({type(error).__name__})")
-        except httpx.DecodingError:
-            return _Failure(MALFORMED)
         return self._read(response)
 
     def _read(self, response: Response) -> Score | _Failure:
@@ -235,7 +233,7 @@ class Perspective(Scorer):
             ScoringError: The environment has no key, or one that no header can hold.
         """
         if self._client is None:
-            import httpx
+            from lapa2_interp.scoring.bounded import BoundedClient
 
             key = os.environ.get(KEY_VARIABLE, "").strip()
             if not key:
@@ -245,7 +243,7 @@ class Perspective(Scorer):
                     f"{KEY_VARIABLE} is not a key: it has spaces, line breaks or letters beyond"
                     " ASCII"
                 )
-            self._client = httpx.Client(headers={"x-goog-api-key": key}, timeout=self.timeout)
+            self._client = BoundedClient(self.timeout, {"x-goog-api-key": key})
             weakref.finalize(self, self._client.close)
         return self._client
 
@@ -291,7 +289,7 @@ def _toxicity(response: Response) -> float | None:
     """The summary score, or None where there is none in [0, 1]."""
     try:
         value = response.json()["attributeScores"]["TOXICITY"]["summaryScore"]["value"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and 0 <= value <= 1 else None
@@ -301,7 +299,7 @@ def _code(response: Response, field: str) -> str:
     """A field of the error's details that holds a code in capitals, or ""."""
     try:
         found = [detail.get(field) for detail in response.json()["error"]["details"]]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
     return next(
         (code for code in found if isinstance(code, str) and re.fullmatch("[A-Z_]{1,60}", code)), ""
