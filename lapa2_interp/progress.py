@@ -137,3 +137,32 @@ def stopped_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def interrupts_held(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C and SIGTERM set an event, and count when the block ends; a second one counts at once.
+
+    Args:
+        stop: What the block looks at, to end soon.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, _: object) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+        stop.set()
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, hold) or signal.SIG_DFL for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        if held:
+            signal.raise_signal(held[0])

@@ -21,13 +21,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import urlsplit
 
 from lapa2_interp.errors import ScoringError
+from lapa2_interp.progress import interrupts_held
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ class Judge(Scorer):
             return
         client = self._connect()
         stop = threading.Event()
-        failure: BaseException | None = None
+        failure: ScoringError | None = None
 
         def rate(item: Item) -> Score | None:
             try:
@@ -292,28 +293,22 @@ class Judge(Scorer):
                 stop.set()
                 raise
 
-        with ThreadPoolExecutor(self.batch_size) as pool:
+        # After Ctrl-C, the answers under way are still kept: they are paid for.
+        with interrupts_held(stop), ThreadPoolExecutor(self.batch_size) as pool:
             try:
-                left = {
+                places = {
                     pool.submit(rate, item): place
                     for place, item in enumerate(items)
                     if place not in lacking
                 }
-                while left:
+                for each in as_completed(places):
                     try:
-                        done = wait(left, return_when=FIRST_COMPLETED).done
-                    except (KeyboardInterrupt, SystemExit) as interrupt:
-                        if isinstance(failure, KeyboardInterrupt | SystemExit):
-                            raise
-                        failure, done = interrupt, set()  # answers under way are paid for
-                        stop.set()
-                    for each in done:
-                        place = left.pop(each)
-                        try:
-                            if (score := each.result()) is not None:
-                                yield {place: score}
-                        except ScoringError as error:
-                            failure = failure or error
+                        score = each.result()
+                    except ScoringError as error:
+                        failure = failure or error
+                    else:
+                        if score is not None:
+                            yield {places[each]: score}
             finally:
                 stop.set()  # nobody waits for the pauses of requests that failed
         if failure is not None:
