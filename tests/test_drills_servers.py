@@ -340,7 +340,7 @@ def test_a_stopped_judge_keeps_every_answer_and_hides_the_key(
     texts = [f"{'text ' * (number % 7)}{number}" for number in range(60)]
     environment = {"OPENAI_API_KEY": KEY, "NO_PROXY": "*", "no_proxy": "*"}
     rng = random.Random(str(kind))
-    for number in range(8 if FULL else 2):
+    for number in range(8 if FULL else 1):
         folder = tmp_path / str(number)
         folder.mkdir()
         write_texts(folder, texts)
