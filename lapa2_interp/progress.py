@@ -15,6 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lapa2_interp.terminal import drawing, one_line
+
 SHOWN_AFTER = 2.0
 """Seconds."""
 LINE_EVERY = 15.0
@@ -31,14 +33,16 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
         initial: Units done before.
     """
     form: dict[str, Any] = {
-        "desc": label,
+        "desc": one_line(label),
         "total": total,
         "unit": unit,
         "initial": initial,
         "delay": SHOWN_AFTER,
     }
     if sys.stderr.isatty():
-        return tqdm(**form, mininterval=0.2, smoothing=0.1, dynamic_ncols=True)
+        return tqdm(
+            **form, file=drawing(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
+        )
     return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
 
 
