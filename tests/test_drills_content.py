@@ -4,6 +4,7 @@ They are shown and do nothing: not in a terminal, not in a page, not in a spread
 back equals what was written.
 """
 
+import csv
 import io
 import json
 import pickle
@@ -25,6 +26,7 @@ NUL = "before\0after"
 LATEX = r"\input{/etc/passwd} $x_1$ \write18{ls} 100% {"
 MARKDOWN = "| a | b |\n|---|---|\n# head\n[x](javascript:alert(1)) ```"
 LONG = "long " * 200_000
+"""A line of 1 MB."""
 SURROGATE = "half \ud83d of a pair"
 TEXTS = (HTML, ESCAPES, FORMULA, TURNED, NUL, LATEX, MARKDOWN, LONG)
 """What a Parquet or CSV file can hold; half a surrogate pair comes in JSON alone."""
@@ -42,8 +44,7 @@ texts = [{", ".join(map(json.dumps, (ESCAPES, HTML + TURNED, FORMULA, LATEX)))}]
 GRID = """
 model = "tiny-gpt2"
 task = {task}
-method = "prefix"
-parameters = {{ prefixes = "hard" }}
+method = {{ name = "prefix", prefixes = "hard" }}
 samples = 2
 length = 140
 augmentation = ["none", "paper"]
@@ -142,7 +143,7 @@ def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_pat
     if ending == ".jsonl":
         file.write_text("\n".join(map(json.dumps, rows)))
     elif ending == ".csv":
-        pd.DataFrame(rows).to_csv(file, index=False)
+        pd.DataFrame(rows).to_csv(file, index=False, quoting=csv.QUOTE_ALL)
     else:
         pd.DataFrame(rows).to_parquet(file)
     scorers = [
@@ -153,9 +154,11 @@ def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_pat
         "--cache",
         tmp_path / "cache",
     ]
-    on_terminal("score", file, *scorers, "--task", "detox", "--out", tmp_path / "out")
+    on_terminal("score", file, *scorers, "--out", tmp_path / "out")
     scores = pd.read_parquet(tmp_path / "out" / "scores.parquet")
-    assert set(scores["text"]) == {text.encode("utf-8", "replace").decode() for text in texts}
+    assert set(scores["text"]) == {
+        text.encode("utf-8", "ignore").decode() for text in texts
+    }  # pandas drops half a pair
 
 
 def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_path):

@@ -11,7 +11,7 @@ import lapa2_interp
 
 PACKAGE = Path(lapa2_interp.__file__).parent
 CORE = (
-    "errors", "stats", "terminal", "progress", "files", "machine", "plots", "page", "augmentation", "recipes", "layout", "theory", "synthetic",
+    "errors", "stats", "progress", "files", "machine", "plots", "page", "augmentation", "recipes", "layout", "theory", "synthetic",
     "packed", "loaded", "tasks", "methods", "soft_prefix", "attention", "models", "trace", "cell", "decoding", "prefixes", "scoring",
     "kit", "circuits",
 )  # fmt: skip

@@ -34,8 +34,13 @@ from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
 from lapa2_interp.cli.words import words
 from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.progress import Stopped, stopped_by_sigterm
-from lapa2_interp.terminal import drawing, harmless_output, one_line
+from lapa2_interp.progress import (
+    Stopped,
+    drawing,
+    harmless_output,
+    one_line,
+    stopped_by_sigterm,
+)
 
 app = App(
     name="lapa2",

@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
+
+import httpx
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.progress import interrupts_held
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
-
-if TYPE_CHECKING:
-    from httpx import Client
+from lapa2_interp.scoring.bounded import BoundedClient
 
 KEY = "OPENAI_API_KEY"
 SYSTEM = "You are an expert evaluator for text generation quality."
@@ -234,7 +234,7 @@ class Judge(Scorer):
         self.version = f"{model} at {self.host}, prompt {template}, {decoding}"
         self._clock = clock
         self._sleep = sleep
-        self._client: Client | None = None
+        self._client: httpx.Client | None = None
         self._changed = threading.Condition()
         self._form = 0
         self._under_way = 0
@@ -314,10 +314,8 @@ class Judge(Scorer):
         if failure is not None:
             raise failure
 
-    def _connect(self) -> Client:
+    def _connect(self) -> httpx.Client:
         if self._client is None:
-            from lapa2_interp.scoring.bounded import BoundedClient
-
             key = os.environ.get(KEY, "").strip()
             if not key:
                 raise ScoringError(
@@ -334,7 +332,7 @@ class Judge(Scorer):
             )
         return self._client
 
-    def _rate(self, client: Client, item: Item, stop: threading.Event) -> Score | None:
+    def _rate(self, client: httpx.Client, item: Item, stop: threading.Event) -> Score | None:
         """The score of an item; None if the run stops before there is one."""
         for _ in range(2):
             answer = self._ask(client, item, stop)
@@ -344,7 +342,7 @@ class Judge(Scorer):
                 return numbers
         return MALFORMED
 
-    def _ask(self, client: Client, item: Item, stop: threading.Event) -> str | Skipped | None:
+    def _ask(self, client: httpx.Client, item: Item, stop: threading.Event) -> str | Skipped | None:
         """What the model says, as text, or why it says nothing; None if the run stops before."""
         form, attempt = self._form, 1
         while not stop.is_set():
@@ -377,10 +375,9 @@ class Judge(Scorer):
             attempt += 1
         return None
 
-    def _send(self, client: Client, item: Item, form: int) -> str | Skipped | _Problem:
+    def _send(self, client: httpx.Client, item: Item, form: int) -> str | Skipped | _Problem:
         """One request. A caught error does not leave this method: it holds the request, and with it
         the key."""
-        import httpx
 
         body: dict[str, Any] = {"model": self.model, "messages": messages(item)}
         if self.temperature is not None:

@@ -23,14 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from email.utils import mktime_tz, parsedate_tz
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import httpx
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
-
-if TYPE_CHECKING:
-    from httpx import Client, Response
+from lapa2_interp.scoring.bounded import BoundedClient
 
 ENDS = date(2026, 12, 31)
 """Last day of the service, as announced."""
@@ -111,7 +110,7 @@ class Perspective(Scorer):
         )
         self.rate, self.attempts, self.backoff, self.timeout = rate, attempts, backoff, timeout
         self._clock, self._sleep = clock, sleep
-        self._client: Client | None = None
+        self._client: httpx.Client | None = None
         self._next = -math.inf
 
     @property
@@ -182,7 +181,6 @@ class Perspective(Scorer):
         self._next = self._clock() + gap
 
     def _ask(self, text: str) -> Score | _Failure:
-        import httpx
 
         request = {
             "comment": {"text": text},
@@ -202,7 +200,7 @@ class Perspective(Scorer):
             return _Failure(f"the connection broke ({type(error).__name__})")
         return self._read(response)
 
-    def _read(self, response: Response) -> Score | _Failure:
+    def _read(self, response: httpx.Response) -> Score | _Failure:
         status = response.status_code
         if status == 200:
             value = _toxicity(response)
@@ -226,15 +224,13 @@ class Perspective(Scorer):
             "check the base URL, and that the API still has v1alpha1",
         )
 
-    def _connected(self) -> Client:
+    def _connected(self) -> httpx.Client:
         """The client, with the key among its headers.
 
         Raises:
             ScoringError: The environment has no key, or one that no header can hold.
         """
         if self._client is None:
-            from lapa2_interp.scoring.bounded import BoundedClient
-
             key = os.environ.get(KEY_VARIABLE, "").strip()
             if not key:
                 raise ScoringError(f"{KEY_VARIABLE} is not set; set it to your Perspective API key")
@@ -285,7 +281,7 @@ def _unscorable(text: str) -> str:
     return TOO_LONG if size > MAX_BYTES else ""
 
 
-def _toxicity(response: Response) -> float | None:
+def _toxicity(response: httpx.Response) -> float | None:
     """The summary score, or None where there is none in [0, 1]."""
     try:
         value = response.json()["attributeScores"]["TOXICITY"]["summaryScore"]["value"]
@@ -295,7 +291,7 @@ def _toxicity(response: Response) -> float | None:
     return float(value) if number and 0 <= value <= 1 else None
 
 
-def _code(response: Response, field: str) -> str:
+def _code(response: httpx.Response, field: str) -> str:
     """A field of the error's details that holds a code in capitals, or ""."""
     try:
         found = [detail.get(field) for detail in response.json()["error"]["details"]]
