@@ -1,17 +1,19 @@
 """Progress of long work, on standard error: a bar on a terminal; elsewhere, as in a log, a plain
 line every 15 s.
 
-Work of less than two seconds shows nothing.
+Work of less than two seconds shows nothing. What is printed may quote any text; on a terminal it
+does nothing but show (`harmless_output`).
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -31,14 +33,16 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
         initial: Units done before.
     """
     form: dict[str, Any] = {
-        "desc": label,
+        "desc": one_line(label),
         "total": total,
         "unit": unit,
         "initial": initial,
         "delay": SHOWN_AFTER,
     }
     if sys.stderr.isatty():
-        return tqdm(**form, mininterval=0.2, smoothing=0.1, dynamic_ncols=True)
+        return tqdm(
+            **form, file=drawing(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
+        )
     return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
 
 
@@ -137,3 +141,87 @@ def stopped_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def interrupts_held(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C and SIGTERM set an event, and count when the block ends; a second one counts at once.
+
+    Args:
+        stop: What the block looks at, to end soon.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, _: object) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+        stop.set()
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, hold) or signal.SIG_DFL for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters but tab and the end of a line, marks that turn the direction of writing, and
+halves of surrogate pairs, which no terminal can show."""
+
+
+def visible(text: str) -> str:
+    """A text with its control characters spelt out, as \\x1b."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same on one line."""
+    return visible(text).replace("\n", "\\n")
+
+
+class Terminal:
+    """A stream to a terminal whose `write` spells control characters out.
+
+    Attributes:
+        stream: The stream as it was, for what draws on purpose.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(visible(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def drawing(stream: TextIO) -> TextIO:
+    """The stream under a `Terminal`; any other is itself."""
+    return stream.stream if isinstance(stream, Terminal) else stream
+
+
+@contextmanager
+def harmless_output() -> Iterator[None]:
+    """A block in which what is printed on a terminal is harmless, and everywhere can be printed."""
+    before = sys.stdout, sys.stderr
+    errors = getattr(sys.stdout, "errors", None)
+    reconfigure = getattr(sys.stdout, "reconfigure", lambda **_: None)
+    reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = (Terminal(stream) if stream.isatty() else stream for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        reconfigure(errors=errors)

@@ -244,7 +244,7 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
         raise PrefixError(
             f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32"
         )
-    weights, card_file = _files(folder, prefix.card.attribute)
+    weights, card_file = prefix_files(folder, prefix.card.attribute)
     with whole_file(weights) as fresh:
         save_file(kept, fresh)
         fresh.chmod(0o644)
@@ -264,7 +264,7 @@ def load_prefix(folder: Path, attribute: str) -> SoftPrefix:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    weights, card_file = _files(folder, attribute)
+    weights, card_file = prefix_files(folder, attribute)
     card = read_card(card_file)
     if not weights.is_file():
         raise PrefixError(f"the card {card_file} has no weights: {weights.name} is not beside it")
@@ -347,7 +347,17 @@ def cards(folder: Path) -> list[PrefixCard]:
     return [read_card(file) for file in sorted(folder.rglob("*.json"))]
 
 
-def _files(folder: Path, attribute: str) -> tuple[Path, Path]:
+def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
+    """The weights and the card of an attribute's prefix in the folder of a set.
+
+    Raises:
+        PrefixError: The attribute's name is no file's name, and could lead out of the folder.
+    """
+    if not attribute or "/" in attribute or "\0" in attribute:
+        raise PrefixError(
+            f"attribute {attribute!r} cannot name a file of a soft prefix: / is not allowed there;"
+            " rename it in the task file"
+        )
     return folder / f"{attribute}.safetensors", folder / f"{attribute}.json"
 
 
@@ -362,6 +372,7 @@ __all__ = [
     "find_prefix",
     "kv_shape",
     "load_prefix",
+    "prefix_files",
     "read_card",
     "save_prefix",
     "set_folder",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from contextlib import closing
@@ -20,9 +19,7 @@ from lapa2_interp.scoring import Cache, Item, ScoringStoppedError, Skipped, run_
 from lapa2_interp.scoring.judge import Judge, parse
 
 KEY = "sk-local-0123456789abcdef"
-MALFORMED, REFUSED, NOT_REACHED = (
-    Skipped(reason, final=False) for reason in ("malformed answer", "refused", "not reached")
-)
+MALFORMED, REFUSED = (Skipped(reason, final=False) for reason in ("malformed answer", "refused"))
 GOOD = '{"relevance": 5, "fluency": 4, "topicality": 3}'
 
 
@@ -438,12 +435,6 @@ def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(server, make, 
     assert server.bodies == []
 
 
-def test_without_the_package_the_extra_to_install_is_named(make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ScoringError, match=r"pip install lapa2-interp\[judge\]"):
-        make().score([item()])
-
-
 @pytest.mark.parametrize(
     "reply",
     [
@@ -528,7 +519,7 @@ def test_no_more_are_under_way_than_asked_for(server, make):
     assert most == [2]
 
 
-def test_what_was_answered_beside_a_failure_is_returned_and_the_next_call_raises(server, make):
+def test_what_was_answered_beside_a_failure_is_given_before_the_error(server, make):
     together = threading.Barrier(3, timeout=5)
 
     def reply(text: str) -> Reply:
@@ -536,17 +527,77 @@ def test_what_was_answered_beside_a_failure_is_returned_and_the_next_call_raises
         return Reply("no", status=401) if text == "b" else Reply()
 
     server.reply = reply
-    judge = make(concurrency=3)
-    assert judge.score([item(text) for text in "abc"]) == [
-        (5.0, 4.0, 3.0),
-        NOT_REACHED,
-        (5.0, 4.0, 3.0),
-    ]
+    judge, found = make(concurrency=3), {}
     with pytest.raises(ScoringError, match="OPENAI_API_KEY"):
-        judge.score([item("d")])
+        for piece in judge.scored([item(text) for text in "abc"]):
+            found.update(piece)
+    assert found == {0: (5.0, 4.0, 3.0), 2: (5.0, 4.0, 3.0)}
     assert sorted(server.texts) == ["a", "b", "c"]
     server.reply = lambda _: Reply()
     assert judge.score([item("d")]) == [(5.0, 4.0, 3.0)]
+
+
+def test_a_failure_in_the_last_batch_ends_the_run(server, make, tmp_path):
+    server.reply = lambda text: Reply("no", status=401) if text == "b" else Reply()
+    with pytest.raises(ScoringStoppedError, match="stopped after . of 2 texts.*OPENAI_API_KEY"):
+        run_scorer(make(concurrency=4), [item("a"), item("b")], Cache(tmp_path))
+
+
+def test_a_redirect_is_not_followed_and_a_truncated_or_endless_answer_is_malformed(server, make):
+    server.replies = [Reply(status=307, headers={"Location": "http://127.0.0.2:1/v1"})]
+    with pytest.raises(ScoringError, match="answers 307, a redirect, which is not followed"):
+        make().score([item()])
+    long = GOOD[:-1] + ", " + " " * 2_000_000 + "}"
+    server.replies = [Reply(long)]
+    assert make().score([item()]) == [MALFORMED]
+    server.replies = [
+        Reply(headers={"Content-Encoding": "gzip", "Content-Type": "text; charset=rot13"})
+    ]
+    assert make().score([item()]) == [
+        (5.0, 4.0, 3.0)
+    ]  # whatever it says, it is read as plain UTF-8
+
+
+@pytest.mark.parametrize("count", [-200, True, 10**4000, 1.5, "200", None])
+def test_a_count_of_tokens_that_cannot_be_one_is_no_count(server, make, count):
+    answer = json.loads(Reply().encoded())
+    answer["usage"] = {"prompt_tokens": count, "completion_tokens": 20}
+    server.replies = [Reply(body=answer)]
+    judge = make(input_price=1, output_price=1)
+    assert judge.score([item()]) == [(5.0, 4.0, 3.0)]
+    assert (judge.uncounted, judge.cost) == (1, 0)
+
+
+def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
+    judge = make(concurrency=4, input_price=2.5, output_price=10.0, max_cost=0.02)
+    found = {}
+    with pytest.raises(
+        ScoringError,
+        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* --max-cost 0\.0084 or more",
+    ):
+        for piece in judge.scored([item(str(number)) for number in range(40)]):
+            found.update(piece)
+    # what a request costs is 0.0007; the last one is refused when less than its bound is left
+    assert len(found) == judge.requests == len(server.bodies)
+    assert judge.spent == pytest.approx(judge.cost) == pytest.approx(0.0007 * judge.requests)
+    assert 0.02 - 0.0085 - 0.0007 < judge.cost < 0.02
+    assert all(body["max_completion_tokens"] == 500 for body in server.bodies)
+
+
+def test_requests_without_an_answer_or_a_count_count_as_dear_as_they_can_be(server, make):
+    server.replies = [Reply(tokens=False), Reply(silent=True)]
+    judge = make(
+        attempts=1, timeout=0.5, concurrency=1, input_price=2.5, output_price=10.0, max_cost=1.0
+    )
+    with pytest.raises(ScoringError, match=r"no answer within 0\.5 s"):
+        judge.score([item("a"), item("b")])
+    assert judge.cost == 0
+    assert 0.01 < judge.spent < 0.03
+    server.replies = [Reply("no", status=400)]
+    before = judge.spent
+    with pytest.raises(ScoringError, match="cannot serve"):
+        judge.score([item("c")])
+    assert judge.spent == pytest.approx(before)  # a refused request is not billed
 
 
 def test_after_a_failure_nothing_new_is_asked_and_nobody_waits(server, make):
@@ -688,6 +739,10 @@ def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):
         ({"temperature": -1.0}, "temperature is -1"),
         ({"input_price": 2.5}, "prices are 2.5 for input and None"),
         ({"input_price": -1.0, "output_price": 1.0}, "prices are -1.0 for input"),
+        ({"max_cost": 1.0}, "limited to 1 US dollars.*--judge-prices IN OUT"),
+        ({"max_cost": -1.0, "input_price": 1, "output_price": 1}, "limited to -1 US dollars"),
+        ({"input_price": float("inf"), "output_price": 1.0}, "prices are inf for input"),
+        ({"base_url": "http://a b/v1"}, "base_url 'http://a b/v1'"),
         ({"base_url": "localhost:8000"}, "base_url 'localhost:8000'"),
         ({"base_url": "http://localhost:port/v1"}, "base_url 'http://localhost:port/v1'"),
         ({"model": " "}, "no name"),

@@ -1,5 +1,6 @@
 """Progress as it is seen: a bar on a terminal, whole lines in a log, nothing for what is quick."""
 
+import io
 import itertools
 import os
 import pty
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lapa2_interp import progress
-from lapa2_interp.progress import no_progress, progress_bar
+from lapa2_interp.progress import drawing, harmless_output, no_progress, one_line, progress_bar
 
 CODE = """
 import time
@@ -134,3 +135,26 @@ def test_there_is_one_way_to_make_a_bar():
         if re.search(r"\btqdm\(", file.read_text("utf-8"))
     ]
     assert makers == ["progress.py"]
+
+
+def test_on_a_terminal_control_characters_are_spelt_out(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    with harmless_output():
+        print("a\x1b[2J\x9b\u202eb\ud800\tc")
+        drawing(sys.stdout).write("\r\x1b[A")
+    assert out.getvalue() == "a\\x1b[2J\\x9b\\u202eb\\ud800\tc\n\r\x1b[A"
+    assert sys.stdout is out
+    assert one_line("a\nb\x1b") == "a\\nb\\x1b"
+
+
+def test_what_is_no_terminal_gets_texts_as_they_are(monkeypatch, tmp_path):
+    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        with harmless_output():
+            print("a\x1b[2Jb \ud800")
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "a\x1b[2Jb \\ud800\n"

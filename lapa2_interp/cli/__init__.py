@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
 
 from lapa2_interp import __version__
 from lapa2_interp.cli.bench import bench
@@ -33,7 +34,13 @@ from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
 from lapa2_interp.cli.words import words
 from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.progress import Stopped, stopped_by_sigterm
+from lapa2_interp.progress import (
+    Stopped,
+    drawing,
+    harmless_output,
+    one_line,
+    stopped_by_sigterm,
+)
 
 app = App(
     name="lapa2",
@@ -73,14 +80,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stderr; 130 after Ctrl-C; 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    with harmless_output():
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     try:
         with stopped_by_sigterm():
-            app(words, exit_on_error=False, print_error=False, result_action="return_value")
+            app(
+                words,
+                console=Console(file=drawing(sys.stdout)),  # the help is ours, and in colour
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+            )
         sys.stdout.flush()
     except Lapa2Error as error:
-        print(f"lapa2: {error}", file=sys.stderr)
+        print(f"lapa2: {one_line(str(error))}", file=sys.stderr)
     except CycloptsError as error:
-        print(f"lapa2: {' '.join(str(error).split())} (see --help)", file=sys.stderr)
+        print(f"lapa2: {one_line(' '.join(str(error).split()))} (see --help)", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -42,6 +42,7 @@ def score(
     labels: str = "",
     judge_url: str | None = None,
     judge_prices: tuple[float, float] | None = None,
+    max_cost: float | None = None,
     only: Annotated[tuple[str, ...], Several] = (),
     cache: Path | None = None,
     dtype: Dtype = "float32",
@@ -77,6 +78,9 @@ def score(
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
         judge_url: Base URL of the judge's endpoint.
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
+        max_cost: Stop the judge before it has cost more US dollars than this (needs
+            --judge-prices). What was paid for is kept; the same command goes on with the rest, for
+            as much again.
         only: Only texts with these values, as COLUMN=VALUE.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is
             asked for twice.
@@ -100,6 +104,7 @@ def score(
         labels=_labels(labels),
         judge_url=judge_url,
         judge_prices=judge_prices or (None, None),
+        max_cost=max_cost,
         only=columns(only),
         cache=cache,
         dtype=dtype,

@@ -72,7 +72,7 @@ def find(name: str) -> type[Method]:
         found = import_module(module)
         for part in place.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise MethodError(
             f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER"
             " says where it lies), and CLASS a name in it"

@@ -30,6 +30,7 @@ from lapa2_interp.soft_prefix import (
     SoftPrefix,
     kv_shape,
     load_prefix,
+    prefix_files,
     save_prefix,
 )
 from lapa2_interp.tasks import Task
@@ -260,7 +261,7 @@ def add_to_set(
         ModelError: The model cannot be loaded.
     """
     task.prefix(attribute)
-    if (out / f"{attribute}.json").exists():
+    if any(file.exists() for file in prefix_files(out, attribute)):
         raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     return save_prefix(

@@ -48,6 +48,7 @@ from lapa2_interp.soft_prefix import (
     SoftPrefix,
     Training,
     load_prefix,
+    prefix_files,
     read_card,
     save_prefix,
 )
@@ -545,7 +546,7 @@ def train_set(
             job.begin(together.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
     made = []
     for job in jobs:
-        if all((out / f"{name}.json").is_file() for name in job.attributes):
+        if all(prefix_files(out, name)[1].is_file() for name in job.attributes):
             made += [load_prefix(out, name) for name in job.attributes]
             continue
         _run(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
@@ -669,7 +670,7 @@ def _is_finished(
     out: Path, attributes: Sequence[str], weights: str, recipe: Recipe, corpora: Sequence[Corpus]
 ) -> bool:
     """Whether the folder holds what this training would make."""
-    files = [out / f"{name}.json" for name in attributes]
+    files = [prefix_files(out, name)[1] for name in attributes]
     if (out / ".training").exists() or not all(file.is_file() for file in files):
         return False
     wanted = (weights, recipe.model_dump(mode="json"), tuple(corpus.sha256 for corpus in corpora))

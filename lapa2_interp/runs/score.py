@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def score(
     labels: Mapping[str, str] | None = None,
     judge_url: str | None = None,
     judge_prices: tuple[float | None, float | None] = (None, None),
+    max_cost: float | None = None,
     only: Mapping[str, str] | None = None,
     cache: Path | None = None,
     dtype: str = "float32",
@@ -73,7 +74,7 @@ def score(
         labels: Names for a classifier's labels.
         only: Only texts whose columns have these values.
         notify: Told what is scored, and what scorers have to say. force, column, attribute, task,
-        lengths, parts, judge_url, judge_prices, cache, dtype, device,
+        lengths, parts, judge_url, judge_prices, max_cost, cache, dtype, device,
             trust_remote_code: As the options of `lapa2 score`.
 
     Raises:
@@ -82,6 +83,11 @@ def score(
     """
     if parts < 1:
         raise ScoringError(f"--parts must be at least 1, found {parts}")
+    if max_cost is not None and None in judge_prices:
+        raise ScoringError(
+            "--max-cost is in US dollars and needs the judge's prices: give --judge-prices IN OUT"
+            " too, per million tokens"
+        )
     scorers = chosen_scorers(scorers, USUAL)
     tell_if_slow(dtype, device)
     if gaps := _gaps(source):
@@ -113,9 +119,9 @@ def score(
         wanted = " and ".join(f"{name}={value}" for name, value in (only or {}).items())
         raise ScoringError(f"no text of {source} has {wanted}")
     if out is None:
-        return _score(sets, scorers, cache, notify)
+        return _score(sets, scorers, cache, max_cost, notify)
     with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
-        found = _score(sets, scorers, cache, notify)
+        found = _score(sets, scorers, cache, max_cost, notify)
         if len(found.scores):
             kept = found.scores.drop(columns=["tokens"], errors="ignore")
             kept.to_parquet(folder / "scores.parquet", index=False)
@@ -128,6 +134,7 @@ def _score(
     sets: Sequence[tuple[pd.DataFrame, Options]],
     scorers: Sequence[str],
     cache: Path | None,
+    max_cost: float | None,
     notify: Callable[[str], None],
 ) -> Scored:
     scores, cells = [], []
@@ -141,12 +148,17 @@ def _score(
                 continue
             found = []
             for samples, options in sets:
-                with closing(make_scorer(name, model, options)) as scorer:
+                limited = replace(options, max_cost=max_cost)
+                with closing(make_scorer(name, model, limited)) as scorer:
                     if notice := getattr(scorer, "notice", ""):
                         notify(notice)
-                    found.append(score_table(samples, scorer, store))
-                    if usage := getattr(scorer, "usage", ""):
-                        notify(f"{name}: {usage}")
+                    try:
+                        found.append(score_table(samples, scorer, store))
+                    finally:
+                        if usage := getattr(scorer, "usage", ""):
+                            notify(f"{name}: {usage}")
+                    if max_cost is not None:
+                        max_cost = max(0.0, max_cost - getattr(scorer, "spent", 0.0))
             scores.append(pd.concat(found, ignore_index=True))
             cells.append(cell_table(scores[-1]))
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()

@@ -151,6 +151,15 @@ class Scorer(ABC):
                 up.
         """
 
+    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
+        """Scores by the place of their items, in pieces: each as soon as it is made, so that it can
+        be kept at once.
+
+        Raises:
+            ScoringError: As `score`, after the pieces that are made.
+        """
+        yield dict(enumerate(self.score(items)))
+
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
         """Close connections, if there are any."""
 
@@ -261,7 +270,11 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     with progress_bar(len(order), scorer.name, "text") as bar:
         for part in _parts(order, scorer.batch_size):
             try:
-                new_scores = scorer.score([waiting[key] for key in part])
+                for piece in scorer.scored([waiting[key] for key in part]):
+                    scores = [(part[place], score) for place, score in piece.items()]
+                    cache.put(scores)
+                    known.update(scores)
+                    bar.update(len(scores))
             except ScoringError as error:
                 kept = {
                     key
@@ -273,10 +286,6 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
                     f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept:"
                     f" {error}"
                 ) from error
-            scores = list(zip(part, new_scores, strict=True))
-            cache.put(scores)
-            known.update(scores)
-            bar.update(len(part))
     nothing = (float("nan"),) * len(scorer.columns)
     rows = [known[key] for key in keys]
     table = pd.DataFrame(

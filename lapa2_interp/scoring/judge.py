@@ -15,22 +15,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+import httpx
 
-if TYPE_CHECKING:
-    from openai import OpenAI
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.progress import interrupts_held
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.scoring.bounded import BoundedClient
 
 KEY = "OPENAI_API_KEY"
 SYSTEM = "You are an expert evaluator for text generation quality."
@@ -81,7 +83,10 @@ LONGEST_WAIT = 120.0
 
 REFUSED = Skipped("refused", final=False)
 MALFORMED = Skipped("malformed answer", final=False)
-NOT_REACHED = Skipped("not reached", final=False)
+MOST_TOKENS = 10**8
+"""A request does not have more tokens, whatever a server says."""
+LONGEST_ANSWER = 500
+"""Tokens of an answer, at most, where the cost is limited. The three integers take 25."""
 
 
 def messages(item: Item) -> list[dict[str, str]]:
@@ -139,9 +144,8 @@ class Judge(Scorer):
     rates them.
 
     The key comes from the environment variable OPENAI_API_KEY when the first request is made, and
-    stays in the client. When a request fails for good, the answers to those beside it are returned
-    ("not reached" stands for the rest) and the next call raises. If there are no such answers, this
-    call raises.
+    stays in the client. When a request fails for good, no new one is sent; `scored` still gives the
+    answers to those under way, and then raises.
 
     Args:
         model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same
@@ -150,10 +154,13 @@ class Judge(Scorer):
             else OpenAI's.
         concurrency: Requests under way at once.
         attempts: Requests per answer while the server is overloaded, failing, or not there.
-        timeout: Seconds without an answer.
+        timeout: Seconds for a whole request, from the connection to the last byte of the answer.
         temperature: None leaves it to the server, for models that refuse one.
         input_price, output_price: US dollars per million tokens, to count the cost; both or
             neither.
+        max_cost: US dollars. A request that could pass this limit is not sent. It is taken to cost
+            as many input tokens as it has bytes, and `LONGEST_ANSWER` output tokens, which the
+            server is told not to pass.
         clock: Seconds since the epoch, to read a Retry-After that is a date.
         sleep: Waits for seconds; by default a wait that ends when the run does.
 
@@ -181,6 +188,7 @@ class Judge(Scorer):
         temperature: float | None = 0.0,
         input_price: float | None = None,
         output_price: float | None = None,
+        max_cost: float | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
@@ -194,10 +202,15 @@ class Judge(Scorer):
                 f"temperature is {temperature:g}; allowed: 0 to 2, or None for the server's own"
             )
         prices = [price for price in (input_price, output_price) if price is not None]
-        if len(prices) == 1 or not all(price >= 0 for price in prices):
+        if len(prices) == 1 or not all(0 <= price < math.inf for price in prices):
             raise ScoringError(
                 f"prices are {input_price} for input and {output_price} for output; give both, 0 or"
                 " more, or neither"
+            )
+        if max_cost is not None and not (prices and max_cost >= 0):
+            raise ScoringError(
+                f"the cost is limited to {max_cost:g} US dollars; a limit of 0 or more needs prices"
+                " too: give --judge-prices IN OUT, in US dollars per million tokens"
             )
         if not model.strip():
             raise ScoringError(
@@ -206,11 +219,13 @@ class Judge(Scorer):
         self.model = model
         self.base_url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         self.host = _host(self.base_url)
+        self._url = f"{self.base_url.rstrip('/')}/chat/completions"
         self.batch_size = concurrency
         self.attempts = attempts
         self.timeout = timeout
         self.temperature = temperature
         self.prices = (input_price, output_price)
+        self.max_cost = max_cost
         self.requests = self.input_tokens = self.output_tokens = self.uncounted = 0
         template = hashlib.sha256(f"{SYSTEM}\n{PROMPT}".encode()).hexdigest()[:8]
         decoding = (
@@ -219,10 +234,12 @@ class Judge(Scorer):
         self.version = f"{model} at {self.host}, prompt {template}, {decoding}"
         self._clock = clock
         self._sleep = sleep
-        self._client: OpenAI | None = None
-        self._lock = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._changed = threading.Condition()
         self._form = 0
-        self._failure: str | None = None
+        self._under_way = 0
+        self._held = 0.0
+        self._longest = LONGEST_ANSWER
 
     @property
     def cost(self) -> float | None:
@@ -231,6 +248,12 @@ class Judge(Scorer):
         if price_in is None or price_out is None:
             return None
         return (self.input_tokens * price_in + self.output_tokens * price_out) / 1e6
+
+    @property
+    def spent(self) -> float:
+        """US dollars, at most: `cost`, and what requests under way and requests without an answer
+        or a count may cost."""
+        return (self.cost or 0.0) + self._held
 
     @property
     def usage(self) -> str:
@@ -250,76 +273,82 @@ class Judge(Scorer):
             client.close()
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise ScoringError(failure)
-        scores: list[Score] = [_lacking(item) or NOT_REACHED for item in items]
-        wanted = [row for row, score in enumerate(scores) if score is NOT_REACHED]
-        if not wanted:
-            return scores
+        found = {place: score for piece in self.scored(items) for place, score in piece.items()}
+        return [found[place] for place in range(len(items))]
+
+    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
+        lacking = {place: why for place, item in enumerate(items) if (why := _lacking(item))}
+        if lacking:
+            yield {**lacking}
+        if len(lacking) == len(items):
+            return
         client = self._connect()
-        failures: list[str] = []
         stop = threading.Event()
+        failure: ScoringError | None = None
 
-        def rate(row: int) -> None:
+        def rate(item: Item) -> Score | None:
             try:
-                scores[row] = self._rate(client, items[row], stop)
-            except ScoringError as error:
-                failures.append(str(error))
+                return self._rate(client, item, stop)
+            except ScoringError:
                 stop.set()
+                raise
 
-        with ThreadPoolExecutor(self.batch_size) as pool:
+        # After Ctrl-C, the answers under way are still kept: they are paid for.
+        with interrupts_held(stop), ThreadPoolExecutor(self.batch_size) as pool:
             try:
-                list(pool.map(rate, wanted))
+                places = {
+                    pool.submit(rate, item): place
+                    for place, item in enumerate(items)
+                    if place not in lacking
+                }
+                for each in as_completed(places):
+                    try:
+                        score = each.result()
+                    except ScoringError as error:
+                        failure = failure or error
+                    else:
+                        if score is not None:
+                            yield {places[each]: score}
             finally:
-                stop.set()  # an interrupted run does not wait for the pauses of its requests
-        if failures:
-            if not any(isinstance(score, tuple) for score in scores):
-                raise ScoringError(failures[0])
-            self._failure = failures[0]
-        return scores
+                stop.set()  # nobody waits for the pauses of requests that failed
+        if failure is not None:
+            raise failure
 
-    def _connect(self) -> OpenAI:
+    def _connect(self) -> httpx.Client:
         if self._client is None:
-            try:
-                from openai import OpenAI
-            except ImportError as error:
-                raise ScoringError(
-                    f"the judge needs the openai package ({error}): pip install lapa2-interp[judge]"
-                ) from None
-            if not os.environ.get(KEY, "").strip():
+            key = os.environ.get(KEY, "").strip()
+            if not key:
                 raise ScoringError(
                     f"{KEY} is not set: set this environment variable to the key for {self.host} "
                     "(a local server accepts any value)"
                 )
-            if not re.fullmatch(r"[!-~]+", os.environ[KEY].strip()):
+            if not re.fullmatch(r"[!-~]+", key):
                 raise ScoringError(
                     f"{KEY} holds a space or a character that is not ASCII; set it to the key alone"
                 )
-            self._client = OpenAI(
-                api_key=os.environ[KEY].strip(),
-                base_url=self.base_url,
-                timeout=self.timeout,
-                max_retries=0,
+            self._client = BoundedClient(
+                self.timeout,
+                {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
             )
         return self._client
 
-    def _rate(self, client: OpenAI, item: Item, stop: threading.Event) -> Score:
+    def _rate(self, client: httpx.Client, item: Item, stop: threading.Event) -> Score | None:
+        """The score of an item; None if the run stops before there is one."""
         for _ in range(2):
             answer = self._ask(client, item, stop)
-            if isinstance(answer, Skipped):
+            if answer is None or isinstance(answer, Skipped):
                 return answer
             if (numbers := parse(answer)) is not None:
                 return numbers
         return MALFORMED
 
-    def _ask(self, client: OpenAI, item: Item, stop: threading.Event) -> str | Skipped:
-        """What the model says, as text, or why it says nothing."""
+    def _ask(self, client: httpx.Client, item: Item, stop: threading.Event) -> str | Skipped | None:
+        """What the model says, as text, or why it says nothing; None if the run stops before."""
         form, attempt = self._form, 1
         while not stop.is_set():
             answer = self._send(client, item, form)
             if not isinstance(answer, _Problem):
-                with self._lock:
+                with self._changed:
                     self._form = max(self._form, form)
                 return answer
             if answer.status == 400 and answer.code in (
@@ -336,78 +365,106 @@ class Judge(Scorer):
                 raise ScoringError(
                     f"{self._sentence(answer)}, {attempt} times in a row; run this again later"
                 )
-            wait = min(2.0 ** (attempt - 1), LONGEST_WAIT) if answer.wait is None else answer.wait
-            if wait > LONGEST_WAIT:
+            pause = min(2.0 ** (attempt - 1), LONGEST_WAIT) if answer.wait is None else answer.wait
+            if pause > LONGEST_WAIT:
                 raise ScoringError(
-                    f"{self._sentence(answer)} and asks for {wait:.0f} s of waiting; run this again"
-                    " then"
+                    f"{self._sentence(answer)} and asks for {pause:.0f} s of waiting; run this"
+                    " again then"
                 )
-            (self._sleep or stop.wait)(wait)
+            (self._sleep or stop.wait)(pause)
             attempt += 1
-        return NOT_REACHED
+        return None
 
-    def _send(self, client: OpenAI, item: Item, form: int) -> str | Skipped | _Problem:
+    def _send(self, client: httpx.Client, item: Item, form: int) -> str | Skipped | _Problem:
         """One request. A caught error does not leave this method: it holds the request, and with it
         the key."""
-        import openai
 
         body: dict[str, Any] = {"model": self.model, "messages": messages(item)}
         if self.temperature is not None:
             body["temperature"] = self.temperature
         if FORMATS[form] is not None:
             body["response_format"] = FORMATS[form]
-        with self._lock:
-            self.requests += 1
+        if self.max_cost is not None:
+            body["max_completion_tokens"] = LONGEST_ANSWER
+        content = json.dumps(body).encode()
+        most = self._hold(len(content))
+        released = 0.0  # what did not get an answer with a count of tokens may be billed
         try:
-            answer: Any = client.chat.completions.with_raw_response.create(**body)
-        except openai.APIStatusError as error:
-            said = _one_line(error.message, client.api_key)
-            return _Problem(
-                error.status_code,
-                str(error.code or ""),
-                said,
-                _wait(error.response.headers, self._clock),
-            )
-        except openai.APITimeoutError:
+            response = client.post(self._url, content=content)
+        except httpx.TimeoutException:
             return _Problem(None, "", f"no answer within {self.timeout:g} s", None)
-        except openai.OpenAIError as error:
-            return _Problem(
-                None, "", _one_line(f"{error} {error.__cause__ or ''}", client.api_key), None
-            )
-        return self._read(answer.text)
+        except httpx.TransportError as error:
+            return _Problem(None, "", " ".join(str(error).split()), None)
+        else:
+            found = _json(response.text)
+            if not response.is_success:
+                released = most
+                key = client.headers["Authorization"].removeprefix("Bearer ")
+                code, said = _complaint(found, response.text, key)
+                return _Problem(
+                    response.status_code, code, said, _wait(response.headers, self._clock)
+                )
+            if self._count(found):
+                released = most
+            return _said(found)
+        finally:
+            self._settle(released)
 
-    def _read(self, text: str) -> str | Skipped:
-        """The answer in a response; "" where it has none."""
-        try:
-            response = json.loads(text)
-        except (ValueError, RecursionError):
-            response = None
-        self._count(response)
-        try:
-            choice = response["choices"][0]
-            message = choice.get("message") or {}
-            content, refused = message.get("content"), message.get("refusal")
-        except (LookupError, TypeError, AttributeError):
-            return ""
-        if refused or choice.get("finish_reason") == "content_filter":
-            return REFUSED
-        return content if isinstance(content, str) else ""
+    def _hold(self, size: int) -> float:
+        """Count a request, and hold the most that it can cost, in US dollars.
 
-    def _count(self, response: object) -> None:
-        """Add the tokens of a response."""
+        Args:
+            size: Its bytes; no token is shorter than one.
+
+        Raises:
+            ScoringError: It could pass the limit, and no request under way can make room for it.
+        """
+        price_in, price_out = (price or 0.0 for price in self.prices)
+        limit = math.inf if self.max_cost is None else self.max_cost
+        with self._changed:
+            most = (size * price_in + self._longest * price_out) / 1e6
+            while (room := limit - self.spent) < most:
+                if not self._under_way:
+                    raise ScoringError(
+                        f"the next request may cost ${most:.4f}, and ${max(room, 0.0):.4f} is left"
+                        f" of the cost allowed; the same command with --max-cost {most:.4f} or more"
+                        " goes on with the rest"
+                    )
+                self._changed.wait()
+            self.requests += 1
+            self._under_way += 1
+            self._held += most
+        return most
+
+    def _settle(self, released: float) -> None:
+        """A request has ended; release what it did not cost, or what is counted now."""
+        with self._changed:
+            self._under_way -= 1
+            self._held -= released
+            self._changed.notify_all()
+
+    def _count(self, response: object) -> bool:
+        """Add the tokens of a response, if it has a count of them."""
         usage = response.get("usage") if isinstance(response, dict) else None
         known = usage if isinstance(usage, dict) else {}
         read, written = known.get("prompt_tokens"), known.get("completion_tokens")
-        with self._lock:
-            if isinstance(read, int) and isinstance(written, int):
-                self.input_tokens += read
-                self.output_tokens += written
-            else:
+        with self._changed:
+            if not (_is_count(read) and _is_count(written)):
                 self.uncounted += 1
+                return False
+            self.input_tokens += read
+            self.output_tokens += written
+            self._longest = max(self._longest, written)
+            return True
 
     def _sentence(self, problem: _Problem) -> str:
         if problem.status is None:
             return f"{self.host} cannot be reached ({problem.said})"
+        if 300 <= problem.status < 400:
+            return (
+                f"{self.host} answers {problem.status}, a redirect, which is not followed; give the"
+                " address that it leads to"
+            )
         if problem.status == 401:
             return (
                 f"{self.host} does not accept the key in {KEY} (401); set it to a key for this"
@@ -430,6 +487,41 @@ class Judge(Scorer):
         return f"{self.host} answers {problem.status} ({problem.said})"
 
 
+def _json(text: str) -> Any:
+    """What a text says as JSON; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _complaint(found: Any, text: str, key: str) -> tuple[str, str]:
+    """The code and the words of a server that refuses; the words are short and without the key,
+    which some servers repeat."""
+    inner = found.get("error") if isinstance(found, dict) else None
+    error = inner if isinstance(inner, dict) else {}
+    said = str(error.get("message") or inner or text).replace(key, "[key]")
+    return str(error.get("code") or ""), " ".join(said.split())[:200]
+
+
+def _said(response: Any) -> str | Skipped:
+    """The answer in a response; "" where it has none."""
+    try:
+        choice = response["choices"][0]
+        message = choice.get("message") or {}
+        content, refused = message.get("content"), message.get("refusal")
+    except (LookupError, TypeError, AttributeError):
+        return ""
+    if refused or choice.get("finish_reason") == "content_filter":
+        return REFUSED
+    return content if isinstance(content, str) else ""
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Whether a server's number of tokens can be one."""
+    return type(value) is int and 0 <= value <= MOST_TOKENS
+
+
 def _lacking(item: Item) -> Skipped | None:
     """Why an item cannot be judged: which field it lacks; None if it lacks none."""
     if not item.prompt.strip():
@@ -443,7 +535,8 @@ def _host(base_url: str) -> str:
     """Host and port of an address, without a name and password in it."""
     try:
         parts = urlsplit(base_url)
-        host = parts.hostname if parts.scheme in ("http", "https") else None
+        plain = re.fullmatch(r"https?://[!-~]+", base_url)
+        host = parts.hostname if plain else None
         port = f":{parts.port}" if parts.port else ""
     except ValueError:
         host = None
@@ -464,8 +557,3 @@ def _wait(headers: Mapping[str, str], clock: Callable[[], float]) -> float | Non
         return max(0.0, parsedate_to_datetime(value).timestamp() - clock())
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-def _one_line(text: str, key: str) -> str:
-    """A server's words, short and without the key, which some servers repeat."""
-    return " ".join(text.replace(key, "[key]").split())[:200]

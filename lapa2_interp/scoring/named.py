@@ -31,6 +31,7 @@ class Options:
     labels: Mapping[str, str] = field(default_factory=dict)
     judge_url: str | None = None
     judge_prices: tuple[float | None, float | None] = (None, None)
+    max_cost: float | None = None
     dtype: str = "float32"
     device: str | None = None
     generator: str | None = None
@@ -98,7 +99,13 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
             )
         case "judge", _:
             price_in, price_out = options.judge_prices
-            return Judge(model, options.judge_url, input_price=price_in, output_price=price_out)
+            return Judge(
+                model,
+                options.judge_url,
+                input_price=price_in,
+                output_price=price_out,
+                max_cost=options.max_cost,
+            )
     if name == "distinct":
         raise ScoringError(
             "distinct-n describes a set of texts and has no number for one; give another scorer"

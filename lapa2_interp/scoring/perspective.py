@@ -23,14 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from email.utils import mktime_tz, parsedate_tz
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import httpx
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
-
-if TYPE_CHECKING:
-    from httpx import Client, Response
+from lapa2_interp.scoring.bounded import BoundedClient
 
 ENDS = date(2026, 12, 31)
 """Last day of the service, as announced."""
@@ -76,7 +75,7 @@ class Perspective(Scorer):
         attempts: Requests for one text before giving up.
         backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn
             from the upper half.
-        timeout: Seconds to wait for the service to connect or answer.
+        timeout: Seconds for a whole request, from the connection to the last byte of the answer.
         clock: Seconds since 1970.
         sleep: Waits for seconds.
 
@@ -111,7 +110,7 @@ class Perspective(Scorer):
         )
         self.rate, self.attempts, self.backoff, self.timeout = rate, attempts, backoff, timeout
         self._clock, self._sleep = clock, sleep
-        self._client: Client | None = None
+        self._client: httpx.Client | None = None
         self._next = -math.inf
 
     @property
@@ -182,7 +181,6 @@ class Perspective(Scorer):
         self._next = self._clock() + gap
 
     def _ask(self, text: str) -> Score | _Failure:
-        import httpx
 
         request = {
             "comment": {"text": text},
@@ -200,11 +198,9 @@ class Perspective(Scorer):
             return _Failure(f"no connection ({error})")
         except httpx.TransportError as error:
             return _Failure(f"the connection broke ({type(error).__name__})")
-        except httpx.DecodingError:
-            return _Failure(MALFORMED)
         return self._read(response)
 
-    def _read(self, response: Response) -> Score | _Failure:
+    def _read(self, response: httpx.Response) -> Score | _Failure:
         status = response.status_code
         if status == 200:
             value = _toxicity(response)
@@ -228,15 +224,13 @@ class Perspective(Scorer):
             "check the base URL, and that the API still has v1alpha1",
         )
 
-    def _connected(self) -> Client:
+    def _connected(self) -> httpx.Client:
         """The client, with the key among its headers.
 
         Raises:
             ScoringError: The environment has no key, or one that no header can hold.
         """
         if self._client is None:
-            import httpx
-
             key = os.environ.get(KEY_VARIABLE, "").strip()
             if not key:
                 raise ScoringError(f"{KEY_VARIABLE} is not set; set it to your Perspective API key")
@@ -245,7 +239,7 @@ class Perspective(Scorer):
                     f"{KEY_VARIABLE} is not a key: it has spaces, line breaks or letters beyond"
                     " ASCII"
                 )
-            self._client = httpx.Client(headers={"x-goog-api-key": key}, timeout=self.timeout)
+            self._client = BoundedClient(self.timeout, {"x-goog-api-key": key})
             weakref.finalize(self, self._client.close)
         return self._client
 
@@ -287,21 +281,21 @@ def _unscorable(text: str) -> str:
     return TOO_LONG if size > MAX_BYTES else ""
 
 
-def _toxicity(response: Response) -> float | None:
+def _toxicity(response: httpx.Response) -> float | None:
     """The summary score, or None where there is none in [0, 1]."""
     try:
         value = response.json()["attributeScores"]["TOXICITY"]["summaryScore"]["value"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and 0 <= value <= 1 else None
 
 
-def _code(response: Response, field: str) -> str:
+def _code(response: httpx.Response, field: str) -> str:
     """A field of the error's details that holds a code in capitals, or ""."""
     try:
         found = [detail.get(field) for detail in response.json()["error"]["details"]]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
     return next(
         (code for code in found if isinstance(code, str) and re.fullmatch("[A-Z_]{1,60}", code)), ""

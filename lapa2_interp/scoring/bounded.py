@@ -1,0 +1,77 @@
+"""Requests to a server that may be slow, broken or hostile: bounded in time and size."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+import httpx
+
+LARGEST = 1_000_000
+"""Bytes of an answer that are read. The rest is cut off, and the answer is malformed then."""
+
+
+class BoundedClient(httpx.Client):
+    """An HTTP client whose requests end in time, whose answers fit in memory, and that stays with
+    the server it asks.
+
+    A redirect is an answer like any other: no key and no text goes to another server. Answers are
+    asked for without compression, since a small one can unpack to a huge one.
+
+    Args:
+        seconds: For a whole request: from the connection to the last byte of the answer.
+        headers: Sent with every request.
+    """
+
+    def __init__(self, seconds: float, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(
+            timeout=seconds, headers={**(headers or {}), "Accept-Encoding": "identity"}
+        )
+        self._seconds = seconds
+
+    def send(self, request: httpx.Request, **settings: Any) -> httpx.Response:
+        """The answer, read; of its headers only Retry-After.
+
+        Raises:
+            httpx.HTTPError: No answer, or none in time.
+        """
+        # httpx bounds each wait for a byte, not their sum; so a thread asks, and is left behind
+        # when the time is over.
+        found: Future[httpx.Response] = Future()
+        settings |= {"stream": True, "follow_redirects": False}
+        threading.Thread(target=self._ask, args=(found, request, settings), daemon=True).start()
+        try:
+            return found.result(self._seconds)
+        except TimeoutError:
+            late = httpx.ReadTimeout(f"no answer within {self._seconds:g} s", request=request)
+            raise late from None
+
+    def _ask(
+        self, found: Future[httpx.Response], request: httpx.Request, settings: dict[str, Any]
+    ) -> None:
+        ends, body = time.monotonic() + self._seconds, bytearray()
+        try:
+            with closing(super().send(request, **settings)) as response:
+                for part in response.iter_raw():
+                    body += part
+                    if len(body) > LARGEST or time.monotonic() > ends:
+                        break
+            kept = {
+                name: response.headers[name]
+                for name in ("retry-after",)
+                if name in response.headers
+            }
+            found.set_result(
+                httpx.Response(
+                    response.status_code,
+                    headers=kept,
+                    content=bytes(body[:LARGEST]),
+                    request=request,
+                )
+            )
+        except Exception as error:
+            found.set_exception(error)
