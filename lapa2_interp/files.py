@@ -117,15 +117,18 @@ def write_text(place: Path, text: str) -> None:
         fresh.write_text(text, encoding="utf-8")
 
 
-def sealed(fields: Mapping[str, Any], beside: Iterable[Path] = (), indent: int | None = 1) -> str:
+def sealed(
+    fields: Mapping[str, Any] | str, beside: Iterable[Path] = (), indent: int | None = 1
+) -> str:
     """The text of a JSON file with its seal.
 
     Args:
-        fields: As JSON holds them.
+        fields: A JSON object, or its text.
         beside: Files in the same folder that belong to it, as they will stay.
         indent: None puts everything on one line.
     """
-    whole = {**fields, SEAL: {file.name: sha256_of(file) for file in beside}}
+    known = json.loads(fields) if isinstance(fields, str) else fields
+    whole = {**known, SEAL: {file.name: sha256_of(file) for file in beside}}
     whole[SEAL] |= {OWN: _digest(whole)}
     return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
 

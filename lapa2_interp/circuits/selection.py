@@ -143,7 +143,7 @@ class Selection(BaseModel):
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""
-        write_text(Path(file), sealed(json.loads(self.model_dump_json())))
+        write_text(Path(file), sealed(self.model_dump_json()))
 
     @classmethod
     def load(cls, file: str | Path) -> Selection:

@@ -190,8 +190,8 @@ def source_commit() -> str | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest beside a cell's other files, whose sha256 are noted in it."""
     files = sorted(folder.iterdir())
-    fields = json.loads(manifest.model_dump_json())
-    (folder / MANIFEST).write_text(sealed(fields, files), encoding="utf-8")
+    text = sealed(manifest.model_dump_json(), files)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:

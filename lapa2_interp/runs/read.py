@@ -422,7 +422,7 @@ def _plan(folder: Path, key: str) -> Path:
 
 def write_listing(folder: Path, listing: Listing) -> None:
     """Write run.json."""
-    write_text(folder / LISTING, sealed(json.loads(listing.model_dump_json())))
+    write_text(folder / LISTING, sealed(listing.model_dump_json()))
 
 
 def is_whole(folder: Path, cell: Cell) -> bool:
