@@ -795,7 +795,7 @@ def test_a_plan_that_was_changed_is_refused_and_written_anew_by_a_sweep(copy, fi
     file = next((copy / "plan").iterdir())
     before = file.read_text()
     file.write_text(before.replace('"seed": 1', '"seed": 2'))
-    with pytest.raises(DamagedError, match=f"{file.name} has changed, .* gives the key"):
+    with pytest.raises(DamagedError, match=f"{file.name} has changed, .* give the key"):
         load_run(copy)
     assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert file.read_text() == before

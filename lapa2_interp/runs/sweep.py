@@ -45,6 +45,7 @@ from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import (
+    LISTING,
     SAMPLES,
     TRACE,
     Failure,
@@ -311,6 +312,11 @@ class _Sweep:
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; returns the jobs that follow from it."""
         key = job.cell.key
+        if not (self.run.home / LISTING).is_file():
+            raise RunError(
+                f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
+                " command, which goes on from what is there"
+            )
         match outcome:
             case _ if key in self.failed:
                 return []
