@@ -301,7 +301,9 @@ def read_card(file: Path) -> PrefixCard:
         return PrefixCard.model_validate_json(json.dumps(fields))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise PrefixError(f"{file} is not the card of a soft prefix: {reason}") from error
+        raise PrefixError(
+            f"{file} is not the card of a soft prefix: {reason}; save or import the prefix again"
+        ) from error
 
 
 def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPrefix:

@@ -5,7 +5,6 @@ one line, or reads the same values: a bit between them, which decides nothing, m
 """
 
 import json
-import os
 import random
 import shutil
 
@@ -13,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
-from drills import FULL, SWEEP, furnish
+from drills import FULL, furnish
 
 from lapa2_interp import load_run
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli import main
 from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.files import read_checkpoint, unsealed
-from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.read import SAMPLES, TRACE
 from lapa2_interp.runs.repair import repair
-from lapa2_interp.runs.sweep import read_part
+from lapa2_interp.runs.sweep import read_part, sweep
 from lapa2_interp.scoring import Cache
 from lapa2_interp.scoring.trained import load_card
 from lapa2_interp.soft_prefix import load_prefix, save_prefix
@@ -106,6 +105,10 @@ def home(tmp_path_factory):
     return folder
 
 
+def again(run, home):
+    sweep(run, [load_grid(str(home / "grid.toml"))], InProcess("cpu"))
+
+
 @pytest.fixture
 def run(home, tmp_path):
     return shutil.copytree(home / "run", tmp_path / "run")
@@ -149,7 +152,7 @@ def test_a_file_of_a_cell(run, home, name, record_property, tmp_path):
         assert key in told[0]
         assert load_run(run).cells["state"].tolist()[0] == "damaged", done
     before = (run / "cells" / other / SAMPLES).stat().st_mtime_ns
-    assert main(SWEEP.format(home=home, out=run).split()) == 0
+    again(run, home)
     assert repr(of_cell(run, key)[1:]) == repr(of_cell(home / "run", key)[1:])
     if name != "manifest.json":
         assert file.read_bytes() == whole
@@ -175,7 +178,7 @@ def test_a_plan(run, home, record_property):
     assert len(repair(run)) == 1
     assert load_run(run).cells["state"].tolist() == ["finished"] * 7
     file.write_bytes(whole[:100])
-    assert main(SWEEP.format(home=home, out=run).split()) == 0
+    again(run, home)
     assert file.read_bytes() == whole
     assert load_run(run).cells["state"].tolist() == ["finished"] * 8
 
@@ -200,9 +203,6 @@ def test_a_note_of_a_failure(run, record_property):
 
 @pytest.mark.parametrize("name", ["part.json", SAMPLES, TRACE])
 def test_a_group_of_rows(tmp_path, name, record_property, home):
-    from lapa2_interp.runs.local import InProcess
-    from lapa2_interp.runs.sweep import sweep
-
     class Stops(InProcess):
         def wait(self):
             for each in super().wait():
@@ -255,25 +255,24 @@ def test_a_trained_scorer(tmp_path, kind, ending, record_property):
     )
 
 
-def test_the_converted_model(tmp_path, monkeypatch, record_property):
-    """A damaged file of the cached SmolLM2 is seen; a seal that was cut is none."""
-    from lapa2_interp.models.smollm2 import _damage
+def test_the_converted_model(tmp_path, record_property):
+    """A damaged file of the cached SmolLM2 is seen; here small files stand for it."""
+    from lapa2_interp.models.smollm2 import _damage, _write_seal
 
-    folder = tmp_path / "model"
-    shutil.copytree(smollm2_folder(), folder, copy_function=os.link)
-    count = Count()
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "seal.json"):
-        whole = (folder / name).read_bytes()
-        (folder / name).unlink()  # the cache keeps its own
-        for done, data in list(ways(whole, random.Random(name), 1)):
-            (folder / name).write_bytes(data)
-            if done.startswith("bit") and name == "seal.json" and _damage(folder) is None:
-                count.same += 1
-                continue
-            assert _damage(folder) is not None, (name, done)
-            count.anew += 1
-        (folder / name).write_bytes(whole)
-    assert _damage(folder) is None
+    count, rng = Count(), random.Random(4)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(rng.randbytes(5000))
+    _write_seal(tmp_path)
+    for name in ("model.safetensors", "config.json", "seal.json"):
+        whole = (tmp_path / name).read_bytes()
+        for done, data in ways(whole, rng):
+            (tmp_path / name).write_bytes(data)
+            seen = _damage(tmp_path) is not None
+            assert seen or name == "seal.json", (name, done)
+            count.anew += seen
+            count.same += not seen
+            (tmp_path / name).write_bytes(whole)
+    assert _damage(tmp_path) is None
     count.record(record_property, "the converted SmolLM2")
 
 

@@ -126,7 +126,9 @@ def read_file(folder: Path, name: str) -> Any:
     try:
         read_manifest(folder, check=[name])
         return pd.read_parquet(file) if name == SAMPLES else read_trace(file)
-    except (OSError, ValueError, KeyError) as error:
+    except RunError:
+        raise
+    except Exception as error:  # libraries raise all kinds at damaged bytes
         raise DamagedError(
             f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); {SET_BACK}"
         ) from error
@@ -454,7 +456,7 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
             return False
         if len(stamps) > 2:
             h5py.File(folder / TRACE, "r").close()
-    except (RunError, OSError, ValueError):
+    except Exception:  # libraries raise all kinds at damaged bytes
         return False
     return True
 
@@ -531,7 +533,10 @@ def read_listing(folder: Path) -> Listing:
         ) from error
     try:
         if raw.get("kind") != "sweep":
-            raise DamagedError(f"{folder} is not a run: its {LISTING} is something else's")
+            raise DamagedError(
+                f"{folder} is not a run: its {LISTING} is something else's; if it was one,"
+                f" `lapa2 runs {folder} --repair` writes it anew"
+            )
         if raw.get("format") != FORMAT:
             raise RunError(
                 f"{folder} is a run of format {raw.get('format')} (lapa2_interp"

@@ -90,7 +90,10 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
         card = form.model_validate(fields)
     except (ValidationError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
+        raise ScoringError(
+            f"{card_file} is not the card of a scorer: {reason}; train it again:"
+            " `lapa2 scorers train`"
+        ) from error
     if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
         raise ScoringError(
             f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
