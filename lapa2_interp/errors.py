@@ -76,6 +76,10 @@ class RunError(Lapa2Error):
     """A run folder is finished, not writable, or not a run."""
 
 
+class DamagedError(RunError):
+    """A file of a run is not what was written."""
+
+
 class NoGridError(RunError):
     """A run has none of the grids that an item is made of."""
 

@@ -3,25 +3,35 @@
 Everything is written under a temporary name that begins with `.writing-` in the folder where it
 will be, flushed to the disk, and renamed. A process that dies leaves at most such a temporary
 folder, which the next one that writes there removes.
+
+A JSON file may carry a seal: the sha256 of its own contents and of files beside it. A disk or a
+copy that changes a bit is noticed when the file is read.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from lapa2_interp.errors import ModelError, RunError
 
 ASIDE = ".writing-"
 """What the names of unfinished files and folders begin with."""
+
+
+SEAL, OWN = "seal", "this file"
+"""The field that holds a JSON file's seal, and the entry of the file itself in it."""
 
 
 LOCK = "lock"
@@ -106,6 +116,71 @@ def write_text(place: Path, text: str) -> None:
     """Write a text file, whole, as UTF-8."""
     with whole_file(place) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def sealed(
+    fields: Mapping[str, Any] | str, beside: Iterable[Path] = (), indent: int | None = 1
+) -> str:
+    """The text of a JSON file with its seal.
+
+    Args:
+        fields: A JSON object, or its text.
+        beside: Files in the same folder that belong to it, as they will stay.
+        indent: None puts everything on one line.
+    """
+    known = json.loads(fields) if isinstance(fields, str) else fields
+    whole = {**known, SEAL: {file.name: sha256_of(file) for file in beside}}
+    whole[SEAL] |= {OWN: _digest(whole)}
+    return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
+
+
+def unsealed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of a JSON file, and the sha256 of the files beside it, by name.
+
+    A file without a seal is read as it is.
+
+    Raises:
+        ValueError: Not a JSON object, or its contents are not those that were sealed.
+    """
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError(f"it must hold a JSON object, found {str(fields)[:40]!r}")
+    if (seal := fields.pop(SEAL, None)) is None:
+        return fields, {}
+    own = seal.pop(OWN, None) if isinstance(seal, dict) else None
+    if own != _digest({**fields, SEAL: seal}):
+        raise ValueError("its contents are not those that were written (its seal differs)")
+    return fields, seal
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
+    """What `torch.save` wrote, which PyTorch itself reads without asking for its checksums.
+
+    Raises:
+        ValueError: It is not what was written.
+    """
+    import torch
+
+    try:
+        with ZipFile(file) as stored:
+            if (bad := stored.testzip()) is not None:
+                raise ValueError(f"the checksum of {bad} differs")
+        found = torch.load(file, weights_only=True, map_location=device)
+    except Exception as error:  # PyTorch raises all kinds
+        raise ValueError(" ".join(str(error).split())[:80]) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}")
+    return found
+
+
+def sha256_of(file: Path) -> str:
+    """The sha256 of a file, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def remove_folder(folder: Path) -> None:

@@ -25,7 +25,7 @@ from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError, ScoringError
-from lapa2_interp.files import alone_with, cache_folder, keep_file
+from lapa2_interp.files import alone_with, cache_folder, keep_file, sealed, unsealed
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
@@ -75,9 +75,11 @@ class ModelKit:
         )
         with alone_with(file):
             with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
-                return TypeAdapter(list[str]).validate_json(file.read_bytes())
+                fields, _ = unsealed(file.read_text("utf-8"))
+                return TypeAdapter(list[str]).validate_python(fields.get("texts"))
             texts = self._draft(method, prompt, n, new_tokens, seed)
-            keep_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
+            kept = sealed({"texts": texts})
+            keep_file(file, lambda path: path.write_text(kept, encoding="utf-8"))
             return texts
 
     def _draft(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:

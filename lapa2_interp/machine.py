@@ -9,7 +9,6 @@ folder, and emulated ones, each have their own numbers.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -23,7 +22,7 @@ from typing import Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp.errors import ModelError, one_of
-from lapa2_interp.files import cache_folder, keep_file
+from lapa2_interp.files import cache_folder, keep_file, sealed, unsealed
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
@@ -103,7 +102,7 @@ def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float,
     with suppress(ModelError):
         keep_file(
             _file(),
-            lambda path: path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8"),
+            lambda path: path.write_text(sealed(known), encoding="utf-8"),
         )
     return kept
 
@@ -114,9 +113,8 @@ def _file() -> Path:
 
 def _all() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_json(
-            _file().read_bytes()
-        )
+        fields, _ = unsealed(_file().read_text("utf-8"))
+        found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_python(fields)
         positive = {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
             for kind, each in found.items()

@@ -14,6 +14,7 @@ Two conventions of position exist, and a prefix works only in the one it was tra
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
-from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.files import sealed, unsealed, whole_file, write_text
 from lapa2_interp.loaded import Model, kv_heads, model_card
 from lapa2_interp.stats import Interval
 
@@ -251,7 +252,7 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
     card = prefix.card.model_copy(
         update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
     )
-    write_text(card_file, card.model_dump_json(indent=1) + "\n")
+    write_text(card_file, sealed(card.model_dump_json()))
     return SoftPrefix(kept["keys"], kept["values"], card)
 
 
@@ -296,10 +297,13 @@ def read_card(file: Path) -> PrefixCard:
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
     try:
-        return PrefixCard.model_validate_json(file.read_text(encoding="utf-8"))
-    except (ValidationError, UnicodeDecodeError) as error:
+        fields, _ = unsealed(file.read_text(encoding="utf-8"))
+        return PrefixCard.model_validate_json(json.dumps(fields))
+    except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise PrefixError(f"{file} is not the card of a soft prefix: {reason}") from error
+        raise PrefixError(
+            f"{file} is not the card of a soft prefix: {reason}; save or import the prefix again"
+        ) from error
 
 
 def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPrefix:

@@ -28,7 +28,7 @@ method = ["prefix", "air-decoding"]
 augmentation = ["none", "paper"]
 """
 SWEEP = "sweep {home}/grid.toml --device cpu --workers 1 --out {out}"
-OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit"}
+OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit", "seal"}
 """Keys of JSON files that differ between two runs of one thing."""
 
 

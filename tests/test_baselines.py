@@ -33,7 +33,7 @@ from lapa2_interp.errors import (
     MethodError,
     ScoringError,
 )
-from lapa2_interp.files import alone_with
+from lapa2_interp.files import alone_with, sealed
 from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
 from lapa2_interp.layout import Layout
 from lapa2_interp.methods import Intervention, Prepared, Start
@@ -738,8 +738,10 @@ def test_drafts_are_the_bare_models_and_kept(cache):
         plain = [token for token in tokens if token not in ends]
         assert text == model.tokenizer.decode([*kit.ids("The sea"), *plain])[len("The sea") :]
     (file,) = (cache / "drafts").iterdir()
-    file.write_text('["kept"]')
+    file.write_text(sealed({"texts": ["kept"]}))
     assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == ["kept"]
+    file.write_text(file.read_text().replace("kept", "left"))
+    assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts, "damaged, and made anew"
     assert len(kit.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, (
         "another seed is another question"
     )

@@ -560,7 +560,7 @@ def test_one_branch_at_a_time_is_averaged():
     assert table.effects[0, 0] == pytest.approx(whole - np.mean(parts), abs=1e-10)
 
 
-def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch):
+def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     from lapa2_interp.circuits import knockout
 
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
@@ -593,6 +593,16 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch):
     assert seen == [len(whole.units) + 3 - (len(lines) - 2), 1]
     with pytest.raises(CircuitError, match="another question"):
         knock_out(model, asked, how="zero", file=file)
+    lines = file.read_text().splitlines()
+    at = max(i for i, letter in enumerate(lines[5]) if letter.isdigit() and i < len(lines[5]) / 2)
+    lines[5] = f"{lines[5][:at]}{9 - int(lines[5][at])}{lines[5][at + 1 :]}"
+    file.write_text("\n".join(lines) + "\n")
+    assert np.array_equal(knock_out(model, asked, file=file).effects, whole.effects)
+    assert seen[2:] == [2], "the damaged unit, and the control itself"
+    assert f"{file}: line 6 is damaged and made anew" in capsys.readouterr().err
+    file.write_text("{}")
+    with pytest.raises(CircuitError, match="another question, or is damaged; give another file"):
+        knock_out(model, asked, file=file)
 
 
 def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):

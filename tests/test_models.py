@@ -11,6 +11,7 @@ from conftest import HAS_HOOKED, TINY, load
 
 from lapa2_interp import load_model, load_tokenizer, model_card, models
 from lapa2_interp.errors import ModelError
+from lapa2_interp.files import sha256_of
 from lapa2_interp.models import load_transformers, smollm2
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
@@ -230,7 +231,7 @@ def fake_conversion(tmp_path, monkeypatch):
 
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(smollm2, "smollm2_file", lambda: gguf)
-    monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", smollm2.sha256_of(gguf))
+    monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", sha256_of(gguf))
     monkeypatch.setattr(smollm2, "_convert", convert)
     return runs
 
@@ -292,7 +293,7 @@ def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
 def test_the_seal_of_the_real_conversion_holds():
     folder = smollm2.smollm2_folder()
     seal = json.loads((folder / "seal.json").read_text())
-    assert smollm2.sha256_of(folder / "model.safetensors") == seal["model.safetensors"][0]
+    assert sha256_of(folder / "model.safetensors") == seal["model.safetensors"][0]
 
 
 def test_a_device_that_is_not_there():

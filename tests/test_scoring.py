@@ -97,11 +97,26 @@ def test_reasons_that_may_pass_are_not_cached(tmp_path):
 
 def test_caches_that_cannot_be_used(tmp_path):
     (tmp_path / "scores.sqlite").write_text("this is no database " * 100)
-    with pytest.raises(ScoringError, match="is damaged .*; delete it and score again"):
+    with pytest.raises(
+        ScoringError, match="cannot use the scores in .*not a database.; move it away, or"
+    ):
         Cache(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ScoringError, match="cannot keep scores in .*give another --cache"):
         Cache(tmp_path / "file")
+
+
+def test_a_changed_score_is_asked_for_again(tmp_path, capsys):
+    """Also one that another key was given; a score from before scores had a hash is read."""
+    with Cache(tmp_path) as cache:
+        cache.put([("a", (0.5,)), ("b", (0.25,)), ("c", Skipped("empty text")), ("d", (1.0,))])
+        cache._open.execute(
+            "UPDATE scores SET value = replace(value, '0.5', '0.1') WHERE key = 'a'"
+        )
+        cache._open.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
+        cache._open.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
+        assert cache.get("abcde") == {"c": Skipped("empty text"), "d": (1.0,)}
+    assert "2 scores in" in capsys.readouterr().err
 
 
 # --- perplexity

@@ -228,7 +228,7 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
         RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"
     ):
         load_run(tmp_path / "run").cell(key)
-    with pytest.raises(RunError, match=f"{name} is missing or damaged"):
+    with pytest.raises(RunError, match=f"{name} is (missing or )?damaged"):
         read_cell(file.parent)
     assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
 

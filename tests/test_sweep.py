@@ -25,15 +25,16 @@ import xarray as xr
 from conftest import MODEL_CLASSES, generate, load, start, warm
 
 from lapa2_interp.cli import main
-from lapa2_interp.errors import GridError, RunError
-from lapa2_interp.files import ASIDE, LOCK, aside, whole_folder, write_text
+from lapa2_interp.errors import DamagedError, GridError, RunError
+from lapa2_interp.files import ASIDE, LOCK, aside, sealed, unsealed, whole_folder, write_text
 from lapa2_interp.runs import local
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened
 from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
-from lapa2_interp.runs.read import SAMPLES, TRACE, load_run
+from lapa2_interp.runs.read import SAMPLES, TRACE, load_run, read_cell, read_file
+from lapa2_interp.runs.repair import repair
 from lapa2_interp.runs.sweep import add_grids, sweep
 from lapa2_interp.runs.worker import Worker
 
@@ -767,8 +768,8 @@ def copy(undisturbed, tmp_path):
     ],
 )
 def test_a_run_of_another_version_is_not_read(copy, files, change, message):
-    raw = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps(raw | change))
+    raw, _ = unsealed((copy / "run.json").read_text())
+    (copy / "run.json").write_text(sealed(raw | change))
     before = contents(copy)
     for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
         with pytest.raises(RunError, match=message):
@@ -779,25 +780,25 @@ def test_a_run_of_another_version_is_not_read(copy, files, change, message):
 @pytest.mark.parametrize("text", ["", "[]", '{"kind": "sweep", "form', "\x00\xff"])
 def test_a_damaged_list_of_cells_is_refused(copy, text):
     (copy / "run.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(RunError, match="is damaged or of another version|something else's"):
+    with pytest.raises(DamagedError, match="run.json is damaged: .* --repair` writes it anew"):
         load_run(copy)
 
 
 def test_a_run_that_another_version_of_the_same_format_began_goes_on(copy, files):
-    text = (copy / "run.json").read_text()
-    (copy / "run.json").write_text(text.replace('"lapa2_interp": "', '"lapa2_interp": "9.'))
+    raw, _ = unsealed((copy / "run.json").read_text())
+    (copy / "run.json").write_text(sealed(raw | {"lapa2_interp": "9.0"}))
     assert len(load_run(copy).finished) == 4
     assert sweep(copy, grids_of(files), Replaying({})).before == 4
 
 
-def test_a_plan_that_was_changed_is_refused(copy, files):
+def test_a_plan_that_was_changed_is_refused_and_written_anew_by_a_sweep(copy, files):
     file = next((copy / "plan").iterdir())
-    file.write_text(file.read_text().replace('"seed": 1', '"seed": 2'))
-    for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
-        with pytest.raises(
-            RunError, match=f"the configuration of cell {file.stem} gives the key .* here"
-        ):
-            act(copy)
+    before = file.read_text()
+    file.write_text(before.replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(DamagedError, match=f"{file.name} has changed, .* give the key"):
+        load_run(copy)
+    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert file.read_text() == before
 
 
 def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
@@ -932,7 +933,7 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
     with pytest.raises(
         RunError,
         match=(
-            f"{key}.json is missing; `lapa2 sweep` with the cell's grid .one, two. writes it anew"
+            f"{key}.json is missing; .*`lapa2 sweep` with the cell's grid .one, two. writes it anew"
         ),
     ):
         load_run(copy)
@@ -942,7 +943,7 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
     file.write_text("{")
     with pytest.raises(
         RunError,
-        match=f"{key}.json is damaged or of another version: .*; if damaged, remove it and",
+        match=f"{key}.json is damaged or of another version: .* --repair` takes the cell out",
     ):
         load_run(copy)
 
@@ -1132,11 +1133,106 @@ def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsy
     file = tmp_path / "run" / "cells" / run.cells["key"][0] / SAMPLES
     rewrite(file, lambda old: old[:4] + bytes(400) + old[404:])  # what its footer does not tell
     with pytest.raises(
-        RunError, match="samples.parquet is damaged; remove its folder, and the sweep makes"
+        DamagedError, match="samples.parquet is damaged: its sha256 .*--repair` sets its cell back"
     ):
         run.samples()
     rewrite(file, lambda old: old[:500])
     assert run.finished == {}
+
+
+def flip(file, at, bit=0):
+    """One bit of a file, which keeps its size."""
+    data = bytearray(file.read_bytes())
+    data[at % len(data)] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def test_a_changed_bit_is_seen_and_repair_sets_its_cell_back(traced, traced_files, tmp_path):
+    """What the file formats do not notice: a bit of a text, a number of a trace, a second."""
+    run = shutil.copytree(traced[0], tmp_path / "run")
+    one, two, three, four = load_run(run).plan
+    flip(run / "cells" / one / SAMPLES, 200)
+    flip(run / "cells" / two / TRACE, -100)
+    manifest = run / "cells" / three / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"seconds": ', '"seconds": 1'))
+    flip(run / "plan" / f"{four}.json", 30)
+    assert read_manifest(run / "cells" / four).cell == four
+    for read in (read_cell, lambda place: read_file(place, SAMPLES)):
+        with pytest.raises(DamagedError, match="samples.parquet is damaged: its sha256"):
+            read(run / "cells" / one)
+    with pytest.raises(DamagedError, match="trace.nc is damaged: its sha256"):
+        read_cell(run / "cells" / two)
+    with pytest.raises(DamagedError, match=r"manifest.json is damaged: its contents are not"):
+        read_manifest(manifest.parent)
+    told = repair(run)
+    assert [line.partition(":")[0].removeprefix(f"{run}/") for line in told] == [
+        f"plan/{four}.json is damaged or of another version",
+        f"cells/{one}/{SAMPLES} is damaged",
+        f"cells/{two}/{TRACE} is damaged",
+        f"cells/{three}/{MANIFEST} is damaged",
+    ]
+    assert load_run(run).cells["state"].tolist() == ["damaged"] * 3
+    assert repair(run) == [
+        f"{run}/cells/{one} is not whole: the next sweep makes the cell again",
+        f"{run}/cells/{two} is not whole: the next sweep makes the cell again",
+        told[3],
+    ]
+    done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
+    assert (done.before, done.made) == (1, 3)
+    assert_equal_runs(run, traced[0])
+    assert repair(run) == []
+
+
+def test_a_damaged_listing_is_written_anew_from_the_plans(copy, files, capsys):
+    flip(copy / "run.json", 40)
+    assert lapa2("runs", copy) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert lapa2("runs", copy, "--repair") == 0
+    printed = capsys.readouterr().out
+    assert "written anew with its 4 cells under the name 'found'" in printed
+    assert "found: 4 finished" in printed
+    assert lapa2("runs", copy, "--repair", "--json") == 0
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)) == 4
+    assert printed.err == "every file is what was written\n"
+    sweep(copy, grids_of(files), Replaying({}), pytest.fail)
+    assert {"one", "two"} <= load_run(copy).listing.grids.keys()
+
+
+def test_what_is_no_run_is_not_repaired(copy, tmp_path):
+    with pytest.raises(RunError, match="there is no folder"):
+        repair(tmp_path / "none")
+    with pytest.raises(RunError, match="is one cell by itself"):
+        repair(next((copy / "cells").iterdir()))
+    raw, _ = unsealed((copy / "run.json").read_text())
+    (copy / "run.json").write_text(sealed(raw | {"format": 2}))
+    with pytest.raises(RunError, match="run of format 2"):
+        repair(copy)
+
+
+def test_a_damaged_group_is_made_again_and_a_damaged_failure_is_said(undisturbed, files, tmp_path):
+    whole, made = undisturbed
+    half_done(tmp_path / "run", files, made, 2)
+    (folder,) = (tmp_path / "run" / "parts").iterdir()
+    other = load_run(tmp_path / "run").cells["key"][3]
+    write_text(tmp_path / "run" / "failed" / f"{other}.json", "\x00")
+    told = load_run(tmp_path / "run").cells
+    assert (told["state"][3], told["why"][3]) == (
+        "failed", f"unknown: {tmp_path}/run/failed/{other}.json is damaged",
+    )  # fmt: skip
+    flip(folder / "0" / SAMPLES, 300)
+    notes, engine = [], Replaying(made)
+    sweep(tmp_path / "run", grids_of(files), engine, notes.append)
+    assert (folder.name, 0) in engine.done
+    (note,) = notes
+    assert "a group of rows made anew; " in note
+    assert "0 is damaged: samples.parquet has another sha256" in note
+    assert_equal_runs(tmp_path / "run", whole)
+    half_done(tmp_path / "other", files, made, 2)
+    flip(tmp_path / "other" / "parts" / folder.name / "0" / "part.json", 30)
+    assert "0 is damaged" in repair(tmp_path / "other")[0]
+    sweep(tmp_path / "other", grids_of(files), Replaying(made), pytest.fail)
+    assert_equal_runs(tmp_path / "other", whole)
 
 
 def test_a_run_without_a_finished_cell_reads_as_empty(files, tmp_path):

@@ -15,6 +15,7 @@ changed, a lone carrier would count twice.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from lapa2_interp.circuits.question import FEW, About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, one_of
-from lapa2_interp.files import write_text
+from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
@@ -443,22 +444,26 @@ class Kept:
             return
         path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-        if lines and json.loads(lines[0]) != {"question": key}:
+        lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+        first = json.dumps({"question": key})
+        if lines and lines[0] != first:
             raise CircuitError(
-                f"{path} holds answers to another question; give another file, or remove it"
+                f"{path} holds answers to another question, or is damaged; give another file, or"
+                " remove it"
             )
         whole = []
-        for line in lines[1:]:
+        for i, line in enumerate(lines[1:], 2):
             try:
-                each = json.loads(line)
-            except ValueError:  # cut short when the program was stopped
+                each, _ = unsealed(line)
+            except ValueError:
+                if i < len(lines):  # the last may have been cut short when the program was stopped
+                    print(f"{path}: line {i} is damaged and made anew", file=sys.stderr)
                 continue
             whole.append(line)
             self.done[each["unit"]] = {
                 name: np.array(values) for name, values in each["values"].items()
             }
-        write_text(path, "\n".join([json.dumps({"question": key}), *whole]) + "\n")
+        write_text(path, "\n".join([first, *whole]) + "\n")
         self.file = path.open("a", encoding="utf-8")
 
     def __contains__(self, name: str) -> bool:
@@ -475,7 +480,7 @@ class Kept:
         self.done[name] = values
         if self.file is not None:
             lists = {each: array.tolist() for each, array in values.items()}
-            self.file.write(json.dumps({"unit": name, "values": lists}) + "\n")
+            self.file.write(sealed({"unit": name, "values": lists}, indent=None))
             self.file.flush()
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ must be measured on other prompts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import combinations
@@ -46,7 +47,7 @@ from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
 from lapa2_interp.circuits.question import FEW, About, Question
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.errors import CircuitError, first_problem, one_of
-from lapa2_interp.files import write_text
+from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Method
 from lapa2_interp.stats import bounds
@@ -142,7 +143,7 @@ class Selection(BaseModel):
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""
-        write_text(Path(file), self.model_dump_json(indent=1) + "\n")
+        write_text(Path(file), sealed(self.model_dump_json()))
 
     @classmethod
     def load(cls, file: str | Path) -> Selection:
@@ -152,7 +153,8 @@ class Selection(BaseModel):
             CircuitError: The file cannot be read, or is no selection.
         """
         try:
-            return cls.model_validate_json(Path(file).read_text("utf-8"))
+            fields, _ = unsealed(Path(file).read_text("utf-8"))
+            return cls.model_validate_json(json.dumps(fields))
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
         except (ValidationError, ValueError) as error:

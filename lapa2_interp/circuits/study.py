@@ -54,7 +54,7 @@ from lapa2_interp.circuits.question import FEW, RAW, Question
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.errors import CircuitError, counted
-from lapa2_interp.files import whole_file
+from lapa2_interp.files import sealed, unsealed, whole_file
 from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
@@ -276,7 +276,7 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
     plain = json.loads(json.dumps(settings))
     asked = {name: settings[name] for name in ("attribute", "prompts", "tokens", "samples", "seed")}
     if file.is_file():
-        kept = json.loads(file.read_text("utf-8"))
+        kept = read_question(place)
         if kept["settings"] != plain:
             other = next(name for name in plain if kept["settings"].get(name) != plain[name])
             raise CircuitError(
@@ -292,8 +292,27 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
     question = Question.of(model, task, **asked)
     texts_now = [[case.prompt, list(case.text)] for case in question.cases]
     with whole_file(file) as new:
-        new.write_text(json.dumps({"settings": plain, "texts": texts_now}) + "\n", "utf-8")
+        new.write_text(sealed({"settings": plain, "texts": texts_now}), "utf-8")
     return question
+
+
+def read_question(folder: Path) -> dict[str, Any]:
+    """The settings and texts of a study, as its folder keeps them.
+
+    Raises:
+        CircuitError: They are not there, or not what was written.
+    """
+    file = folder / "question.json"
+    try:
+        kept, _ = unsealed(file.read_text("utf-8"))
+        if not isinstance(kept.get("settings"), dict) or "texts" not in kept:
+            raise ValueError("it has no settings and texts")
+    except (OSError, ValueError) as error:
+        raise CircuitError(
+            f"{file} is missing or damaged ({error}); `lapa2 circuits` with another folder makes"
+            " the study again"
+        ) from error
+    return kept
 
 
 def _some_heads(model: Model, heads: KnockOut, best: int) -> list[Unit]:

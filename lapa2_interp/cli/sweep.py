@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -238,18 +239,28 @@ def runs(
     *,
     state: Literal["all", "finished", "failed", "partly", "damaged", "missing"] = "all",
     traceback: Annotated[bool, Parameter(name="--traceback")] = False,
+    repair: bool = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell what is in a run: which cells are finished, missing or damaged, which failed and why.
+
+    A file that was cut short or is missing shows at once; one that changed shows when it is read,
+    or with --repair.
 
     Args:
         run: The folder of `lapa2 generate` or `lapa2 sweep`.
         state: Only cells in this state.
         traceback: Print the whole traceback of failed cells.
+        repair: First read every file of the run, and remove damaged ones, so that the next
+            `lapa2 sweep` makes their cells again. Whole files stay.
         as_json: Print JSON, one object per cell.
     """
     from lapa2_interp.runs.read import STATES, load_run
+    from lapa2_interp.runs.repair import repair as repair_run
 
+    if repair:
+        for line in repair_run(run) or ["every file is what was written"]:
+            print(line, file=sys.stderr if as_json else sys.stdout)
     found = load_run(run)
     table = found.cells
     shown = table if state == "all" else table[table["state"] == state]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
+from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import Model, TransformersModel, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
@@ -35,7 +36,6 @@ from lapa2_interp.models.smollm2 import (
     SMOLLM2_SHA256,
     SMOLLM2_WHEEL,
     quiet_transformers,
-    sha256_of,
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer

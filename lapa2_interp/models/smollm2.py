@@ -7,7 +7,6 @@ sha256.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.files import cache_folder, whole_folder
+from lapa2_interp.files import cache_folder, sha256_of, whole_folder
 
 if TYPE_CHECKING:
     pass
@@ -149,11 +148,6 @@ def _damage(folder: Path) -> str | None:
 def _stamp(file: Path) -> list[int]:
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import DataError, PrefixError
-from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.files import read_checkpoint, whole_file, write_text
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -380,11 +380,17 @@ class Job:
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
             return
-        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
-        self.parameters.load_state_dict(state["parameters"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.best, self.losses = state["best"], state["losses"]
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        try:
+            state = read_checkpoint(self.checkpoint, self.device)
+            self.parameters.load_state_dict(state["parameters"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.best, self.losses = state["best"], state["losses"]
+            self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+            raise PrefixError(
+                f"{self.checkpoint} is damaged ({' '.join(str(error).split())[:80]}); delete it to"
+                " begin anew"
+            ) from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,11 +16,14 @@ from lapa2_interp import __version__
 from lapa2_interp.augmentation import Joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.plan import Plan
-from lapa2_interp.errors import RunError, first_problem
+from lapa2_interp.errors import DamagedError, RunError, first_problem
+from lapa2_interp.files import sealed, sha256_of, unsealed
 from lapa2_interp.loaded import Model, ModelCard, model_card
 from lapa2_interp.soft_prefix import SoftName
 
 MANIFEST = "manifest.json"
+SET_BACK = "`lapa2 runs RUN --repair` sets its cell back, to be made again"
+"""What to do about a damaged file of a cell."""
 OF_THE_DAY = ("created", "seconds", "commit")
 """Fields of a manifest that differ between equal cells."""
 
@@ -183,18 +187,38 @@ def source_commit() -> str | None:
         return None
 
 
-def read_manifest(folder: Path) -> Manifest:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest beside a cell's other files, whose sha256 are noted in it."""
+    files = sorted(folder.iterdir())
+    text = sealed(manifest.model_dump_json(), files)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:
     """The manifest of a finished cell.
+
+    Args:
+        check: Names of files beside it that must have the sha256 noted in it, if one is.
 
     Raises:
         RunError: It has none, or one of another form.
+        DamagedError: It, or a file of `check`, is not what was written.
     """
-    if not (folder / MANIFEST).is_file():
+    file = folder / MANIFEST
+    if not file.is_file():
         raise RunError(f"{folder} is not the folder of a cell: it has no {MANIFEST}")
     try:
-        return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (ValidationError, UnicodeDecodeError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        fields, sums = unsealed(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{file} is damaged: {error}; {SET_BACK}") from error
+    for name in check:
+        if name in sums and sums[name] != sha256_of(folder / name):
+            raise DamagedError(
+                f"{folder / name} is damaged: its sha256 is not that in {MANIFEST}; {SET_BACK}"
+            )
+    try:
+        return Manifest.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
         raise RunError(
-            f"{folder / MANIFEST} is not a manifest of this version: {reason}"
+            f"{file} is not a manifest of this version: {first_problem(error)}"
         ) from error

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,10 +27,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
 from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell
-from lapa2_interp.errors import Lapa2Error, RunError, first_problem, one_of
-from lapa2_interp.files import new_folder, whole_folder, write_text
+from lapa2_interp.errors import DamagedError, Lapa2Error, RunError, first_problem, one_of
+from lapa2_interp.files import new_folder, sealed, unsealed, whole_folder, write_text
 from lapa2_interp.methods import load_task
-from lapa2_interp.runs.manifest import MANIFEST, OF_THE_DAY, Manifest, read_manifest
+from lapa2_interp.runs.manifest import (
+    MANIFEST,
+    OF_THE_DAY,
+    SET_BACK,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 from lapa2_interp.tasks import Attribute, Prompts, Task
 
 if TYPE_CHECKING:
@@ -43,8 +50,9 @@ read in another way.
 
 A run of another format is neither read nor filled."""
 STATES = ("finished", "failed", "partly", "damaged", "missing")
-"""States of a cell. Damaged: a file of a finished cell was removed or cut short; a sweep makes the
-cell again."""
+"""States of a cell. Damaged: a file of a finished cell was removed or cut short, or its manifest
+changed; a sweep makes the cell again. Other changes are noticed when a file is read, and all by
+`lapa2 runs RUN --repair`."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,16 @@ class FinishedCell:
 
 
 def write_cell(folder: Path, made: FinishedCell) -> None:
-    """Write a finished cell's three files into a folder.
+    """Write a finished cell's three files into an empty folder.
 
     The trace carries the manifest inside, without what differs from day to day, so that equal cells
     have equal bytes.
     """
-    text = made.manifest.model_dump_json(indent=1)
     made.samples.to_parquet(folder / SAMPLES, index=False)
     if made.trace is not None:
         lasting = made.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
         write_trace(folder / TRACE, made.trace.assign_attrs(manifest=lasting))
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    write_manifest(folder, made.manifest)
 
 
 def write_trace(file: Path, trace: xr.Dataset) -> None:
@@ -101,17 +108,29 @@ def read_cell(folder: Path) -> FinishedCell:
         raise RunError(
             f"{folder} holds tables read off a run, not a run; give the run's own folder"
         )
-    file = folder / SAMPLES
+    trace = None if manifest.trace == "none" else read_file(folder, TRACE)
+    return FinishedCell(manifest, read_file(folder, SAMPLES), trace)
+
+
+def read_file(folder: Path, name: str) -> Any:
+    """The samples or the trace of a finished cell.
+
+    Args:
+        name: SAMPLES or TRACE.
+
+    Raises:
+        RunError: As `read_manifest`.
+        DamagedError: The file is missing, or not what was written.
+    """
+    file = folder / name
     try:
-        samples = pd.read_parquet(file)
-        if manifest.trace == "none":
-            return FinishedCell(manifest, samples, None)
-        file = folder / TRACE
-        return FinishedCell(manifest, samples, read_trace(file))
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(
-            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); make the cell"
-            " again"
+        read_manifest(folder, check=[name])
+        return pd.read_parquet(file) if name == SAMPLES else read_trace(file)
+    except RunError:
+        raise
+    except Exception as error:  # libraries raise all kinds at damaged bytes
+        raise DamagedError(
+            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); {SET_BACK}"
         ) from error
 
 
@@ -148,6 +167,15 @@ class Failure(BaseModel):
     def reason(self) -> str:
         """The last line of the traceback."""
         return self.traceback.strip().splitlines()[-1]
+
+
+def _failure(file: Path) -> Failure:
+    """A note of why a cell failed; of a damaged note, that it is damaged."""
+    try:
+        return Failure.model_validate_json(file.read_text("utf-8"))
+    except ValueError:
+        when = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        return Failure(when=when, traceback=f"unknown: {file} is damaged")
 
 
 @dataclass(frozen=True)
@@ -197,13 +225,7 @@ class Run:
         found, finished = {}, self.finished
         for key in self.plan.keys() - finished.keys() if self.folder is not None else ():
             with suppress(FileNotFoundError):  # never tried, or tried again meanwhile
-                text = (self.home / "failed" / f"{key}.json").read_text("utf-8")
-                try:
-                    found[key] = Failure.model_validate_json(text)
-                except ValidationError as error:
-                    raise RunError(
-                        f"{self.home}/failed/{key}.json is damaged: {first_problem(error)}"
-                    ) from error
+                found[key] = _failure(self.home / "failed" / f"{key}.json")
         return {key: found[key] for key in self.plan if key in found}
 
     def place(self, key: str) -> Path:
@@ -269,13 +291,7 @@ class Run:
             if key in self.held:
                 table = self.held[key].samples
             else:
-                try:
-                    table = pd.read_parquet(self.place(key) / SAMPLES)
-                except (OSError, ValueError) as error:
-                    raise RunError(
-                        f"{self.place(key) / SAMPLES} is damaged; remove its folder, and the sweep"
-                        " makes the cell again"
-                    ) from error
+                table = read_file(self.place(key), SAMPLES)
             frames.append(table.drop(columns="arm").assign(**self.plan[key].columns, cell=key))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
@@ -374,15 +390,41 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def write_plan(folder: Path, cell: Cell) -> None:
-    """Write a cell's settings, where they are not there yet."""
-    file = folder / "plan" / f"{cell.key}.json"
-    if not file.is_file():
-        write_text(file, cell.model_dump_json(indent=1) + "\n")
+    """Write a cell's settings, where they are not there yet, or damaged."""
+    try:
+        read_plan(folder, cell.key)
+    except DamagedError:
+        write_text(_plan(folder, cell.key), cell.model_dump_json(indent=1) + "\n")
+
+
+def read_plan(folder: Path, key: str) -> Cell:
+    """A cell's settings, which must give its key.
+
+    Raises:
+        DamagedError: They are missing, or others than were written.
+    """
+    file = _plan(folder, key)
+    try:
+        cell = CELL.validate_json(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise DamagedError(f"{file} is missing") from error
+    except (OSError, ValueError, Lapa2Error) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
+    if cell.key != key:
+        raise DamagedError(
+            f"{file} has changed, or is of another version: its settings give the key {cell.key}"
+        )
+    return cell
+
+
+def _plan(folder: Path, key: str) -> Path:
+    return folder / "plan" / f"{key}.json"
 
 
 def write_listing(folder: Path, listing: Listing) -> None:
     """Write run.json."""
-    write_text(folder / LISTING, listing.model_dump_json(indent=1) + "\n")
+    write_text(folder / LISTING, sealed(listing.model_dump_json()))
 
 
 def is_whole(folder: Path, cell: Cell) -> bool:
@@ -414,7 +456,7 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
             return False
         if len(stamps) > 2:
             h5py.File(folder / TRACE, "r").close()
-    except (RunError, OSError, ValueError):
+    except Exception:  # libraries raise all kinds at damaged bytes
         return False
     return True
 
@@ -446,28 +488,15 @@ def load_run(folder: str | Path) -> Run:
         return _lone(folder)
     listing, plan = read_listing(folder), {}
     for key in dict.fromkeys(key for keys in listing.grids.values() for key in keys):
-        file = folder / "plan" / f"{key}.json"
         try:
-            plan[key] = CELL.validate_json(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            again = (
-                f"`lapa2 sweep` with the cell's grid ({', '.join(listing.with_cell(key))}) writes"
-                " it anew"
-            )
-            if isinstance(error, FileNotFoundError):
-                raise RunError(f"{file} is missing; {again}") from error
-            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            raise RunError(
-                f"{file} is damaged or of another version: {reason}; if damaged, remove it and"
-                f" {again}"
+            plan[key] = read_plan(folder, key)
+        except DamagedError as error:
+            raise DamagedError(
+                f"{error}; the run is of lapa2_interp {listing.lapa2_interp}, this is"
+                f" {__version__}; `lapa2 sweep` with the cell's grid"
+                f" ({', '.join(listing.with_cell(key))}) writes it anew, and `lapa2 runs {folder}"
+                " --repair` takes the cell out"
             ) from error
-    for key, cell in plan.items():
-        if cell.key != key:
-            raise RunError(
-                f"{folder}: the configuration of cell {key} gives the key {cell.key} here: it was"
-                f" written by another version ({listing.lapa2_interp}; this is {__version__}), or"
-                " changed; sweep into a new folder"
-            )
     return Run(folder, listing, plan)
 
 
@@ -487,7 +516,8 @@ def read_listing(folder: Path) -> Listing:
     """A run's run.json.
 
     Raises:
-        RunError: There is none, it is of another format, or damaged.
+        RunError: There is none, or it is of another version.
+        DamagedError: It is not what was written.
     """
     file = folder / LISTING
     if not file.is_file():
@@ -496,9 +526,17 @@ def read_listing(folder: Path) -> Listing:
             raise RunError(f"there is no folder {folder}; {made_by}")
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
-        raw = json.loads(file.read_text("utf-8"))
-        if not isinstance(raw, dict) or raw.get("kind") != "sweep":
-            raise RunError(f"{folder} is not a run: its {LISTING} is something else's")
+        raw, _ = unsealed(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedError(
+            f"{file} is damaged: {error}; `lapa2 runs {folder} --repair` writes it anew"
+        ) from error
+    try:
+        if raw.get("kind") != "sweep":
+            raise DamagedError(
+                f"{folder} is not a run: its {LISTING} is something else's; if it was one,"
+                f" `lapa2 runs {folder} --repair` writes it anew"
+            )
         if raw.get("format") != FORMAT:
             raise RunError(
                 f"{folder} is a run of format {raw.get('format')} (lapa2_interp"
@@ -506,9 +544,10 @@ def read_listing(folder: Path) -> Listing:
                 f" {FORMAT}; read it with that version, or sweep into a new folder"
             )
         return Listing.model_validate(raw)
-    except (OSError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise RunError(f"{folder} is damaged or of another version: {reason}") from error
+    except ValidationError as error:
+        raise RunError(
+            f"{folder} is damaged or of another version: {first_problem(error)}"
+        ) from error
 
 
 # --- one cell by itself, and what `lapa2 generate` wrote before its runs had cells

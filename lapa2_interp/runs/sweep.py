@@ -27,8 +27,17 @@ from tqdm import tqdm
 
 from lapa2_interp.cell import CELL, Cell
 from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import GridError, RunError, counted
-from lapa2_interp.files import ASIDE, remove_folder, tidy, whole_folder, write_text
+from lapa2_interp.errors import DamagedError, GridError, RunError, counted
+from lapa2_interp.files import (
+    ASIDE,
+    remove_folder,
+    sealed,
+    sha256_of,
+    tidy,
+    unsealed,
+    whole_folder,
+    write_text,
+)
 from lapa2_interp.machine import faster_dtype
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.estimates import cost
@@ -36,6 +45,7 @@ from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import (
+    LISTING,
     SAMPLES,
     TRACE,
     Failure,
@@ -54,12 +64,13 @@ from lapa2_interp.runs.read import (
 )
 
 OURS = ("plan", "cells", "parts", "failed")
+PART = "part.json"
 OPENED = "opened.json"
 """Name of the file that says how the groups of an unfinished cell are made."""
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Turn errors of the operating system while a run is written into a `RunError`.
 
     Raises:
@@ -77,10 +88,10 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lock the run against other processes. The operating system unlocks it when this process ends,
     however it ends."""
-    with _writing(folder):
+    with writing(folder):
         file = (folder / ".lock").open("a+", encoding="utf-8")
     with file:
         try:
@@ -91,7 +102,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"{folder} is being filled by {file.read().strip() or 'another process'}; wait for"
                 " it, or give another --out"
             ) from error
-        with _writing(folder):
+        with writing(folder):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
@@ -213,7 +224,7 @@ def sweep(
         RunError: The folder holds something else, or cannot be written (a full disk); what is
             finished stays.
     """
-    with _writing(folder):
+    with writing(folder):
         if (
             folder.is_dir()
             and not (folder / "run.json").exists()
@@ -226,8 +237,8 @@ def sweep(
             )
             raise RunError(f"{folder} {kind}; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        with _writing(folder):
+    with locked(folder):
+        with writing(folder):
             run = add_grids(folder, grids)
             _tidy(run)
         every = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
@@ -286,7 +297,7 @@ class _Sweep:
                     under_way += 1
                 for job, outcome in engine.wait():
                     under_way -= 1
-                    with _writing(self.run.home):
+                    with writing(self.run.home):
                         ready.extend(self._take(job, outcome, bar))
                     if job.cell.key in self.failed:
                         ready = deque(each for each in ready if each.cell.key != job.cell.key)
@@ -301,6 +312,11 @@ class _Sweep:
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; returns the jobs that follow from it."""
         key = job.cell.key
+        if not (self.run.home / LISTING).is_file():
+            raise RunError(
+                f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
+                " command, which goes on from what is there"
+            )
         match outcome:
             case _ if key in self.failed:
                 return []
@@ -353,7 +369,8 @@ class _Sweep:
         note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
         if folder.is_dir():
             if (folder / OPENED).is_file() and (folder / OPENED).read_text("utf-8") == note:
-                return {int(each.name) for each in folder.glob("[0-9]*")}
+                found = sorted(folder.glob("[0-9]*"))
+                return {int(each.name) for each in found if self._sound(cell, each)}
             if there := len(list(folder.glob("[0-9]*"))):
                 self.notify(
                     f"{cell.where} ({cell.key}): {counted(there, 'finished group')} of rows made"
@@ -363,13 +380,24 @@ class _Sweep:
         write_text(folder / OPENED, note)
         return set()
 
+    def _sound(self, cell: Cell, folder: Path) -> bool:
+        """Whether a finished group is what was written; a damaged one is removed, and said."""
+        try:
+            read_part(folder)
+        except DamagedError as error:
+            self.notify(f"{cell.where} ({cell.key}): a group of rows made anew; {error}")
+            remove_folder(folder)
+            return False
+        return True
+
     def _keep(self, key: str, group: int, part: Part) -> None:
         with whole_folder(self.run.home / "parts" / key / str(group)) as fresh:
             part.samples.to_parquet(fresh / SAMPLES, index=False)
             if part.trace is not None:
                 write_trace(fresh / TRACE, part.trace)
             facts = {"seconds": part.seconds, "problems": part.problems}
-            (fresh / "part.json").write_text(json.dumps(facts), encoding="utf-8")
+            files = sorted(fresh.iterdir())
+            (fresh / PART).write_text(sealed(facts, files), encoding="utf-8")
 
     def _finish(self, cell: Cell) -> None:
         """Join a cell's groups; always from the disk, so that a resumed cell is the same as
@@ -377,22 +405,17 @@ class _Sweep:
         key, opened = cell.key, self.opened.pop(cell.key)
         del self.left[key]
         parts = self.run.home / "parts" / key
-        folders = [parts / str(i) for i in range(len(opened.groups))]
-        table = pd.concat(
-            [pd.read_parquet(folder / SAMPLES) for folder in folders], ignore_index=True
-        ).assign(arm=cell.arm)
-        traces = []
-        for folder in folders if cell.trace != "none" else []:
-            # The joined trace may need another type than the part was stored with: NaN is no
-            # integer.
-            traces.append(read_trace(folder / TRACE).drop_encoding())
-        facts = [json.loads((folder / "part.json").read_text("utf-8")) for folder in folders]
+        groups = [read_part(parts / str(i)) for i in range(len(opened.groups))]
+        table = pd.concat([group.samples for group in groups], ignore_index=True)
+        table = table.assign(arm=cell.arm)
+        # The joined trace may need another type than the part was stored with: NaN is no integer.
+        traces = [group.trace.drop_encoding() for group in groups if group.trace is not None]
         manifest = Manifest.of(
             cell,
             opened.facts,
-            seconds=opened.seconds + sum(each["seconds"] for each in facts),
+            seconds=opened.seconds + sum(group.seconds for group in groups),
             new_tokens=int(table["n_tokens"].sum()),
-            problems=[problem for each in facts for problem in each["problems"]],
+            problems=[problem for group in groups for problem in group.problems],
         )
         # Where one of its files was removed, the folder is replaced.
         with whole_folder(self.run.place(key)) as fresh:
@@ -417,6 +440,26 @@ class _Sweep:
                 f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"
                 f" is now {now}; sweep into a new folder"
             )
+
+
+def read_part(folder: Path) -> Part:
+    """A finished group of rows.
+
+    Raises:
+        DamagedError: A file of it is not what was written.
+    """
+    try:
+        facts, sums = unsealed((folder / PART).read_text("utf-8"))
+        for name in sums:
+            if sha256_of(folder / name) != sums[name]:
+                raise ValueError(f"{name} has another sha256")
+        samples = pd.read_parquet(folder / SAMPLES)
+        trace = read_trace(folder / TRACE) if (folder / TRACE).is_file() else None
+        return Part(samples, trace, tuple(facts["problems"]), facts["seconds"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedError(
+            f"{folder} is damaged: {error}; the same command makes it anew"
+        ) from error
 
 
 def _changes(file: Path, note: str) -> str:

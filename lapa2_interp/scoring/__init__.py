@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.errors import ScoringError, counted, one_of
 from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -185,6 +186,8 @@ class ScoringStoppedError(ScoringError):
 class Cache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
+    Each is stored with a hash of key and value. A score that does not have it is asked for again.
+
     Args:
         folder: Made when missing; None keeps scores in memory.
     """
@@ -200,13 +203,20 @@ class Cache:
                 raise ScoringError(
                     f"cannot keep scores in {folder}: {error}; give another --cache"
                 ) from error
-        try:
+        self.file = "memory" if folder is None else f"{folder}/scores.sqlite"
+        with self._told():
             self._open.execute(
                 "CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
             )
-        except sqlite3.Error as error:
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise ScoringError(
-                f"{folder}/scores.sqlite is damaged ({error}); delete it and score again"
+                f"cannot use the scores in {self.file} ({error}); move it away, or give another"
+                " --cache, and score again"
             ) from error
 
     def close(self) -> None:
@@ -222,24 +232,48 @@ class Cache:
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         """The scores of those keys that are known."""
         scores: dict[str, Score] = {}
-        with closing(self._open.cursor()) as cursor:
+        damaged = 0
+        with self._told(), closing(self._open.cursor()) as cursor:
             for part in _parts(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
-                    stored = json.loads(value)
+                    try:
+                        stored = _stored(key, str(value))
+                    except ValueError:
+                        damaged += 1
+                        continue
                     scores[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
+        if damaged:
+            print(
+                f"{counted(damaged, 'score')} in {self.file} damaged; asking for them again",
+                file=sys.stderr,
+            )
         return scores
 
     def put(self, scores: Iterable[tuple[str, Score]]) -> None:
         """Keep scores; skipped ones whose reason is not final are left out."""
-        rows = [
-            (key, json.dumps(score.reason if isinstance(score, Skipped) else score))
-            for key, score in scores
-            if not (isinstance(score, Skipped) and not score.final)
-        ]
-        with self._open:
+        rows = []
+        for key, score in scores:
+            if not (isinstance(score, Skipped) and not score.final):
+                text = json.dumps(score.reason if isinstance(score, Skipped) else score)
+                rows.append((key, f"{text} {_digest(key, text)}"))
+        with self._told(), self._open:
             self._open.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
+
+
+def _stored(key: str, value: str) -> Any:
+    """What a row of the cache says; raises ValueError where it is not what was written."""
+    text, _, digest = value.rpartition(" ")
+    if value.endswith(("]", '"')):  # written before scores had a hash
+        return json.loads(value)
+    if digest != _digest(key, text):
+        raise ValueError(value)
+    return json.loads(text)
+
+
+def _digest(key: str, text: str) -> str:
+    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
 
 
 def _parts(values: Sequence, size: int) -> Iterator[Sequence]:

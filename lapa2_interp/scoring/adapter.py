@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lapa2_interp.errors import ScoringError
-from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.files import sealed, whole_file, write_text
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.models.smollm2 import SMOLLM2
@@ -291,7 +291,7 @@ def save_adapter(
         made=datetime.now(UTC),
         **facts,
     )
-    write_text(file.with_suffix(".json"), card.model_dump_json(indent=1) + "\n")
+    write_text(file.with_suffix(".json"), sealed(card.model_dump_json()))
     return card
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import ScoringError, first_problem
-from lapa2_interp.files import aside, whole_file
+from lapa2_interp.files import aside, read_checkpoint, whole_file
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.progress import progress_bar, shown_time
@@ -292,9 +291,9 @@ class Training:
         if not self.checkpoint.is_file():
             return
         try:
-            state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+            state = read_checkpoint(self.checkpoint, self.device)
             plan = state["plan"]
-        except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+        except (ValueError, KeyError) as error:
             raise ScoringError(
                 f"{self.checkpoint} is damaged ({' '.join(str(error).split())[:80]}); delete it to"
                 " begin again"

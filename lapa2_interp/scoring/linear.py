@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp import __version__
-from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.files import sealed, whole_file, write_text
 from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Linear
         versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
         **facts,
     )
-    write_text(folder / f"{task}.json", card.model_dump_json(indent=1) + "\n")
+    write_text(folder / f"{task}.json", sealed(card.model_dump_json()))
     return card
 
 

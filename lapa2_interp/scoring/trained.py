@@ -8,7 +8,6 @@ holds by one of them alone, the page says so.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -20,6 +19,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp.errors import ScoringError, first_problem, one_of
+from lapa2_interp.files import unsealed
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -86,10 +86,14 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
     try:
-        card = form.model_validate(json.loads(card_file.read_text(encoding="utf-8")))
+        fields, _ = unsealed(card_file.read_text(encoding="utf-8"))
+        card = form.model_validate(fields)
     except (ValidationError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise ScoringError(f"{card_file} is not the card of a scorer: {reason}") from error
+        raise ScoringError(
+            f"{card_file} is not the card of a scorer: {reason}; train it again:"
+            " `lapa2 scorers train`"
+        ) from error
     if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
         raise ScoringError(
             f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"

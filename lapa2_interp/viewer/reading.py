@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from lapa2_interp.circuits.score import control
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, Lapa2Error, TraceError, one_of
+from lapa2_interp.files import unsealed
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card
@@ -393,7 +393,7 @@ def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
         CircuitError: The folder is no study, or one of another model or task.
     """
     try:
-        settings = json.loads((folder / "question.json").read_text("utf-8"))["settings"]
+        settings = unsealed((folder / "question.json").read_text("utf-8"))[0]["settings"]
         there, about = settings["model"]["weights"], settings["task"]
         tables = {"head": pd.read_csv(folder / "head.csv")}
         if (folder / "writes.csv").is_file():
