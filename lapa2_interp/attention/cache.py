@@ -235,6 +235,8 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.capacity
 
+    get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
+
 
 class BridgeRows:
     """Rows of a TransformerBridge."""
