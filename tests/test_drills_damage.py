@@ -309,11 +309,11 @@ def test_a_selection(tmp_path, record_property):
 
 def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
     """A damaged line is made anew; a damaged first line is refused."""
-    from lapa2_interp.circuits.knockout import _Store
+    from lapa2_interp.circuits.knockout import Kept
 
     file, count = tmp_path / "units.jsonl", Count()
     wanted = {f"unit {i}": {"js": np.linspace(0, 1 / (i + 1), 5)} for i in range(20)}
-    store = _Store(file, "key")
+    store = Kept(file, "key")
     for name, values in wanted.items():
         store.add(name, values)
     store.close()
@@ -321,7 +321,7 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
     for done, data in list(ways(whole, random.Random(3), 3 * POINTS)):
         file.write_bytes(data)
         try:
-            store = _Store(file, "key")
+            store = Kept(file, "key")
         except Lapa2Error as error:
             line_of(error)
             count.refused += 1
