@@ -176,7 +176,7 @@ circuits: $(VENV)/.run-installed
 endif
 
 # The committed numbers of figures/fading: why control fades, on the first 64 of the steering prompts, in heads that were chosen on
-# others. An hour of a core for each task.
+# others. An hour of a core for each task; what was stopped goes on.
 FADED := sentiment topic
 fading: steering-prompts
 	mkdir -p results/fading
@@ -184,7 +184,7 @@ fading: steering-prompts
 	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --by slope \
 		--heads 24 --positions auto --tokens 24 --out results/fading/$(each).json && \
 		$(VENV)/bin/lapa2 fading smollm2-135m --task $(each) --prompts results/fading/prompts.txt \
-		--selection results/fading/$(each).json --random 5 --file results/fading/$(each).lines --out results/fading/$(each) && \
+		--selection results/fading/$(each).json --random $(if $(filter topic,$(each)),2,5) --file results/fading/$(each).lines --out results/fading/$(each) && \
 		mkdir -p figures/fading/$(each) && cp results/fading/$(each)/* figures/fading/$(each)/ &&) true
 
 # The environments. Locked files and nothing else, by their hashes, so no dependencies but torch's: its builds for GPUs bring
