@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -196,7 +196,7 @@ class Terminal:
         stream: The stream as it was, for what draws on purpose.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
@@ -207,8 +207,8 @@ class Terminal:
         return getattr(self.stream, name)
 
 
-def drawing(stream: TextIO) -> TextIO:
-    """The stream under a `Terminal`; any other is itself."""
+def drawing(stream: Any) -> Any:
+    """The text stream under a `Terminal`; any other is itself."""
     return stream.stream if isinstance(stream, Terminal) else stream
 
 

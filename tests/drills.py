@@ -20,9 +20,10 @@ FULL = os.environ.get("DRILLS") == "full"
 GRID = """
 model = "tiny-gpt2"
 task = "sentiment"
-prompts = 3
+attribute = "positive"
+prompts = 2
 samples = 4
-length = 40
+length = 32
 max_rows = 4
 method = ["prefix", "air-decoding"]
 augmentation = ["none", "paper"]

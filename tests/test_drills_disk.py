@@ -13,6 +13,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import matplotlib.font_manager  # noqa: F401 - a process that is nobody cannot import any more
 import pytest
 from conftest import start
 from drills import FULL, SWEEP, act, contents, furnish, left_over
@@ -163,9 +164,9 @@ def test_permissions_that_are_lost_are_named(home, capsys):
         log.touch()
         log.chmod(0o666)
         closed = {
-            f"score {run} --scorers distinct --cache {folder}/cache": run / "cells" / key / "samples.parquet",
+            f"score {run} --scorers distinct --cache {folder}/cache --out {folder}/cache/scores": run / "cells" / key / "samples.parquet",
             f"runs {run}": run / "run.json",
-            f"report {run} --out {folder}/cache/page.html": run / "plan" / f"{key}.json",
+            f"runs {run} --json": run / "plan" / f"{key}.json",
             f"trace {run} --out {folder}/cache/table": run / "cells" / key / "trace.nc",
             SWEEP.format(home=folder, out=run): None,
             f"runs {run} --repair": None,
@@ -178,7 +179,7 @@ def test_permissions_that_are_lost_are_named(home, capsys):
             process = start(act_as_nobody, line, log)
             process.join()
             said = log.read_text().splitlines()
-            assert process.exitcode == 2, (line, said)
+            assert process.exitcode == 2, (line, said[-3:])
             assert said[-1].startswith("lapa2: "), (line, said)
             assert "Permission denied" in said[-1], (line, said)
             if file is not None:

@@ -102,6 +102,10 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a disk that is full, read-only or closed to this user
+        place = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or str(error)
+        print(f"lapa2: {one_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
     except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
         keeps = (bool(words) and words[0] in GOES_ON) or "--file" in words
         after = "goes on" if keeps else "begins anew; nothing half-made is left"

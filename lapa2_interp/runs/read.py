@@ -456,6 +456,8 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
             return False
         if len(stamps) > 2:
             h5py.File(folder / TRACE, "r").close()
+    except PermissionError:  # the file may be sound
+        raise
     except Exception:  # libraries raise all kinds at damaged bytes
         return False
     return True
