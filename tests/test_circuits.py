@@ -91,13 +91,13 @@ def test_heads_that_do_not_see_the_prefix_leave_no_control(name, how):
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
 def test_all_keys_and_values_of_the_other_prefix_make_its_logits(name):
-    model = load(name)
+    model = load(name, "float64")
     prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}
     edit = Edit(units_everything(model), "resample", branches="target")
     for case in cases_of(model, prefixes=prefixes):
         plain, edited = logits_of(model, [case]), logits_of(model, [case], edit)
-        assert (edited[0] - plain[1]).abs().max() < 1e-6 * max(1, plain.abs().max())
-        assert (edited[1] - plain[1]).abs().max() < 1e-6 * max(1, plain.abs().max())
+        assert (edited[0] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
+        assert (edited[1] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
 
 
 def by_hand(model, case, heads, how, phase="all_queries"):

@@ -2,7 +2,6 @@
 text, and what is refused."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from oracle import oracle_logits
 from lapa2_interp import Augmentation, augmented, load_task, methods
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.errors import LayoutError, PrefixError
+from lapa2_interp.files import sealed, unsealed
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import is_bridge
 from lapa2_interp.soft_prefix import find_prefix, load_prefix, save_prefix
@@ -272,10 +272,9 @@ def test_weights_that_match_their_card_but_hold_something_else(tmp_path):
     soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
     stored = save({"weight": torch.zeros(3)})
     (tmp_path / "positive.safetensors").write_bytes(stored)
-    card = json.loads((tmp_path / "positive.json").read_text()) | {
-        "sha256": sha256(stored).hexdigest()
-    }
-    (tmp_path / "positive.json").write_text(json.dumps(card))
+    card, _ = unsealed((tmp_path / "positive.json").read_text())
+    card["sha256"] = sha256(stored).hexdigest()
+    (tmp_path / "positive.json").write_text(sealed(card))
     with pytest.raises(PrefixError, match="does not hold keys and values"):
         load_prefix(tmp_path, "positive")
 

@@ -13,11 +13,13 @@ import pytest
 
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
+from lapa2_interp.files import unsealed
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.paper.claims import Finding
 from lapa2_interp.report import UNIT, _forest, _scale, pieces, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.manifest import MANIFEST
 from lapa2_interp.runs.read import SAMPLES, Failure, load_run
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.trace.tables import branch_name, pooled
@@ -281,6 +283,10 @@ def test_what_a_model_wrote_does_not_act(run):
         samples["tokens"] = [tokens[: int(n)] for n in samples["n_tokens"]]
         samples.loc[0, "finish"] = HOSTILE
         samples.to_parquet(file, index=False)
+        fields, _ = unsealed((file.parent / MANIFEST).read_text())
+        (file.parent / MANIFEST).write_text(
+            json.dumps(fields)
+        )  # without a seal, nothing is checked
     html = page(run)
     parts = Parts(html)
     scripts = [attrs for tag, attrs in parts.elements if tag == "script"]
