@@ -13,10 +13,10 @@ from oracle import oracle_logits
 from lapa2_interp import Augmentation, augmented, load_task, methods
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, TaskError
+from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, ModelError, TaskError
 from lapa2_interp.layout import Layout, left_pad, text_markers
 from lapa2_interp.methods import Branch, assign
-from lapa2_interp.models import load_transformers
+from lapa2_interp.models import load_model, load_transformers
 from lapa2_interp.soft_prefix import load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
@@ -423,3 +423,10 @@ def test_half_precision_generates(tiny, model_class, dtype):
         0, 0
     ]
     assert np.abs(total - 1).max() < 0.03  # bfloat16 weights carry 3 digits; 40 of them are summed
+
+
+def test_a_model_whose_weights_are_no_numbers_is_named():
+    model = load_model("tiny-gpt2", "float32", pack="off")
+    next(each for name, each in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
+    with pytest.raises(ModelError, match="logits of tiny-gpt2 are not numbers .* at step 0"):
+        made(model)

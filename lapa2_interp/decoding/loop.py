@@ -34,7 +34,7 @@ from lapa2_interp.decoding.barring import Barred
 from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import NOTHING, draw
 from lapa2_interp.decoding.text import continuation
-from lapa2_interp.errors import EmptyDistributionError
+from lapa2_interp.errors import EmptyDistributionError, ModelError
 from lapa2_interp.loaded import Model, model_card, packed_model
 from lapa2_interp.methods import PrepareKit, Start
 from lapa2_interp.progress import no_progress, progress_bar
@@ -128,6 +128,7 @@ def run_plan(
 
     Raises:
         TraceError: Patterns are asked of heads that the model does not have.
+        ModelError: The model's logits are not numbers.
         EmptyGenerationError: At the end, if a text ran out of tokens.
     """
     cell = plan.cell
@@ -259,7 +260,9 @@ def _decode(
             here = drawn.cpu()  # the step's one wait for the device
             if barred is not None:
                 barred.advance(here.clamp(min=0).tolist())
-            ending.stop(here == NOTHING, step, "empty")
+            if (nothing := here == NOTHING).any():
+                _check_numbers(model, logits, step)
+            ending.stop(nothing, step, "empty")
             yield here.clamp(min=0)
             bar.update(ending.running(step))
             if plan.cell.eos == "stop":
@@ -269,6 +272,21 @@ def _decode(
             with with_neurons_set(model, method.intervene(state), len(branches)):
                 # sample -> row 1 -> row vocab
                 logits = rows.read(tokens.repeat(len(branches))[:, None])[:, -1]
+
+
+def _check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:
+    """Refuse a model whose logits are no numbers.
+
+    Raises:
+        ModelError: They are NaN.
+    """
+    if logits.isnan().any():
+        card = model_card(model)
+        wider = ", or --dtype float32" if card.dtype in ("float16", "bfloat16") else ""
+        raise ModelError(
+            f"the logits of {card.name} are not numbers (NaN) at step {step}: a weight is NaN, or"
+            f" numbers exceed {card.dtype}; load sound weights{wider}"
+        )
 
 
 def _start(
