@@ -16,6 +16,7 @@ import pytest
 
 from lapa2_interp import load_run
 from lapa2_interp.cli import main
+from lapa2_interp.files import unsealed
 
 pytestmark = pytest.mark.drill
 HTML = "<img src=x onerror=alert(1)></script><script>document.title='x'</script>&amp;"
@@ -93,6 +94,9 @@ def run(tmp_path_factory):
         samples = pd.read_parquet(file)
         samples["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(samples))]
         samples.to_parquet(file)
+        manifest = file.with_name("manifest.json")
+        fields, _ = unsealed(manifest.read_text())
+        manifest.write_text(json.dumps(fields))  # without a seal, the texts may be others
     return place
 
 
@@ -106,13 +110,13 @@ def test_a_run_keeps_hostile_texts(run):
 def test_runs_and_trace_show_hostile_labels_and_no_more(run, on_terminal, tmp_path):
     on_terminal("runs", run)
     json.loads(on_terminal("runs", run, "--json")[0])
-    on_terminal("trace", run, "--only", "arm=none", "--out", tmp_path / "trace")
+    on_terminal("trace", run, "--only", "arm=baseline", "--out", tmp_path / "trace")
 
 
 @pytest.mark.parametrize("command", ["report", "view"])
 def test_pages_of_a_hostile_run_hold_no_foreign_element(run, on_terminal, tmp_path, command):
     file = tmp_path / f"{TURNED}.html"
-    more = ["--only", "arm=none"] if command == "view" else []
+    more = ["--only", "arm=baseline"] if command == "view" else []
     on_terminal(command, run, *more, "--out", file)
     html = file.read_text(encoding="utf-8")
     assert len(re.findall("<script", html, re.I)) == 2
@@ -163,7 +167,7 @@ def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_pat
 
 def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_path):
     """No cell begins a formula; the ids of the answers find their texts again."""
-    on_terminal("scorers", "sheets", run, "--out", tmp_path, "--n", "8", "--only", "arm=none")
+    on_terminal("scorers", "sheets", run, "--out", tmp_path, "--n", "8", "--only", "arm=baseline")
     for name in ("sheet.csv", "key.csv"):
         cells = pd.read_csv(tmp_path / name, dtype=str, keep_default_na=False).to_numpy().ravel()
         assert not [cell for cell in cells if re.match(r"[\s]*[=+\-@]", cell)]
