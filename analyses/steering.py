@@ -55,7 +55,6 @@ bench = open_bench(
     "steering",
     "Ways to steer attention, at several strengths",
     scorers=(*USUAL, "masked=linear", "repetition"),
-    perplexity=sys.maxsize,  # of all texts
     files={"beside": "tables/steering.texts.parquet of runs with the grid's other cells"},
 )
 cells = bench.cells

@@ -15,20 +15,28 @@ from lapa2_interp.runs.grid import Grid
 from lapa2_interp.scoring import chosen_scorers
 
 PERPLEXITY_TEXTS = 120
-"""About how many texts of an arm have their perplexity measured; spread evenly over prompts and
-attributes."""
+"""About how many texts of an arm have their perplexity measured (`texts_read`)."""
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
 READ_AT_FIVE = ("sent_topic", "detox")
 """Grids whose texts are scored at all five lengths."""
-READ_WHOLLY = ("steering",)
-"""Grids of whose texts all have their perplexity measured."""
 TOKEN = 2e-5
 """Seconds that the linear classifiers take for a token."""
 MASKED = 0.4
 """Share of the texts, about, that say a word of a prefix, and are read again without it."""
 ITEM = 6.0
 """Seconds that the script of a figure or table takes for all else: intervals, drawing."""
+
+
+def texts_read(firsts: int, texts: float) -> float:
+    """How many texts of an arm have their perplexity measured: the first of each prompt and
+    attribute, or the first few.
+
+    Args:
+        firsts: Prompts times attributes.
+        texts: All texts of the arm.
+    """
+    return min(texts, float(firsts * math.ceil(PERPLEXITY_TEXTS / firsts)))
 
 
 def scoring_seconds(
@@ -43,7 +51,6 @@ def scoring_seconds(
     chosen = chosen_scorers(scorers, USUAL)
     read, classified, adapted = 0.0, 0.0, 0.0
     for grid in grids:
-        most = math.inf if grid.name.rpartition("/")[2] in READ_WHOLLY else PERPLEXITY_TEXTS
         lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
         arms: dict[tuple[str, ...], list[Cell]] = {}
         for cell in grid.cells:
@@ -58,7 +65,8 @@ def scoring_seconds(
             adapted += texts * cells[0].length * (f"{control}=adapter" in chosen)
             if control == "accuracy":
                 adapted += MASKED * texts * cells[0].length * ("masked=adapter" in chosen)
-            read += lengths * min(texts, most) * cells[0].length
+            firsts = sum(len(cell.prompts) for cell in cells)
+            read += lengths * texts_read(firsts, float(texts)) * cells[0].length
     operations = 2 * read * model_size(SMOLLM2).parameters
     at = pace(SMOLLM2, "float32", default_device(), operations=operations)
     scripts = ITEM * (len(grids) if items is None else items)

@@ -26,7 +26,7 @@ import pandas as pd
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import DataError
 from lapa2_interp.paper.claims import SURE, counts_once
-from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, READ_WHOLLY
+from lapa2_interp.paper.estimates import texts_read
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.stats import error_at
 
@@ -61,12 +61,12 @@ def plans(grid: Grid, task: str = "", method: str = "") -> list[Plan]:
     return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
 
 
-def measured(plan: Plan, grid: Grid, metric: str, attributes: int) -> Plan:
+def measured(plan: Plan, metric: str, attributes: int) -> Plan:
     """The texts of a plan that a metric reads: perplexity reads the first few of each prompt."""
-    if metric != "ppl" or grid.name.rpartition("/")[2] in READ_WHOLLY:
+    if metric != "ppl":
         return plan
-    each = max(1, -(-PERPLEXITY_TEXTS // (plan.prompts * attributes)))
-    return Plan(plan.prompts, min(plan.texts, each * attributes))
+    read = texts_read(plan.prompts * attributes, plan.prompts * plan.texts)
+    return Plan(plan.prompts, read / plan.prompts)
 
 
 def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
@@ -106,7 +106,7 @@ def _row(row: Mapping[Hashable, Any], plan: Plan, grid: Grid, tests: int) -> dic
     from scipy.stats import norm
 
     attributes = len({cell.attribute for cell in grid.cells if row["task"] in ("", cell.task.name)})
-    plan = measured(plan, grid, str(row["metric"]), attributes)
+    plan = measured(plan, str(row["metric"]), attributes)
     error, here, noise, texts, margin = (
         float(row[name]) for name in ("error", "here", "noise", "texts", "margin")
     )
