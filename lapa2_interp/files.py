@@ -21,10 +21,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from zipfile import ZipFile
 
 from lapa2_interp.errors import ModelError, RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ASIDE = ".writing-"
 """What the names of unfinished files and folders begin with."""
@@ -116,6 +119,21 @@ def write_text(place: Path, text: str) -> None:
     """Write a text file, whole, as UTF-8."""
     with whole_file(place) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
+    """A table as CSV, without its index.
+
+    All texts are quoted where one holds a carriage return, at which a reader would begin a row.
+
+    Args:
+        digits: Of a number, at most; by default all.
+    """
+    texts = table.select_dtypes(["object", "str"]).astype(str)
+    split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
+    quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
+    how = None if digits is None else f"%.{digits}g"
+    return str(table.to_csv(index=False, float_format=how, quoting=quoting))
 
 
 def sealed(

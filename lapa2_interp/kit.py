@@ -118,7 +118,7 @@ class ModelKit:
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
         name, _, model = scorer.partition("=")
-        options = Options(task=task.name, device=self.card.device)
+        options = Options(task=task, device=self.card.device)
         reader = self.once(("scorer", scorer, task.name), lambda: make_scorer(name, model, options))
         table = run_scorer(reader, [Item(text, prompt, attribute) for text in texts])
         if attribute in table:

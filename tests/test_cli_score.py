@@ -9,6 +9,8 @@ from conftest import load, run_of
 
 from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.cli import main
+from lapa2_interp.files import unsealed
+from lapa2_interp.tasks import Task
 
 
 def lapa2(line, *more):
@@ -77,6 +79,27 @@ def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     table = pd.read_csv(out / "table.csv")
     together = table[table["attribute"] == "all"]
     assert sorted(together["method"]) == ["air-decoding", "air-decoding", "prefix"]
+
+
+def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
+    """Its prefixes are known without --task; labels with a carriage return stay one cell."""
+    task = Task(
+        name="mood",
+        attributes={"calm\rish": {"prefix": "Very serene:"}, "angry": {"prefix": "Very angry:"}},
+        prompts={"texts": ("The lake",)},
+    )
+    run = run_of(
+        load("tiny-gpt2"), methods.get("prefix"), task, task.attributes, ["The lake"],
+        length=20, trace="none",
+    ).save(tmp_path / "run")  # fmt: skip
+    for file in run.folder.rglob("samples.parquet"):
+        samples = pd.read_parquet(file).assign(text="a serene lake")
+        samples.to_parquet(file)
+        manifest = file.with_name("manifest.json")
+        manifest.write_text(json.dumps(unsealed(manifest.read_text())[0]))
+    assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
+    table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
+    assert table["mean"].to_dict() == {"calm\rish": 1, "angry": 0, "all": 0.5}
 
 
 def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):

@@ -315,5 +315,5 @@ def hashes(folder):
     return {
         str(each.relative_to(folder)): hashlib.sha256(each.read_bytes()).hexdigest()
         for each in folder.rglob("*")
-        if each.is_file() and each.stat().st_size and each.name != "machine.json"
+        if each.is_file() and each.stat().st_size and each.name not in ("machine.json", "seal.json")
     }

@@ -107,9 +107,6 @@ def test_a_run_keeps_hostile_texts(run):
     assert set(samples["prompt"]) == {ESCAPES, HTML + TURNED, FORMULA, LATEX}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="found: numpy warns where prefixes of a run differ in length"
-)
 def test_runs_and_trace_show_hostile_labels_and_no_more(run, on_terminal, tmp_path):
     on_terminal("runs", run)
     json.loads(on_terminal("runs", run, "--json")[0])
@@ -130,9 +127,6 @@ def test_pages_of_a_hostile_run_hold_no_foreign_element(run, on_terminal, tmp_pa
     assert HTML in json.dumps(json.loads(data), ensure_ascii=False)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="found: lapa2 score does not know a run's own task by its name"
-)
 def test_scores_of_hostile_texts_keep_them(run, on_terminal, tmp_path):
     scorers = ["--scorers", "repetition", "echo", "distinct", "--cache", tmp_path / "cache"]
     on_terminal("score", run, *scorers, "--out", tmp_path / "of run")
@@ -140,7 +134,7 @@ def test_scores_of_hostile_texts_keep_them(run, on_terminal, tmp_path):
     assert set(scores["text"]) == set(TEXTS)
     assert set(scores["attribute"]) == {FORMULA + ESCAPES, HTML + TURNED}
     table = pd.read_csv(tmp_path / "of run" / "table.csv", keep_default_na=False)
-    assert set(table["attribute"]) == {FORMULA + ESCAPES, HTML + TURNED}
+    assert set(table["attribute"]) - {"all"} == {FORMULA + ESCAPES, HTML + TURNED}
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
@@ -171,9 +165,6 @@ def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_pat
     }  # pandas drops half a pair
 
 
-@pytest.mark.xfail(
-    strict=True, reason="found: a carriage return in a label splits a row of a CSV file"
-)
 def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_path):
     """No cell begins a formula; the ids of the answers find their texts again."""
     on_terminal("scorers", "sheets", run, "--out", tmp_path, "--n", "8", "--only", "arm=baseline")

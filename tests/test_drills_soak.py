@@ -20,7 +20,7 @@ pytestmark = pytest.mark.drill
 SECONDS = float(os.environ.get("SOAK", "60"))
 ROUND = (
     SWEEP,
-    "score {out} --scorers linear distinct --cache {out}-cache --device cpu",
+    "score {out} --scorers linear distinct --out {out}-scores --cache {out}-cache --device cpu",
     "view {out} --only method=prefix --out {out}.html",
     "report {out} --out {out}-report.html",
 )

@@ -238,6 +238,9 @@ def test_tables_of_a_run_with_two_arms():
         assert np.allclose(found, expected, atol=1e-6)
     tokens = prefix_token_table(trace, samples)
     assert tokens["key"].tolist() == ["BOS", *(f"p{i}" for i in range(1, 15))] * 2
+    trace["prefix_tokens"].load()[:, 0, :, -1] = np.nan  # a prefix that is a token shorter
+    of_base = prefix_token_table(trace, samples).set_index(["arm", "key"]).loc["base", "n"]
+    assert of_base["p14"] == of_base["p13"] - 1
     with pytest.raises(TraceError, match="unknown branch 'other'; allowed: prefix"):
         step_table(trace, samples, branch="other")
     with pytest.raises(TraceError, match="pooled over heads"):

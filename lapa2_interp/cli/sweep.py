@@ -122,7 +122,7 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
     import pandas as pd
 
     from lapa2_interp.errors import DataError
-    from lapa2_interp.files import write_text
+    from lapa2_interp.files import as_csv, write_text
     from lapa2_interp.paper.claims import read_claims
     from lapa2_interp.paper.power import POWER, summary
     from lapa2_interp.paper.power import power as ask
@@ -149,7 +149,7 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
         " earlier run says, within its error"
     )
     if out is not None:
-        write_text(out, pd.concat(found, ignore_index=True).to_csv(index=False))
+        write_text(out, as_csv(pd.concat(found, ignore_index=True)))
         print(f"written: {out}")
 
 

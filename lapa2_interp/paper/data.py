@@ -125,7 +125,7 @@ class ItemData:
                 ["task", "model"], sort=False
             ):
                 samples = self.texts(group, lengths, parts)
-                options = self._options(str(task), group)
+                options = self._options(group)
                 for name, asked in self._asked(str(task), metrics).items():
                     texts = self._few(samples, group) if name == "perplexity" else samples
                     if len(texts):
@@ -182,8 +182,9 @@ class ItemData:
         cells = samples[["prompt", "attribute"]].drop_duplicates()
         return samples[samples["sample"] < max(1, -(-self.perplexity_texts // max(1, len(cells))))]
 
-    def _options(self, task: str, group: pd.DataFrame) -> Options:
-        own = self.run.manifest(group["key"].iloc[0]).model
+    def _options(self, group: pd.DataFrame) -> Options:
+        first = group["key"].iloc[0]
+        task, own = self.run.plan[first].task, self.run.manifest(first).model
         return Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
 
     def curves(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp.files import write_text
+from lapa2_interp.files import as_csv, write_text
 from lapa2_interp.paper.claims import Findings, shown_claims
 from lapa2_interp.paper.tables import footnotes, gaps_note, wide
 
@@ -35,11 +35,11 @@ def write_item(
     notes = [*notes, *footnotes(table), *([gaps] if (gaps := gaps_note(table)) else [])]
     claims = findings.frame()
     for ending, text in {
-        "csv": table.to_csv(index=False, float_format="%.6g"),
+        "csv": as_csv(table, 6),
         "md": as_markdown(title, shown, notes),
         "tex": as_latex(title, shown, notes, item),
         "json": as_json(item, title, shown, notes),
-        "claims.csv": claims.to_csv(index=False, float_format="%.6g"),
+        "claims.csv": as_csv(claims, 6),
     }.items():
         write_text(folder / f"{item}.{ending}", text)
     parts = [f"{title}\n\n{shown.to_string(index=False)}\n", *notes]

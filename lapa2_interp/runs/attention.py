@@ -14,7 +14,7 @@ from lapa2_interp import plots
 from lapa2_interp.augmentation import Joint
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
-from lapa2_interp.files import new_folder
+from lapa2_interp.files import as_csv, new_folder, write_text
 from lapa2_interp.runs.read import Run
 from lapa2_interp.trace.tables import (
     branch_name,
@@ -82,7 +82,7 @@ class Attention:
             out, force, finished=lambda folder: (folder / "steps.csv").is_file()
         ) as folder:
             for name, table in {**self.tables, "cells": self.cells}.items():
-                table.to_csv(folder / f"{name}.csv", index=False)
+                write_text(folder / f"{name}.csv", as_csv(table))
             for name, figure in self.figures().items():
                 figure.savefig(folder / f"{name}.png")
 

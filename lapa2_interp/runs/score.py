@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp.errors import ScoringError, counted
-from lapa2_interp.files import cache_folder, new_folder
+from lapa2_interp.files import as_csv, cache_folder, new_folder, write_text
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.progress import shown_time
@@ -93,7 +93,7 @@ def score(
     if gaps := _gaps(source):
         notify(gaps)
     sets = []
-    for samples, manifest in read_texts(source, column):
+    for samples, manifest, own in read_texts(source, column):
         samples = only_rows(
             samples if attribute is None else samples.assign(attribute=attribute), only or {}
         )
@@ -104,7 +104,7 @@ def score(
                 samples, parts, reading_tokenizer(manifest.model.name) if manifest else None
             )
         options = Options(
-            task=task or (manifest.task if manifest else None),
+            task=task or own,
             labels=labels or {},
             judge_url=judge_url,
             judge_prices=judge_prices,
@@ -125,8 +125,8 @@ def score(
         if len(found.scores):
             kept = found.scores.drop(columns=["tokens"], errors="ignore")
             kept.to_parquet(folder / "scores.parquet", index=False)
-        found.table.to_csv(folder / "table.csv", index=False)
-        found.differences.to_csv(folder / "differences.csv", index=False)
+        write_text(folder / "table.csv", as_csv(found.table))
+        write_text(folder / "differences.csv", as_csv(found.differences))
     return found
 
 
@@ -218,7 +218,7 @@ def read_answers(
     if out is not None:
         with new_folder(out, finished=lambda folder: (folder / "answers.csv").is_file()) as folder:
             for name, table in tables.items():
-                table.to_csv(folder / f"{name}.csv", index=False)
+                write_text(folder / f"{name}.csv", as_csv(table))
     return tables
 
 
@@ -226,7 +226,7 @@ def sheet_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None
 ) -> pd.DataFrame:
     """The texts of a run or a file as `scoring.human.make_sheets` takes them."""
-    texts = pd.concat([samples for samples, _ in read_texts(source, column)], ignore_index=True)
+    texts = pd.concat([samples for samples, *_ in read_texts(source, column)], ignore_index=True)
     samples = only_rows(texts, only or {})
     if {"task", "method"} <= set(samples):  # what is compared is a method's arm
         samples = samples.assign(

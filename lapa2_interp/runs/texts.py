@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.cell import BUILT_IN_TASKS
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.read import load_run
+from lapa2_interp.runs.read import LISTING, Run, load_run
+from lapa2_interp.tasks import Task
 
 READERS = {".jsonl": "read_json", ".csv": "read_csv", ".parquet": "read_parquet"}
 
 
-def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, Manifest | None]]:
+def read_texts(
+    source: Path, column: str = "text"
+) -> list[tuple[pd.DataFrame, Manifest | None, Task | None]]:
     """The samples of a run folder, or the rows of a file, with columns text, prompt, attribute and
     arm.
 
@@ -28,8 +32,9 @@ def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, M
         column: Where a file has its texts.
 
     Returns:
-        Tables (missing columns filled with ""), each with the manifest of its texts, or None. A run
-        has one per model, task and length, with its cells' columns; a file has one.
+        Tables (missing columns filled with ""), each with the manifest and the task of its texts,
+        where they are known. A run has one per model, task and length, with its cells' columns; a
+        file has one.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.
@@ -40,7 +45,11 @@ def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, M
         if not len(finished):
             raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
         return [
-            (run.samples(list(group["key"])), run.manifest(str(group["key"].iloc[0])))
+            (
+                run.samples(list(group["key"])),
+                run.manifest(str(group["key"].iloc[0])),
+                _task_of(run, source, str(group["key"].iloc[0])),
+            )
             for _, group in finished.groupby(["model", "task", "max_length"], sort=False)
         ]
     kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
@@ -72,9 +81,14 @@ def read_texts(source: Path, column: str = "text") -> list[tuple[pd.DataFrame, M
     table = table.rename(columns={column: "text"}).reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = table[name].fillna("").astype(str) if name in table else ""
-    return [
-        (table.assign(text=[text if isinstance(text, str) else "" for text in table["text"]]), None)
-    ]
+    texts = [text if isinstance(text, str) else "" for text in table["text"]]
+    return [(table.assign(text=texts), None, None)]
+
+
+def _task_of(run: Run, source: Path, key: str) -> Task | None:
+    """The task of a run's cell; None where only its name is known."""
+    task = run.plan[key].task
+    return task if task.name in BUILT_IN_TASKS or (source / LISTING).is_file() else None
 
 
 def at_lengths(

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Options:
     """What scorers may need besides their name; fields as the options of `score`."""
 
-    task: str | None = None
+    task: Task | str | None = None
+    """A built-in task by name, or a task itself."""
     labels: Mapping[str, str] = field(default_factory=dict)
     judge_url: str | None = None
     judge_prices: tuple[float | None, float | None] = (None, None)
@@ -51,9 +52,10 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                     "the classifiers that ship with the package belong to tasks: give --task"
                     " sentiment, topic or detox"
                 )
+            task = options.task if isinstance(options.task, str) else options.task.name
             if model == "adapter":
-                return AdapterScorer(options.task, device=options.device)
-            return LinearScorer(options.task)
+                return AdapterScorer(task, device=options.device)
+            return LinearScorer(task)
         case "accuracy", _:
             return Classifier(
                 model,
@@ -141,4 +143,4 @@ def score_by(
 def _task(options: Options) -> Task:
     if options.task is None:
         raise ScoringError("the words of prefixes belong to a task: give --task")
-    return read_task(options.task)
+    return read_task(options.task) if isinstance(options.task, str) else options.task

@@ -156,7 +156,7 @@ def prefix_token_table(
     at = _branch_number(trace, branch)
     rows = []
     for arm, members in _arms(samples):
-        tokens = np.nanmean(trace["prefix_tokens"].to_numpy()[at, members.index], axis=1)
+        tokens = trace["prefix_tokens"][at, members.index].mean("step").to_numpy()
         bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
         masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
         for key, values in masses.items():
