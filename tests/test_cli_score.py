@@ -217,6 +217,10 @@ def test_the_lists(capsys):
             "unknown scorer 'acuracy'; allowed: accuracy, .*did you mean 'accuracy'",
         ),
         ("--scorers judge", "the judge needs a model: judge=MODEL"),
+        (
+            "--scorers judge=m --max-cost 1",
+            "--max-cost .* needs the judge's prices: give --judge-prices",
+        ),
         ("--scorers toxicity=perspective", "PERSPECTIVE_API_KEY"),
         (
             "--scorers toxicity=somewhere",

@@ -286,6 +286,13 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path):
     assert not (tmp_path / "positive.json").exists()
 
 
+@pytest.mark.parametrize("attribute", ["", "../calm", "a/b", "a\0b"])
+def test_an_attribute_that_names_no_file_is_refused(attribute, tmp_path):
+    (tmp_path / "set").mkdir()
+    with pytest.raises(PrefixError, match="cannot name a file of a soft prefix"):
+        load_prefix(tmp_path / "set", attribute)
+
+
 def test_a_set_that_is_not_there():
     model = load("tiny-gpt2")
     with pytest.raises(

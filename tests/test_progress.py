@@ -5,15 +5,25 @@ import itertools
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 
 import pytest
 
 from lapa2_interp import progress
-from lapa2_interp.progress import drawing, harmless_output, no_progress, one_line, progress_bar
+from lapa2_interp.progress import (
+    drawing,
+    harmless_output,
+    interrupts_held,
+    no_progress,
+    one_line,
+    progress_bar,
+    stopped_by_sigterm,
+)
 
 CODE = """
 import time
@@ -158,3 +168,43 @@ def test_what_is_no_terminal_gets_texts_as_they_are(monkeypatch, tmp_path):
         with harmless_output():
             print("a\x1b[2Jb \ud800")
     assert (tmp_path / "log").read_text(encoding="utf-8") == "a\x1b[2Jb \\ud800\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "exception"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Stopped)]
+)
+def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
+    stop, done = threading.Event(), []
+    with stopped_by_sigterm(), pytest.raises(exception):
+        with interrupts_held(stop):
+            assert not stop.is_set()
+            signal.raise_signal(kind)
+            assert stop.is_set()
+            done.append("kept")
+        done.append("behind the block")
+    assert done == ["kept"]
+
+
+def test_a_second_interrupt_counts_at_once():
+    stop, done = threading.Event(), []
+    with pytest.raises(KeyboardInterrupt), interrupts_held(stop):
+        signal.raise_signal(signal.SIGINT)
+        done.append("first")
+        signal.raise_signal(signal.SIGINT)
+        done.append("second")
+    assert done == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_thread_holds_nothing():
+    """Python gives signals to the main thread alone."""
+    done = []
+
+    def work():
+        with interrupts_held(threading.Event()), stopped_by_sigterm():
+            done.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [1]
