@@ -234,7 +234,7 @@ class Machines:
         ] + [gone]
 
     def get_runtime_context(self):
-        return SimpleNamespace(get_node_id=lambda: 0)
+        return SimpleNamespace(get_node_id=lambda: 0, gcs_address="127.0.0.1:1")
 
     def remote(self, kind):
         actor = SimpleNamespace(place=SimpleNamespace(remote=object))
@@ -291,6 +291,7 @@ def test_what_no_machine_can_do_is_refused(monkeypatch, settings, message):
 
 
 def test_a_machine_with_other_libraries_is_refused(monkeypatch):
+    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
     monkeypatch.setattr(clusters, "_join", lambda address: Machines({"CPU": 1.0}))
     refused = pytest.raises(
         RunError, match=r"far has torch 1\.13\.0 and this machine \d.*install the same versions"
@@ -301,6 +302,7 @@ def test_a_machine_with_other_libraries_is_refused(monkeypatch):
 
 def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
     machines = Machines({"CPU": 1.0})
+    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
     monkeypatch.setattr(clusters, "_join", lambda address: machines)
     with (
         pytest.raises(RunError, match="Ray has ended on this machine.*the same command goes on"),
@@ -308,6 +310,16 @@ def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
     ):
         engine.submit(Job(grid.cells[0]))
         machines.resources = ()
+        next(engine.wait())
+
+
+def test_a_sweep_ends_when_the_head_is_gone(monkeypatch, grid):
+    machines = Machines({"CPU": 1.0})
+    monkeypatch.setattr(clusters, "_join", lambda address: machines)
+    monkeypatch.setattr(clusters, "ANSWER", 0.0)
+    lost = "the head of the Ray cluster at 127.0.0.1:.*the same command goes on"
+    with pytest.raises(RunError, match=lost), Cluster() as engine:
+        engine.submit(Job(grid.cells[0]))  # nothing listens at port 1
         next(engine.wait())
 
 

@@ -24,8 +24,9 @@ QUICKLY = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "4",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
 }
-"""Ray sees within seconds that a machine is lost."""
+"""Ray sees within seconds that a machine is lost; a token of the user's is not asked for."""
 GRID = """
 model = "tiny-gpt2"
 task = "sentiment"

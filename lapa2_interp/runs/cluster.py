@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from tqdm import tqdm
@@ -43,7 +43,8 @@ compute."""
 PATIENCE = 600.0
 """Seconds to wait for a cluster that has no room for any worker."""
 ANSWER = 20.0
-"""Seconds in which a cluster must answer."""
+"""Seconds in which a cluster must answer, and its head must be back. After a minute without it Ray
+ends the process, without a word on how to go on."""
 JOIN = (
     "import logging, sys, ray; ray.init(address=sys.argv[1], logging_level=logging.CRITICAL,"
     " log_to_driver=False)"
@@ -140,7 +141,8 @@ class Cluster:
                 f" {gpus_per_worker}"
             )
         self._ray = _join(address)
-        self._home = self._ray.get_runtime_context().get_node_id()
+        here = self._ray.get_runtime_context()
+        self._home, self._head = here.get_node_id(), here.gcs_address
         self._device, self._threads, self._each = device, threads, gpus_per_worker
         self._pack: str = pack
         self._fixed = workers is not None
@@ -203,10 +205,30 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
+        for worker in self._workers if self._answers() else ():
             with suppress(Exception):
                 self._ray.kill(worker.actor)
         self._ray.shutdown()
+
+    def _answers(self) -> bool:
+        """Whether the head of the cluster takes a connection."""
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def _await_head(self) -> None:
+        last = monotonic() + ANSWER
+        while not self._answers():
+            if monotonic() > last:
+                raise RunError(
+                    f"the head of the Ray cluster at {self._head} has not answered for"
+                    f" {ANSWER:g} s; start it again with `ray start --head`, and the same command"
+                    " goes on where this one stopped"
+                )
+            sleep(1)
 
     def _new_worker(self) -> RayWorker:
         """A new actor, which starts when the cluster has room for it."""
@@ -234,6 +256,7 @@ class Cluster:
 
     def wait(self) -> Iterator[tuple[Job, Outcome]]:
         while True:
+            self._await_head()
             self._grow()
             ended, _ = self._ray.wait(list(self._refs), timeout=5.0)
             found = [outcome for ref in ended if (outcome := self._ended(ref))]
