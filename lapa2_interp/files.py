@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -57,7 +58,11 @@ def aside(folder: Path) -> Iterator[Path]:
                 (place / f"{LOCK}.new").rename(place / LOCK)  # whoever sees it finds it held
             yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        try:
+            shutil.rmtree(place, ignore_errors=True)
+        except BaseException:  # SIGTERM in the midst of it
+            shutil.rmtree(place, ignore_errors=True)
+            raise
 
 
 def _is_abandoned(left: Path) -> bool:
@@ -175,8 +180,21 @@ def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
+    """Write tensors and plain values, whole, for `read_checkpoint`.
+
+    `torch.save` writes into memory: on a full disk it ends with an error of its own.
+    """
+    import torch
+
+    stored = io.BytesIO()
+    torch.save(dict(state), stored)
+    with whole_file(place) as fresh:
+        fresh.write_bytes(stored.getbuffer())
+
+
 def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
-    """What `torch.save` wrote, which PyTorch itself reads without asking for its checksums.
+    """What `write_checkpoint` wrote, which PyTorch itself reads without asking for its checksums.
 
     Raises:
         ValueError: It is not what was written.

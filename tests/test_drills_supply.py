@@ -92,7 +92,7 @@ def test_the_wheels_command_runs_elsewhere(dist, tmp_path, record_property):
     assert "Usage: lapa2" in run("lapa2", "--help")
     record_property("seconds of --help", round(time.monotonic() - began, 1))
     assert "tiny-gpt2" in run("lapa2", "models")
-    assert "sentiment-contrastive" in run("lapa2", "prefixes")  # a file of the package's data
+    assert "contrastive" in run("lapa2", "prefixes")  # a file of the package's data
     cell = "--attribute positive --prompt lake --samples 1 --length 20 --device cpu --out text"
     run("lapa2", "generate", "--model", "tiny-gpt2", *cell.split())
     assert list((here / "text" / "cells").iterdir())

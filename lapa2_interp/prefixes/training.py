@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import DataError, PrefixError
-from lapa2_interp.files import read_checkpoint, whole_file, write_text
+from lapa2_interp.files import read_checkpoint, write_checkpoint, write_text
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -374,8 +374,7 @@ class Job:
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
-        with whole_file(self.checkpoint) as fresh:
-            torch.save(state, fresh)
+        write_checkpoint(self.checkpoint, state)
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import ScoringError, first_problem
-from lapa2_interp.files import aside, read_checkpoint, whole_file
+from lapa2_interp.files import aside, read_checkpoint, write_checkpoint
 from lapa2_interp.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.progress import progress_bar, shown_time
@@ -279,8 +279,7 @@ class Training:
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
-        with whole_file(self.checkpoint) as fresh:
-            torch.save(state, fresh)
+        write_checkpoint(self.checkpoint, state)
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one.
