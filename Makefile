@@ -28,9 +28,10 @@ test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "not slow and alone and not drill" --durations 10
 
 # What happens to commands that are killed, stopped, starved of disk or given damaged files; a table of figures at the end.
+DRILLED = tests/test_drills*.py
 drills: $(VENV)/.installed
 	mkdir -p results
-	$(VENV)/bin/python -m pytest -m drill -n 2 --dist load --junitxml results/drills.xml tests/test_drills*.py; \
+	$(VENV)/bin/python -m pytest -m drill -n 2 --dist load --junitxml results/drills.xml $(DRILLED); \
 		failed=$$?; $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
 
 drills-full: export DRILLS := full
