@@ -126,21 +126,34 @@ class Stopped(SystemExit):
 def stopped_by_sigterm() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C is treated: what is half-made is removed, and workers are closed.
 
+    Both count, too, where they arrive inside a library that turns every exception into its own.
+
     Raises:
         Stopped: With the exit code of a program that SIGTERM ended.
     """
     if threading.current_thread() is not threading.main_thread():  # only that one gets signals
         yield
         return
+    came: list[BaseException] = []
 
-    def stop(*_: object) -> None:
-        raise Stopped(128 + signal.SIGTERM)
+    def stop(number: int, _: object) -> None:
+        sigterm = number == signal.SIGTERM
+        came.append(Stopped(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
+        raise came[-1]
 
-    before = signal.signal(signal.SIGTERM, stop)
+    kinds = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
+        kinds.append(signal.SIGINT)
+    before = {kind: signal.signal(kind, stop) for kind in kinds}
     try:
         yield
+    except Exception as error:
+        if came:
+            raise came[-1] from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 @contextmanager

@@ -103,8 +103,11 @@ def rows(file):
 
 def table(file):
     """Markdown: a heading per drill, a row per case."""
-    lines, before = [], None
-    for name, outcome, found in rows(file):
+    lines, before, found_in = [], None, list(rows(file))
+    first = {}  # two processes take the tests of a drill by turns
+    for name, _, found in found_in:
+        first.setdefault((name, *found), len(first))
+    for name, outcome, found in sorted(found_in, key=lambda row: first[(row[0], *row[2])]):
         columns = [*found, "outcome"]
         if (name, columns) != before:
             lines += [

@@ -185,6 +185,21 @@ def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
     assert done == ["kept"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "exception"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Stopped)]
+)
+def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_counts(kind, exception):
+    """As matplotlib's renderer does."""
+    with pytest.raises(exception), stopped_by_sigterm():
+        try:
+            signal.raise_signal(kind)
+        except BaseException:
+            raise ValueError("Invalid affine transformation matrix") from None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(ValueError, match="its own"), stopped_by_sigterm():
+        raise ValueError("its own")
+
+
 def test_a_second_interrupt_counts_at_once():
     stop, done = threading.Event(), []
     with pytest.raises(KeyboardInterrupt), interrupts_held(stop):
