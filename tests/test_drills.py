@@ -30,7 +30,7 @@ COMMANDS = {
     "sweep, two workers": "sweep {home}/grid.toml --device cpu --workers 2 --out {out}",
     "generate": "generate --model tiny-gpt2 --attribute positive --length 60 --samples 20 --device cpu --out {out}",
     "score": "score {run} --scorers linear accuracy distinct perplexity=tiny-gpt2 --cache {out}-cache --device cpu --out {out}",
-    "propositions": "propositions --model tiny-gpt2 --length 48 --synthetic-length 20000 --device cpu --out {out}",
+    "propositions": "propositions --model tiny-gpt2 --length 48 --synthetic-length 4000 --device cpu --out {out}",
     "circuits": "circuits planted --tokens 8 --best 2 --device cpu --out {out}",
     "select": "select planted --by cut --heads 2 --tokens 8 --device cpu --file {out}-cuts --out {out}.json",
     "fading": "fading planted --filler 8 32 --tokens 8 --device cpu --out {out}",

@@ -14,7 +14,7 @@ import pytest
 from drills import FULL, SWEEP, contents, left_over
 
 pytestmark = [pytest.mark.drill, pytest.mark.alone]
-KILLS = 20 if FULL else 2
+KILLS = 20 if FULL else 1
 PATIENCE = 240.0
 """Seconds in which a sweep must end."""
 BIN = Path(sys.executable).parent

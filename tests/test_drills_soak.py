@@ -48,7 +48,7 @@ def test_nothing_grows(tmp_path, monkeypatch, capsys, record_property):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     rounds, began = [], time.monotonic()
-    while time.monotonic() - began < SECONDS or len(rounds) < 8:
+    while time.monotonic() - began < SECONDS or len(rounds) < 6:
         (tmp_path / "round").mkdir()
         for line in ROUND:
             words = shlex.split(line.format(home=tmp_path, out=tmp_path / "round" / "run"))
