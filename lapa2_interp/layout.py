@@ -423,7 +423,8 @@ class Layout:
         self, queries: Int[np.ndarray, " query"], rule: LengthRule
     ) -> Int[np.ndarray, " query"]:
         """l at the queries in these slots; <= 0 on padding (and on BOS under "paper")."""
-        return queries + 1 - self.pad - (self.n_bos if rule == "paper" else 0)
+        bos = np.clip(queries + 1 - self.bos.start, 0, self.n_bos) if rule == "paper" else 0
+        return queries + 1 - self.pad - bos
 
     def acts(
         self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]

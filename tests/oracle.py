@@ -41,7 +41,8 @@ def oracle_bias(
     }[phase]
     bias = [[0.0] * total for _ in range(total)]
     for query in range(first_query, total):
-        l = query + 1 - (n_bos if length == "paper" else 0)
+        seen_bos = min(max(query + 1 - first_bos, 0), n_bos)
+        l = max(query + 1 - (seen_bos if length == "paper" else 0), 1)
         if law == "log":
             b = alpha * math.log(l / n) if l > n else 0.0
         elif law == "linear":

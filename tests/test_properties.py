@@ -180,15 +180,19 @@ def test_a_longer_stream_begins_with_a_shorter_one(seed, prompt, sample, steps, 
 @example(prefix="Very \u00e9", prompt="\u0301 \U0001f469\u200d\U0001f4bb")
 @example(prefix=" ", prompt="\n\n")
 @example(prefix="\u202e", prompt="\ufeffx")
+@example(prefix="dk", prompt="e")  # SmolLM2 splits it as d, ke
 def test_any_text_is_laid_out_in_every_family_of_tokenizers(tokenizer, prefix, prompt):
     """The ids are the tokenizer's own, the parts follow each other, and none is lost."""
     text = list(tokenizer((prefix or "") + prompt, add_special_tokens=False).input_ids)
-    assume(text)  # no tokenizer here loses a text, but one may have no token for it
+    # The offsets of characters that a tokenizer has no token for are not to be relied on.
+    assume(tokenizer.decode(text) == (prefix or "") + prompt)
     try:
         found = Layout.of(tokenizer, prefix, prompt)
     except LayoutError:
+        # A prefix without a token, or a prompt that ends in the token that begins in the prefix.
         own = tokenizer(prefix or "", add_special_tokens=False).input_ids
-        assert len(own) >= len(text) or not own, "one of the two has no token of its own"
+        last = tokenizer.decode(text[-1:])
+        assert not own or (last.endswith(prompt) and len(last) > len(prompt))
         return
     assert list(found.ids[found.n_bos :]) == text
     assert found.n_bos + found.l_pre + found.l_pro == len(found.ids) == len(found)
