@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -80,11 +81,11 @@ def free_port():
 
 
 @contextmanager
-def head(folder, host="127.0.0.1", cpus=2, inside=(), port=None):
+def head(folder, host="127.0.0.1", cpus=2, inside=(), port=None, **environment):
     """A cluster of one machine; its address."""
     port = port or free_port()
     line = f"start --head --block --node-ip-address {host} --port {port} --num-cpus {cpus} --include-dashboard=false"
-    ray = Running([*inside, BIN / "ray", *line.split()], folder / "head.log")
+    ray = Running([*inside, BIN / "ray", *line.split()], folder / "head.log", **environment)
     try:
         until(lambda: "Ray runtime started" in ray.log.read_text(), ray.log)
         yield f"{host}:{port}", ray
@@ -181,6 +182,47 @@ def test_workers_that_die_or_are_slow_change_nothing(harm, home, tmp_path, recor
         assert_same(tmp_path, home)
     record_property("workers", f"{harmed} {harm}")
     assert harmed
+
+
+HOG = (
+    "import time; held = bytearray({size}); held[::4096] = b'x' * len(held[::4096]); time.sleep(60)"
+)
+
+
+def test_workers_that_ray_kills_for_want_of_memory_change_nothing(home, tmp_path, record_property):
+    """Another program takes the machine's memory until Ray has killed a worker."""
+    kib = dict(re.findall(r"(\w+): +(\d+)", Path("/proc/meminfo").read_text()))
+    total, free = int(kib["MemTotal"]), int(kib["MemAvailable"])
+    limit = (total - free + 4 * 2**20) / total
+    watched = {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
+    with head(tmp_path, **watched) as (address, _):
+        sweep = lapa2(
+            BY_RAY.format(home=home, out=tmp_path / "run", address=address), tmp_path / "log"
+        )
+        until(lambda: under_way(tmp_path), sweep.log)
+        before = set(of_ray("ray::RemoteWorker"))
+        hog = Running([sys.executable, "-c", HOG.format(size=5 * 2**30)], tmp_path / "hog")
+        try:
+            until(lambda: before - set(of_ray("ray::RemoteWorker")), sweep.log)
+            assert sweep.process.poll() is None, "the sweep ended before memory did"
+        finally:
+            hog.kill()
+        sweep.wait_for(0)
+        assert_same(tmp_path, home)
+    record_property("workers", "killed by Ray, for want of memory")
+
+
+def test_a_machine_with_another_version_is_refused(home, tmp_path):
+    folder = tmp_path / "other" / "scipy-0.0.1.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: scipy\nVersion: 0.0.1\n")
+    with head(tmp_path, PYTHONPATH=str(folder.parent)) as (address, _):
+        line = BY_RAY.format(home=home, out=tmp_path / "run", address=address)
+        said = lapa2(line, tmp_path / "log").wait_for(2)
+    last = said.splitlines()[-1]
+    assert last.startswith("lapa2: "), said
+    assert "has scipy 0.0.1 and this machine" in last
+    assert not list((tmp_path / "run" / "parts").glob("*/[0-9]*"))
 
 
 def test_a_head_that_is_lost_ends_the_sweep_and_a_new_one_goes_on(home, tmp_path):
