@@ -1017,6 +1017,19 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_stays(
     assert [each.name for each in tmp_path.iterdir()] == [f"{ASIDE}older"]
 
 
+def test_a_stop_while_a_temporary_folder_is_removed_leaves_nothing_of_it(tmp_path, monkeypatch):
+    def stopped(place, **_):
+        monkeypatch.undo()
+        (place / "half").unlink()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), aside(tmp_path) as beside:
+        for name in ("half", "other"):
+            (beside / name).write_text("made")
+        monkeypatch.setattr(shutil, "rmtree", stopped)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     write_text(tmp_path / "file", "old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
