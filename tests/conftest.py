@@ -80,19 +80,24 @@ def pytest_collection_modifyitems(config, items):
 
 
 def take_turns(items):
-    """Where a test has three or more settings, each with every tiny model, the models take turns:
-    the other pairs of setting and model are slow."""
+    """Where a test is given every tiny model, in any number of settings, the models take turns: the
+    other pairs of setting and model are slow. What is about model families keeps all."""
     settings = {}
     for item in items:
-        if hasattr(item, "callspec") and item.callspec.params.get("tiny") in TINY:
-            others = item.callspec.id.replace(item.callspec.params["tiny"], "")
-            settings.setdefault(item.originalname + str(item.path), {}).setdefault(
-                others, []
-            ).append(item)
-    for those in settings.values():
-        for number, same in enumerate(those.values()):
-            for item in same if len(those) >= len(TINY) == len(same) else ():
-                if item.callspec.params["tiny"] != TINY[number % len(TINY)]:
+        if not hasattr(item, "callspec") or item.path.stem.removeprefix("test_") in OF_BOTH:
+            continue
+        given = [
+            each for each in item.callspec.params.values() if isinstance(each, str) and each in TINY
+        ]
+        if given:
+            others = item.callspec.id.replace(given[0], "")
+            settings.setdefault(f"{item.path.stem}.{item.originalname}", {}).setdefault(others, {})[
+                given[0]
+            ] = item
+    for test, those in settings.items():
+        for number, same in enumerate(those.values(), crc32(test.encode())):
+            for name, item in same.items() if len(same) == len(TINY) else ():
+                if name != TINY[number % len(TINY)]:
                     item.add_marker(pytest.mark.slow)
 
 

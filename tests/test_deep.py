@@ -36,7 +36,7 @@ task = "sentiment"
 method = "prefix"
 prompts = 6
 samples = 1
-length = 96
+length = 48
 eos = "block"
 augmentation = ["none", "lapa2", "token-selective:tokens=1,alpha=0.55"]
 """

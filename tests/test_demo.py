@@ -44,7 +44,7 @@ def here(*arguments: str) -> int:
 
 
 def tiny(out: Path) -> tuple[str, ...]:
-    return ("--model", "tiny-llama", "--threads", "1", "--length", "40", "--out", str(out))
+    return ("--model", "tiny-llama", "--threads", "1", "--length", "24", "--out", str(out))
 
 
 @pytest.fixture(scope="module")

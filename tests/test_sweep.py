@@ -210,7 +210,14 @@ def assert_sound(run, other):
     return stamps(run)
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("undisturbed", 2), ("traced", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rounds"),
+    [
+        ("undisturbed", 1),
+        pytest.param("undisturbed", 3, marks=pytest.mark.slow),
+        pytest.param("traced", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(request, tmp_path, kind, rounds):
     whole, made = request.getfixturevalue(kind)
     files = request.getfixturevalue("files" if kind == "undisturbed" else "traced_files")
