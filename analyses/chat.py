@@ -22,6 +22,7 @@
 # %%
 import argparse
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp.decoding.chat import continue_chats
+from lapa2_interp.files import as_csv, write_text
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.recipes import read_recipes
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -59,6 +61,7 @@ parser.add_argument("--length", type=int, default=96, help="tokens of a continua
 parser.add_argument("--chats", type=int, default=2, help=f"chats, at most {len(CHATS)}")
 parser.add_argument("--samples", type=int, default=2, help="continuations of each chat and arm")
 parser.add_argument("--augmentation", default="lapa2", help="a recipe of `lapa2 recipes`")
+parser.add_argument("--out", type=Path, help="a CSV file for the table")
 options, _ = parser.parse_known_args()  # a notebook has arguments of its own
 
 # %%
@@ -144,30 +147,28 @@ with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text")
 table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "value"])
 
 # %% [markdown]
-# Means with 95 % intervals over chats.
+# Means with 95 % intervals over chats, and what the steering adds at the end, chat by chat.
 
 
 # %%
-def in_words(part):
-    held = mean_interval(part["value"], part["chat"])
-    return f"{held.mean:.3f} [{held.low:.3f}, {held.high:.3f}]"
+def interval(found):
+    return [round(each, 3) for each in (found.mean, found.low, found.high)]
 
 
-groups = table.groupby(["measure", "arm", "steps"], sort=False)[["value", "chat"]]
-print(groups.apply(in_words).unstack("steps")[steps].to_string())
-
-# %% [markdown]
-# What the steering adds at the end, chat by chat.
-
-# %%
+rows = []
+for (measure, arm, part), of in table.groupby(["measure", "arm", "steps"], sort=False):
+    rows.append([measure, arm, part, *interval(mean_interval(of["value"], of["chat"]))])
 last = table[table["steps"] == steps[-1]]
-for measure, part in last.groupby("measure", sort=False):
-    before, after = (part[part["arm"] == arm] for arm in arms)
+for measure, of in last.groupby("measure", sort=False):
+    before, after = (of[of["arm"] == arm] for arm in arms)
     gain = paired_difference(before["value"], before["chat"], after["value"], after["chat"])
-    print(
-        f"{measure}: {options.augmentation} adds {gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"
-        f" in the last quarter, p {gain.p:.3f}"
-    )
+    rows.append([measure, f"{options.augmentation} adds", steps[-1], *interval(gain)])
+found = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
+words = found.apply(lambda row: f"{row['mean']:.3f} [{row.low:.3f}, {row.high:.3f}]", axis=1)
+shown = found.assign(words=words).pivot(index=["measure", "arm"], columns="steps", values="words")
+print(shown[steps].fillna("").to_string())
+if options.out:
+    write_text(options.out, as_csv(found))
 of_attention = table[table["measure"] == "attention"]["value"]
 assert np.isfinite(of_attention).all()
 assert (of_attention > 0).all()
