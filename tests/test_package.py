@@ -105,7 +105,7 @@ def test_the_oldest_versions_are_the_lower_bounds():
     from packaging.version import Version
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = (project["optional-dependencies"][name] for name in ("judge", "ray", "train"))
+    extras = (project["optional-dependencies"][name] for name in ("ray", "train"))
     for text in sum(extras, project["dependencies"]):
         need = Requirement(text)
         [bound] = (each.version for each in need.specifier if each.operator == ">=")
