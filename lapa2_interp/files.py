@@ -134,7 +134,7 @@ def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
     Args:
         digits: Of a number, at most; by default all.
     """
-    texts = table.select_dtypes(["object", "str"]).astype(str)
+    texts = table.select_dtypes(exclude=["number", "bool"]).astype(str)
     split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
     quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
     how = None if digits is None else f"%.{digits}g"

@@ -137,8 +137,8 @@ class ItemData:
             )
         table = pd.concat(frames, ignore_index=True)
         # Tables are cut up many hundred times, which takes Arrow's strings longer than objects.
-        words: dict[str, type] = dict.fromkeys(table.select_dtypes("str").columns, object)
-        table = table.astype(words)
+        words = table.select_dtypes(exclude=["number", "bool"]).columns
+        table = table.astype(dict.fromkeys(words, object))
         names = table["metric"].map(plain)
         return table.assign(
             value=table["value"] * names.map(lambda name: METRICS[name][1]),
