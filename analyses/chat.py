@@ -91,7 +91,8 @@ for arm, found in made.items():
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
-# the next-token distributions with it and with it cut out of the view of every later query.
+# the next-token distributions with it and with it cut out of the view of every later query. And
+# what the text costs: its negative log-likelihood under the model that is not steered.
 
 # %%
 CUT = Augmentation(alpha=1, law="cut", phase="all_queries")
@@ -104,12 +105,14 @@ def predictions(layout, tokens, rules):
         return model(ids)[0, len(layout) - 1 :].log_softmax(-1)
 
 
-def divergence(layout, tokens, rules):
-    """JS of each step, in nats."""
+def read(layout, tokens, rules):
+    """JS of each step, and the negative log-likelihood of its token, in nats."""
     one = predictions(layout, tokens, rules)
     other = predictions(layout, tokens, (*rules, CUT))
     middle = torch.logaddexp(one, other) - np.log(2)
-    return sum((each.exp() * (each - middle)).sum(-1) for each in (one, other)).div(2).numpy()
+    js = sum((each.exp() * (each - middle)).sum(-1) for each in (one, other)).div(2)
+    plain = predictions(layout, tokens, ()) if rules else one
+    return js.numpy(), -plain[range(len(tokens)), tokens].numpy()
 
 
 def said(tokens, pattern):
@@ -126,12 +129,13 @@ with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text")
         for chat, (layout, found) in enumerate(zip(layouts, made[arm], strict=True)):
             attention = found.trace["prefix"][0].to_numpy()  # sample step
             for text, tokens in enumerate(found.tokens):
-                effect = divergence(layout, tokens, rules)
+                effect, cost = read(layout, tokens, rules)
                 bar.update(1)
                 for name, part in zip(steps, parts, strict=True):
                     values = {
                         "attention": attention[text, part].mean(),
-                        "js": effect[part].mean(),
+                        "js, 1/1000 nats": 1000 * effect[part].mean(),
+                        "nats a token": cost[part].mean(),
                         "words per 100 tokens": said([tokens[i] for i in part], patterns[chat]),
                     }
                     rows += [
