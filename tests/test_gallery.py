@@ -17,6 +17,7 @@ SOURCES = {
     ),
     "Why does control fade?": ("figures/fading/*/*.csv",),
     "Ways to steer attention, at their defaults": ("figures/frontier/frontier.csv",),
+    "Does an instruction hold in a chat?": ("figures/chat.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
