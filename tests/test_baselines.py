@@ -211,17 +211,26 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
     monkeypatch.setattr(neurons, "ROWS", 10)
     file = tmp_path / "table.npz"
     values, where = promoters(model, reading, tokens, 4, file=file)
+    # A row for each neuron, set by a hook of this test; and some neurons one at a time.
+    point = "hook_post" if neurons.is_gated(model) else "hook_pre"
+    every = torch.arange(model.cfg.d_mlp)
+
+    def diagonal(activation, hook):
+        activation = activation.clone()
+        activation[every, :, every] = 50.0
+        return activation
+
     table = []
     for layer in range(model.cfg.n_layers):
-        for neuron in range(model.cfg.d_mlp):
-            chosen = Intervention(
-                {layer: torch.tensor([neuron])}, torch.tensor([50.0], dtype=torch.float64)
-            )
-            with torch.no_grad():
-                table.append(
-                    _logits(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[tokens]
-                )
-    table = torch.stack(table)
+        rows = torch.tensor([reading] * model.cfg.d_mlp)
+        hooks = [(f"blocks.{layer}.mlp.{point}", diagonal)]
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            table.append(model(rows)[:, -1].log_softmax(1)[:, tokens])
+        chosen = Intervention({layer: every[layer : layer + 1]}, torch.tensor([50.0]).double())
+        with torch.no_grad():
+            one = _logits(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[tokens]
+        assert (table[-1][layer] - one).abs().max() < 1e-9
+    table = torch.cat(table)
     for row in range(3):
         best = table[:, row].sort(descending=True, stable=True)
         assert (values[row] - best.values[:4]).abs().max() < 1e-5
@@ -831,7 +840,7 @@ def test_datg_generates_with_words_of_its_own(form):
     prompt, and takes LaPA2."""
 
     model, task = load("smollm2-135m"), load_task("sentiment")
-    method = methods.for_task("datg", task, form=form, drafts=5, draft_tokens=12)
+    method = methods.for_task("datg", task, form=form, drafts=3, draft_tokens=8)
     arms = (None, Augmentation(alpha=1.0)) if form == "P" else (None,)
     prompts = task.prompts.texts[1:3]
     run = run_of(

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import load, soft_prefix
+from conftest import TINY, load, soft_prefix
 
 from lapa2_interp import Augmentation, Layout
 from lapa2_interp.circuits import cases
@@ -89,7 +89,7 @@ def test_heads_that_do_not_see_the_prefix_leave_no_control(name, how):
         assert (plain[0] - plain[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.slow)])
 def test_all_keys_and_values_of_the_other_prefix_make_its_logits(name):
     model = load(name, "float64")
     prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}

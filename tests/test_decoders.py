@@ -502,19 +502,21 @@ def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
         )
 
 
+DECODERS = ["rose", "rsa-control", "gedi", "dexperts", "arithmetic"]
 CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
 
 
 @pytest.mark.parametrize(
     ("name", "task", "attribute", "model", "length"),
-    real_once(
-        [
-            (name, *cell)
-            for name in ("rose", "rsa-control", "gedi", "dexperts", "arithmetic")
-            for cell in CELLS
-        ],
-        12,
-    ),
+    [
+        *real_once([(name, *CELLS[i % 3]) for i, name in enumerate(DECODERS)], 12),
+        *(
+            pytest.param(name, *CELLS[j], "tiny-llama", 30, marks=pytest.mark.slow)
+            for i, name in enumerate(DECODERS)
+            for j in range(3)
+            if j != i % 3
+        ),
+    ],
 )
 def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, model, length):
     task = load_task(task)

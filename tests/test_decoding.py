@@ -32,7 +32,7 @@ def made(
     method=PREFIX,
     **settings,
 ):
-    return generate(model, method, task, attribute, list(prompts), **({"length": 30} | settings))
+    return generate(model, method, task, attribute, list(prompts), **({"length": 24} | settings))
 
 
 @pytest.mark.parametrize("phase", ["decode", "last_query"])
@@ -108,7 +108,7 @@ def test_alpha_zero_is_plain_greedy_transformers(name):
             ["The lake"],
             augmentation=augmentation,
             top_k=1,
-            length=22 if name in TINY else 10,
+            length=16 if name in TINY else 6,
         )
         ids = Layout.of(model.tokenizer, "Very positive:", "The lake").tensor
         for token in found.samples["tokens"][0]:
@@ -204,7 +204,7 @@ def test_end_token_policies():
     model = load("tiny-gpt2")
     assert text_markers(model.tokenizer).ends == (0,)
     kept, stopped, blocked = (
-        made(model, method=Ends(), eos=eos) for eos in ("keep", "stop", "block")
+        made(model, method=Ends(), eos=eos, length=30) for eos in ("keep", "stop", "block")
     )
     for sample in kept.samples.itertuples():
         assert sample.tokens[2] == 0
@@ -241,11 +241,11 @@ def test_prompts_share_a_batch_only_where_the_context_holds_both():
     """A short prompt has more steps than a long one; together they must not run past the last
     position."""
     model = load("tiny-gpt2")
-    prompts = ["The lake", "a" * 180, "The sea"]
-    todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 230, 1)
+    prompts = ["a" * 110, "a" * 190, "b" * 109]
+    todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 200, 1)
     assert [[prompt for prompt, _ in group] for group in todo.groups] == [[0], [1], [2]]
-    found = made(model, prompts, length=230)
-    assert found.samples["n_tokens"].tolist() == [222, 50, 223]
+    found = made(model, prompts, length=200)
+    assert found.samples["n_tokens"].tolist() == [90, 10, 91]
 
 
 def test_traces_of_different_prefix_lengths_join():
