@@ -118,6 +118,12 @@ def test_the_command_says_what_will_be_decided(tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path / "power.csv")]) == 0
     printed = capsys.readouterr().out
     assert "of 2 claims about 1 will be decided" in printed
+    older = pd.read_csv(tmp_path / "tables" / "item.claims.csv").drop(columns="raw")
+    (tmp_path / "older").mkdir()
+    older.to_csv(tmp_path / "older" / "item.claims.csv", index=False)
+    assert main([*arguments[:-1], str(tmp_path / "older")]) == 2
+    said = capsys.readouterr().err
+    assert "not a table of claims of this version (no column raw); the item's script" in said
     table = pd.read_csv(tmp_path / "power.csv")
     assert table["decided"].tolist()[0] == pytest.approx(1, abs=1e-6)
     assert set(table["grid"]) == {"mine"}

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import counted
+from lapa2_interp.errors import RunError, counted
 from lapa2_interp.scoring.tables import other_scorer, plain
 from lapa2_interp.stats import Difference, holm, paired_difference
 
@@ -372,10 +372,22 @@ def read_claims(file: Path) -> pd.DataFrame:
     """A table of claims as `Findings.frame` gave it.
 
     Raises:
-        KeyError, ValueError: The file is no such table.
+        RunError: The file is no such table, or one of another version of the package.
     """
-    found = pd.read_csv(file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str})
-    return found.assign(**{name: found[name].astype(object).fillna("") for name in WORDS})
+    numbers = [name for name in Finding.__dataclass_fields__ if name not in WORDS]
+    try:
+        found = pd.read_csv(
+            file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str}
+        )
+        if missing := [name for name in Finding.__dataclass_fields__ if name not in found]:
+            raise ValueError(f"no column {', '.join(missing)}")
+        words = {name: found[name].astype(object).fillna("") for name in WORDS}
+        return found.assign(**words, **found[numbers].astype(float)).astype({"prompts": int})
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{file} is not a table of claims of this version ({error}); the item's script in"
+            " analyses/ makes it again"
+        ) from error
 
 
 def disputed(claims: pd.DataFrame) -> str:

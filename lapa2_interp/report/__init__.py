@@ -340,25 +340,18 @@ def _claims(
     """Judged claims for reading, each with a drawing of its interval on the scale of its metric."""
     if not file.is_file():
         return []
-    try:
-        table = read_claims(file)
-        numbers = table[["paper", "here", "low", "high", "p", "holm", "detectable"]].astype(float)
-        words = table[
-            ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "compared"]
-        ].astype(str)
-        prompts = table["prompts"].astype(int)
-        texts = (table["texts"] * prompts).map("{:.0f}".format).replace("nan", "")
-        seconds = [disagreement(row) for row in _records(table)]
-    except (KeyError, ValueError) as error:
-        raise RunError(
-            f"{file} is not a table of claims ({error}); the item's script in analyses/ makes it"
-            " again"
-        ) from error
+    table = read_claims(file)
+    numbers = table[["paper", "here", "low", "high", "p", "holm", "detectable"]]
+    words = table[
+        ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "compared"]
+    ].astype(str)
+    texts = (table["texts"] * table["prompts"]).map("{:.0f}".format).replace("nan", "")
+    seconds = [disagreement(row) for row in _records(table)]
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
     scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
     rows: list[dict[str, Any]] = []
     for said, found, n, of_arm, second in zip(
-        _records(words), _records(numbers), prompts, texts, seconds, strict=True
+        _records(words), _records(numbers), table["prompts"], texts, seconds, strict=True
     ):
         facts = re.split(r": |, | \(|\)", said["claim"])
         named = {side: fact for side in names for fact in facts if fact in names[side]}
