@@ -263,9 +263,9 @@ def test_every_arm_of_the_head_scopes_has_a_name_of_its_own():
 
 
 def test_a_figure_alone_makes_its_table_first(run, tmp_path, capsys):
-    script("figures", "decay", run, "--out", tmp_path)
-    assert (tmp_path / "tables" / "decay.csv").is_file()
-    assert f"{tmp_path}/figures/decay.png" in capsys.readouterr().out
+    script("figures", "dilution", run, "--out", tmp_path)
+    assert (tmp_path / "tables" / "dilution.csv").is_file()
+    assert f"{tmp_path}/figures/dilution.png" in capsys.readouterr().out
 
 
 def drawn(axes):

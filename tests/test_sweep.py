@@ -248,6 +248,7 @@ def really_sweep(folder, files):
     sweep(folder, grids_of(files), InProcess("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(
     traced, traced_files, tmp_path
@@ -344,6 +345,7 @@ def quick_processes(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_workers_end_with_a_coordinator_that_was_killed_and_another_number_of_them_makes_the_same(
     traced, traced_files, tmp_path, quick_processes, alone

@@ -182,7 +182,8 @@ TARGET = Augmentation(alpha=1, law="target", tau=0.3)
 @pytest.mark.parametrize(
     ("tiny", "method", "rule"),
     [
-        *((name, "preadd", Augmentation(alpha=1.0)) for name in TINY),
+        ("tiny-gpt2", "preadd", Augmentation(alpha=1.0)),
+        pytest.param("tiny-neox", "preadd", Augmentation(alpha=1.0), marks=pytest.mark.slow),
         ("tiny-llama", "soft", Augmentation(alpha=1.0)),
         ("tiny-llama", "prefix", TARGET),
     ],

@@ -16,7 +16,7 @@ from lapa2_interp.paper.study import Study, as_text, draw, run_study
 from lapa2_interp.runs.read import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
-SMALL = ["--model", "tiny-llama", "--length", "48", "--synthetic-length", "2000"]
+SMALL = ["--model", "tiny-llama", "--length", "40", "--synthetic-length", "1000"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_folder(folder):
         "they are thinned, and no reader may take them for whole"
     )
     with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:
-        assert thinned.sizes["step"] <= 48
+        assert thinned.sizes["step"] <= 40
 
 
 def test_verdicts_say_all_three_sources(folder):
