@@ -25,7 +25,9 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
         curves: tables/steering.curves.csv.
         equal: tables/steering.equal.csv.
     """
-    curves, equal = (each.fillna({"variant": ""}) for each in (curves, equal))
+    curves, equal = (
+        each.assign(variant=each["variant"].astype(object).fillna("")) for each in (curves, equal)
+    )
     keys = telling(curves, ["task", "words", "model", "method", "variant"])
     names = [REFERENCE, *(name for name in dict.fromkeys(equal["family"]) if name != REFERENCE)]
     looks = {name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])

@@ -17,6 +17,9 @@ SOURCES = {
     ),
     "Why does control fade?": ("figures/fading/*/*.csv",),
     "Ways to steer attention, at their defaults": ("figures/frontier/frontier.csv",),
+    "Does other steering control more than LaPA² at equal perplexity?": (
+        "figures/steering/steering.*.csv",
+    ),
     "Does an instruction hold in a chat?": ("figures/chat.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
