@@ -10,15 +10,20 @@ from lapa2_interp.paper.equal_perplexity import telling
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
 REFERENCE, BASELINE = "lapa2", "baseline"
-SHOWN = ("acc", "acc (linear)", "acc masked", "acc masked (linear)")
+SHOWN = {
+    "acc": "accuracy",
+    "acc (linear)": "by linear",
+    "acc masked": "words hidden",
+    "acc masked (linear)": "words hidden,\nby linear",
+}
 MARKERS = "os^Dv"
 
 
 def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Drawing:
     """Figure steering: one row per task (and variant, where there are several). Left: accuracy
     against perplexity, a curve per way to steer, from the baseline through its strengths; dotted:
-    the perplexities at which they are compared. Right: differences from LaPA2 there, with 95 %
-    intervals; open where Holm's p is 0.05 or more.
+    the perplexities at which they are compared. Right, a panel for each: differences from LaPA2
+    there, with 95 % intervals; open where Holm's p is 0.05 or more.
 
     Args:
         table: tables/steering.csv, which is not drawn.
@@ -34,14 +39,24 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
              for i, name in enumerate(names)}  # fmt: skip
     groups = list(curves.groupby(keys, sort=False))
     differences = equal.groupby(keys, sort=False)
-    figure = new_figure(7.2, 2.6 * len(groups) + 0.3)
-    panels = figure.subplots(len(groups), 2, squeeze=False, width_ratios=(1, 1.25))
-    for (values, part), (left, right) in zip(groups, panels, strict=True):
+    ratios = list(dict.fromkeys(equal["ratio"]))
+    figure = new_figure(7.2, 2.5 * len(groups) + 0.3)
+    panels = figure.subplots(
+        len(groups), 1 + len(ratios), squeeze=False, width_ratios=(1.6, *(1 for _ in ratios))
+    )
+    for (values, part), (left, *right) in zip(groups, panels, strict=True):
         same = differences.get_group(values)
         title = ", ".join(str(value) for value in values if value)
         _curves(left, part, same, looks, title)
-        _differences(right, same, looks)
-    legend_below(figure, [("", panel, curves) for panel in panels[:, 0]], 4)
+        shown = same.loc[same["metric"].isin(list(SHOWN)), ["difference_low", "difference_high"]]
+        reach = [-1.0, 1.0, *shown.to_numpy()[shown.notna().to_numpy()]]
+        for panel, ratio in zip(right, ratios, strict=True):
+            _differences(panel, same[same["ratio"] == ratio], looks)
+            panel.set_xlim(min(reach) - 1, max(reach) + 1)
+            panel.set_title(f"at {ratio:g} times the perplexity", fontsize=8)
+        for panel in right[1:]:
+            panel.set_yticklabels([])
+    legend_below(figure, [("", panel, curves) for panel in panels[:, 0]], 5)
     return figure
 
 
@@ -52,7 +67,7 @@ def _curves(
     looks: dict[str, tuple[str, str]],
     title: str,
 ) -> None:
-    rows = curves[curves["metric"] == SHOWN[0]]
+    rows = curves[curves["metric"] == "acc"]
     base = rows[rows["family"] == BASELINE]
     for name, (colour, marker) in looks.items():
         own = rows[rows["family"] == name].sort_values("strength")
@@ -87,36 +102,29 @@ def _crosses(axes: Axes, rows: pd.DataFrame, **look: str) -> None:
 
 def _differences(axes: Axes, equal: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
     others = [name for name in looks if name != REFERENCE]
-    ratios = list(dict.fromkeys(equal["ratio"]))
-    metrics = [name for name in SHOWN if name in set(equal["metric"])]
-    rows = equal.set_index(["metric", "ratio", "family"])
-    height = 0
-    ticks = []
-    for metric in metrics:
-        for ratio in ratios:
-            first = height
-            for name in others:
-                if (metric, ratio, name) in rows.index:
-                    row, (colour, marker) = rows.loc[(metric, ratio, name)], looks[name]
-                    x = row["difference"]
-                    if np.isnan(x):
-                        axes.text(0.99, height, "not comparable", color=colour, fontsize=5,
-                                  ha="right", va="center",
-                                  transform=axes.get_yaxis_transform())  # fmt: skip
-                    else:
-                        away = [[x - row["difference_low"]], [row["difference_high"] - x]]
-                        face = colour if row["p_holm"] < 0.05 else "white"
-                        axes.errorbar(x, height, xerr=away, color=colour, marker=marker, ms=3.5,
-                                      mfc=face, lw=0.9)  # fmt: skip
-                height += 1
-            ticks.append(((first + height - 1) / 2, f"{metric}, {ratio:g} x"))
-            height += 1
+    rows = equal.set_index(["metric", "family"])
+    metrics = {name: label for name, label in SHOWN.items() if name in set(equal["metric"])}
+    between = len(others) + 1
+    for i, metric in enumerate(metrics):
+        for height, name in enumerate(others, i * between):
+            if (metric, name) not in rows.index:
+                continue
+            row, (colour, marker) = rows.loc[(metric, name)], looks[name]
+            x = row["difference"]
+            if np.isnan(x):
+                axes.text(0.99, height, "not comparable", color=colour, fontsize=5, ha="right",
+                          va="center", transform=axes.get_yaxis_transform())  # fmt: skip
+                continue
+            away = [[x - row["difference_low"]], [row["difference_high"] - x]]
+            face = colour if row["p_holm"] < 0.05 else "white"
+            axes.errorbar(
+                x, height, xerr=away, color=colour, marker=marker, ms=3.5, mfc=face, lw=0.9
+            )
     axes.axvline(0, color="#999999", lw=0.8, zorder=0)
-    if equal["difference"].isna().all():
-        axes.set_xlim(-1, 1)
-    axes.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=6)
-    axes.set_ylim(height - 1, -1)
-    plain_axes(axes, f"difference from {REFERENCE}, points (full: Holm's p < 0.05)", "")
+    middle = (len(others) - 1) / 2
+    axes.set_yticks([i * between + middle for i in range(len(metrics))], list(metrics.values()))
+    axes.set_ylim(max(1, len(metrics)) * between - 1, -1)
+    plain_axes(axes, f"points above {REFERENCE}\n(full: Holm's p < 0.05)", "")
 
 
 if __name__ == "__main__":
