@@ -5,7 +5,8 @@ VENV := .venv
 HOOKED := .venv-hooked
 LOWEST := .venv-lowest
 TOOLS := .venv-tools
-export HF_HUB_OFFLINE ?= 1
+# Only the paper's models and the corpora of soft prefixes are fetched from the hub.
+export HF_HUB_OFFLINE ?= $(if $(filter paper,$(SCALE))$(filter prefixes,$(MAKECMDGOALS)),0,1)
 
 .PHONY: demo reproduce gallery circuits fading test drills drills-full soak test-portable test-hooked lint types notebooks check test-lowest dist-check audit sbom hashes prefixes scorers \
 	steering-prompts clean
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.run-installed
 	@$(VENV)/bin/python analyses/demo.py --out results/demo
 
-# Every figure and table. SCALE=tiny: minutes, far too small to tell; quick: hours of two cores (`lapa2 grids` estimates them); paper:
+# Every figure and table. SCALE=tiny: half an hour, far too small to tell; quick: a day of two cores (`lapa2 grids` estimates it); paper:
 # GPUs. Stop and repeat as you like.
 SCALE ?= quick
 reproduce: $(VENV)/.run-installed

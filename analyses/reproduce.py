@@ -2,7 +2,7 @@
 write the report.
 
     python analyses/reproduce.py --scale tiny     # a quarter to half an hour of two cores: everything, far too small to tell
-    python analyses/reproduce.py --scale quick    # the embedded model, hours of two cores (`lapa2 grids`)
+    python analyses/reproduce.py --scale quick    # the default model, a day of two cores (`lapa2 grids`)
     python analyses/reproduce.py --scale paper    # the paper's models and settings, GPUs
 
 What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what

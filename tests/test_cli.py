@@ -394,3 +394,26 @@ def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
     assert lapa2(GENERATE, "--out", tmp_path / "run") == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "goes_on"),
+    [
+        ("sweep quick/alpha --out run", True),
+        ("generate --out run", False),
+        ("select planted --out card.json", False),
+        ("select planted --file cuts --out card.json", True),
+        ("fading planted --file=texts --out fading", True),
+        ("scorers train --task topic --out scorers", False),
+        ("scorers train --task topic --kind adapter --out scorers", True),
+        ("", False),
+    ],
+)
+def test_a_stopped_command_says_whether_it_goes_on(line, goes_on, monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lapa2_interp.cli.app", stopped)
+    assert lapa2(line) == 130
+    told = "goes on" if goes_on else "begins anew; nothing half-made is left"
+    assert capsys.readouterr().err == f"lapa2: interrupted; the same command {told}\n"

@@ -193,13 +193,18 @@ def select(
         settings: For a task, as `make_cases`.
 
     Raises:
-        CircuitError: Fewer than 8 prompts, no head is left, Pro-Aug is asked about cases of one's
-            own, or as `knock_out` and `prompt_slope`.
+        CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut,
+            Pro-Aug asked about cases of one's own, or as `knock_out` and `prompt_slope`.
     """
     if by not in get_args(By):
         raise CircuitError(one_of("score", by, get_args(By)))
     if heads < 0:
         raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
+    if file is not None and by != "cut":
+        raise CircuitError(
+            f"a file keeps finished knock-outs, and the score {by} makes none; leave out the file,"
+            " or choose by cut"
+        )
     if isinstance(about, str | Task):
         settings |= {"seed": seed}
     elif pro_aug is not None:

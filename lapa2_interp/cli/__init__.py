@@ -68,8 +68,17 @@ app.command(list_recipes, name="recipes")
 app.command(list_tasks, name="tasks")
 
 
-GOES_ON = ("sweep", "score", "circuits", "prefix", "scorers")
-"""Commands that keep what they have finished when they are stopped."""
+GOES_ON = {
+    "sweep": "",
+    "score": "",
+    "circuits": "",
+    "prefix": "",
+    "scorers": "adapter",
+    "select": "--file",
+    "fading": "--file",
+}
+"""Commands that keep what they have finished when they are stopped; those with a word, where an
+argument has it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +116,8 @@ def _run(words: list[str]) -> int:
         reason = error.strerror or str(error)
         print(f"lapa2: {one_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
     except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
-        keeps = (bool(words) and words[0] in GOES_ON) or "--file" in words
+        word = GOES_ON.get(words[0]) if words else None
+        keeps = word is not None and any(word in each for each in words)
         after = "goes on" if keeps else "begins anew; nothing half-made is left"
         print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
