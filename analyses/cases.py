@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Case studies: the same random stream with and without LaPA2
 #
-# The paper shows hand-picked texts. InProcess a rule picks: of all pairs of texts of one prompt and
+# The paper shows hand-picked texts. Here a rule picks: of all pairs of texts of one prompt and
 # sample number, that whose change in the classifier's probability of the attribute (or in toxicity)
 # is the median of its method and task. So what is shown is the usual case, not the best one. At 64
 # tokens, as in the paper.

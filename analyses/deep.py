@@ -50,6 +50,7 @@ if not len(finished):
 # - `share`: attention on the prefix.
 # - `log_odds`: ln(share / (1 - share)).
 # - `law`: alpha ln(l/n), what LaPA2 adds to them while scores do not change.
+# - `at`: the harmonic mean of the number of keys, at which a share that is c/l has its mean.
 
 
 # %%
@@ -79,7 +80,7 @@ def read(model, layout, text, edges, bar):
                 rows += [
                     {"alpha": alpha, "l": low, "layer": layer, "head": head}
                     | {"share": means[0][layer, head], "log_odds": means[1][layer, head]}
-                    | {"law": law[inside].mean()}
+                    | {"law": law[inside].mean(), "at": 1 / (1 / keys[inside]).mean()}
                     for layer, head in np.ndindex(*means[0].shape)
                 ]
     return rows
@@ -88,16 +89,18 @@ def read(model, layout, text, edges, bar):
 (name,) = finished["model"].unique()
 model = load_model(name, dtype=bench.data.dtype, device=bench.data.device)
 texts = [
-    (Layout.of(model.tokenizer, cell.task.attributes[cell.attribute].prefix, made.prompt), made)
+    (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
     for key, cell in zip(finished["key"], map(bench.run.plan.get, finished["key"]), strict=True)
     for made in bench.run.cell(key).samples.itertuples()
 ]
-edges = windows(max(layout.n_live + len(made.tokens) - 1 for layout, made in texts))
+edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))
 rows = []
-with progress_bar(2 * sum(len(made.tokens) - 1 for _, made in texts), "reading", "step") as bar:
-    for layout, made in texts:
+n_steps = 2 * sum(len(made.tokens) - 1 for _, _, made in texts)
+with progress_bar(n_steps, "reading", "step") as bar:
+    for key, layout, made in texts:
         found = read(model, layout, made.tokens, edges, bar)
-        rows += [{"text": f"{made.prompt} {made.sample}"} | row for row in found]
+        own = {"text": f"{key} {made.prompt} {made.sample}", "prompt": made.prompt}
+        rows += [own | row for row in found]
 heads = pd.DataFrame(rows)
 means = heads.groupby(["l", "alpha", "layer", "head"], as_index=False)[["share", "log_odds", "law"]]
 means = means.mean()
@@ -109,14 +112,27 @@ write_text(bench.out / "tables" / "deep.heads.csv", means.to_csv(index=False, fl
 
 # %%
 ends = dict(pairwise(edges))
+prompt_of = heads.drop_duplicates("text").set_index("text")["prompt"]
+lengths = heads.groupby(["text", "l"])["at"].first()
 by_text = heads.groupby(["text", "l", "alpha"])["share"].mean().unstack("alpha")
 odds = heads.pivot_table(index=["text", "l", "layer", "head"], columns="alpha", values="log_odds")
 law = heads[heads["alpha"] == ALPHA].set_index(["text", "l", "layer", "head"])["law"]
 left = ((odds[ALPHA] - odds[0.0]) / law).groupby(["text", "l", "layer"]).mean().rename("left")
 
 
+def prompts(values):
+    """The prompts of texts, which intervals resample."""
+    return prompt_of[values.index.get_level_values("text")].to_numpy()
+
+
+def slope(shares, least, most):
+    """Of ln share against ln l, from one window to another, text by text."""
+    one, two = (lengths.xs(l, level="l") for l in (least, most))
+    return np.log(shares[most] / shares[least]) / np.log(two / one)
+
+
 def row(quantity, l, values, **more):
-    found = mean_interval(values.to_numpy(), values.index.get_level_values("text"))
+    found = mean_interval(values.to_numpy(), prompts(values))
     return {"quantity": quantity, "l": l, "upto": ends[l] - 1, **more} | {
         "mean": found.mean, "low": found.low, "high": found.high, "n": found.n
     }  # fmt: skip
@@ -127,9 +143,8 @@ for l, part in by_text.groupby("l"):
     for alpha in (0.0, ALPHA):
         table.append(row("share", l, part[alpha], alpha=alpha))
         if l > edges[0]:
-            before = by_text.xs(l // 2, level="l")[alpha]
-            slope = np.log(part[alpha].droplevel("l") / before) / np.log(2)
-            table.append(row("slope", l, slope.rename_axis("text"), alpha=alpha))
+            found = slope(by_text[alpha].unstack("l"), l // 2, l).dropna()
+            table.append(row("slope", l, found, alpha=alpha))
 for (l, layer), part in left.groupby(["l", "layer"]):
     table.append(row("part of the law that is left", l, part, layer=layer))
 table = pd.DataFrame(table)
@@ -145,7 +160,8 @@ first, last = starts[0], starts[-1]
 
 def judge(text, quantity, expected, values, against, margin=0.0):
     """A number of every text against another, or against one number."""
-    names = values.index.get_level_values("text")
+    values = values.dropna()
+    names = prompts(values)
     other = np.broadcast_to(against, len(values))
     found = paired_difference(other, names, values.to_numpy(), names)
     bench.note(text, quantity, expected, found, margin=margin)
@@ -154,9 +170,8 @@ def judge(text, quantity, expected, values, against, margin=0.0):
 for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):
     shares = by_text[alpha].unstack("l")
     for least, most in pairwise(dict.fromkeys((first, starts[len(starts) // 2], last))):
-        slope = np.log(shares[most] / shares[least]) / np.log(most / least)
         text = f"from l = {least} to {most} attention falls as l^{alpha - 1:g}: {words}"
-        judge(text, "slope", "same", slope, alpha - 1, margin=0.1)
+        judge(text, "slope", "same", slope(shares, least, most), alpha - 1, margin=0.1)
 in_first = left.xs(0, level="layer").groupby("text").mean()
 later = left[left.index.get_level_values("layer") > 0].groupby("text").mean()
 judge("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)

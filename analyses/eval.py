@@ -14,11 +14,10 @@
 # Ratings from 1 to 5 on relevance, fluency and topicality. They are read from the run's folder,
 # where there are any:
 #
-#     lapa2 score results/quick --scorers judge=MODEL --out results/quick/judge       # a model
-#     under the paper's prompt lapa2 scorers sheets results/quick --out results/quick/sheets
-#     # people: give out sheets, then lapa2 scorers answers results/quick/sheets/key.csv *.csv --out
-#     results/quick/human python analyses/eval.py results/quick && python figures/eval.py
-#     results/quick
+#     lapa2 score results/quick --scorers judge=MODEL --out results/quick/judge
+#     lapa2 scorers sheets results/quick --out results/quick/sheets    # for people
+#     lapa2 scorers answers results/quick/sheets/key.csv RATER.csv --out results/quick/human
+#     python analyses/eval.py results/quick && python figures/eval.py results/quick
 #
 # Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22
 # on sentiment (GPT-2+Prefix), +.24 on topic (Air-Decoding).

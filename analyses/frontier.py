@@ -22,11 +22,10 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_bench, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.recipes import RECIPES, name_of
-from lapa2_interp.trace.tables import step_table
 
 sys.excepthook = in_one_line
 bench = open_bench("frontier", "Attention steering in one frame: recipes at their defaults")
@@ -57,12 +56,8 @@ table = bench.table(scores, cells)
 
 
 # %%
-def curve(trace, samples):
-    steps = step_table(trace, samples.assign(arm="one"))
-    return steps[steps["name"] == "prefix"].drop(columns="arm")
 
-
-steps = bench.steps(cells, curve)
+steps = bench.steps(cells, prefix_curve)
 note = (
     "Every recipe at its own defaults. Heads and tokens were chosen by knock-outs on the same"
     " prompts, so what they add is no held-out result."

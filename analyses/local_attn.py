@@ -73,7 +73,7 @@ for arm, trace, samples in bench.curves(cells):
         place = words[arm["model"], arm["task"], arm["method"]]
         values.setdefault((place, k), {})[arm["arm"]] = (found, samples["prompt"])
 for (place, k), arms in values.items():
-    for after in arms.keys() - {"baseline"}:
+    for after in [name for name in arms if name != "baseline"]:
         if "baseline" in arms:
             found = paired_difference(*arms["baseline"], *arms[after])
             text = f"the share of the nearest {k} is the same within {MARGIN:g}: {place}"

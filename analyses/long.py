@@ -23,11 +23,10 @@ import sys
 
 import numpy as np
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_bench, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.recipes import families
-from lapa2_interp.trace.tables import step_table
 
 sys.excepthook = in_one_line
 PARTS = 8
@@ -47,12 +46,9 @@ table = table[~table["metric"].str.startswith("dist")]
 
 
 # %%
-def curve(trace, samples):
-    steps = step_table(trace, samples.assign(arm="one"))
-    return steps[(steps["name"] == "prefix") & (steps["step"] % 16 == 0)].drop(columns="arm")
 
-
-steps = bench.steps(cells, curve)
+steps = bench.steps(cells, prefix_curve)
+steps = steps[steps["step"] % 16 == 0]
 steps["arm"] = steps["arm"].map(lambda arm: names.get(arm, arm))
 
 # %% [markdown]

@@ -7,7 +7,7 @@ write the report.
 
 What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what
 a scale takes. The analysis scripts get --scorers, --perplexity and --device, such as --scorers
-accuracy=MODEL toxicity=perspective perplexity=gpt2-large.
+sentiment:accuracy=MODEL topic:accuracy=OTHER toxicity=perspective perplexity=gpt2-large.
 
 A scale can be made in pieces, on several machines: --grids names some of its grids, and --beside
 the results of the others. What this run does not make is taken from there.
@@ -22,6 +22,7 @@ import runpy
 import shutil
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
@@ -32,7 +33,8 @@ from lapa2_interp.files import write_text
 from lapa2_interp.paper.claims import (
     MARGINS,
     Findings,
-    counts_once,
+    behind,
+    counted_once,
     disputed,
     read_claims,
     shown_claims,
@@ -120,13 +122,16 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
 
 def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """One page of effects: each comparison once, by its corrected p; and what stands under it."""
-    once = claims[counts_once(claims)].copy()
+    once = counted_once(claims)
     items = claims[claims["compared"] != ""].groupby("compared")["item"].unique()
-    once["items"] = [
-        ", ".join(items.get(compared, [item]))
-        for compared, item in zip(once["compared"], once["item"], strict=True)
-    ]
-    once = once.sort_values(["holm", "p"], kind="stable")
+    once = once.assign(
+        items=[
+            ", ".join(items.get(compared, [item]))
+            for compared, item in zip(once["compared"], once["item"], strict=True)
+        ]
+    )
+    surest = behind(once).sort_values(["holm", "p"], kind="stable").index
+    once = once.loc[surest]
     shown = shown_claims(once)
     shown.insert(1, "item", once["items"])
     return shown, [
@@ -143,20 +148,31 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     ]
 
 
-def take_beside(folder: Path, out: Path) -> None:
-    """Copy the tables and figures of other grids that OUT has not made itself.
+def check_beside(folder: Path) -> None:
+    """Refuse what `take_beside` could not use.
 
     Raises:
-        RunError: The folder has no tables.
+        RunError: The folder has no tables, or those of another version of the package.
     """
     if not (folder / "tables").is_dir():
         raise RunError(f"--beside {folder} has no tables/; give a folder such as figures/quick")
+    read_gallery(folder)
+    for file in sorted((folder / "tables").glob("*.claims.csv")):
+        read_claims(file)
+
+
+def take_beside(folder: Path, out: Path, own: Collection[str]) -> None:
+    """Copy the tables and figures of other grids to OUT.
+
+    Args:
+        own: The items that this run has made; they stay.
+    """
     figures = folder / "figures" if (folder / "figures").is_dir() else folder
     for source, place in ((folder / "tables", out / "tables"), (figures, out / "figures")):
         place.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.glob("*.*")):
             kept = source.name == "tables" or file.suffix in (".png", ".pdf")
-            if kept and not file.name.startswith("verdicts.") and not (place / file.name).exists():
+            if kept and file.name.partition(".")[0] not in ("verdicts", *own):
                 shutil.copy(file, place)
 
 
@@ -200,6 +216,8 @@ def main() -> int:
         asked_of_scripts += ["--device", options.device]
     out = options.out or Path("results") / options.scale
     folder, changes = SCALES[options.scale]
+    if options.beside:
+        check_beside(options.beside)
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
         for name in options.grids or ():
@@ -235,9 +253,10 @@ def main() -> int:
             except NoGridError:
                 left_out.append(item)
                 break
-    made = results_of(load_run(out), out / "tables")
+    own = [item for item in items if item not in left_out]
+    made = results_of(load_run(out), out / "tables", own)
     if options.beside:
-        take_beside(options.beside, out)
+        take_beside(options.beside, out, own)
     claims = collect_verdicts(out / "tables")
     gallery = read_gallery(options.beside or out / "none").besides(made)
     write_text(out / "results.json", gallery.model_dump_json(indent=1) + "\n")

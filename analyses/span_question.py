@@ -53,6 +53,7 @@ from lapa2_interp import Augmentation, Cell, load_run, load_task
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import RunError
 from lapa2_interp.machine import Dtype, tell_if_slow
+from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.runs.grid import Grid
@@ -62,7 +63,7 @@ from lapa2_interp.scoring import Cache, chosen_scorers
 from lapa2_interp.scoring.named import Options, score_by
 from lapa2_interp.scoring.tables import cell_table, difference_table, plain, score_table
 from lapa2_interp.scoring.transformer import Perplexity
-from lapa2_interp.stats import mean_interval, paired_difference, tails
+from lapa2_interp.stats import mean_interval, paired_difference
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument(
@@ -290,18 +291,11 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     )
     x, y = (mean_of(each.to_numpy()[picks]) for each in (mass, value))  # draw arm
     on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
-    gaps = []
-    for xs, ys in zip(x, y, strict=True):
-        order = on_curve[np.argsort(xs[on_curve])]
-        # beyond the curve nothing is compared
-        at = np.interp(xs[off], xs[order], ys[order], left=np.nan, right=np.nan)
-        gaps.append(ys[off] - at)
-    first, rest = gaps[0], np.array(gaps[1:])
-    low, high = np.full((2, len(others)), np.nan)
-    for i in np.flatnonzero(np.isfinite(rest).any(axis=0)):
-        low[i], high[i] = np.nanpercentile(rest[:, i], tails(len(mass)))
+    xs, ys = x[:, on_curve], y[:, on_curve, None]
+    at = [at_perplexity(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
+    found, low, high = interval(y[:, off] - np.stack(at, axis=1), len(mass))
     return pd.DataFrame(
-        {"arm": others, "metric": metric, "above the curve": first, "low": low, "high": high}
+        {"arm": others, "metric": metric, "above the curve": found, "low": low, "high": high}
     )
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 from house import COLUMN, render
 
+from lapa2_interp.paper.equal_perplexity import telling
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
 
@@ -13,7 +14,8 @@ def draw(table: pd.DataFrame) -> Drawing:
     judge" where there are none.
 
     Args:
-        table: tables/eval.csv: columns rater, task, method, arm, criterion, mean, low, high.
+        table: tables/eval.csv: columns rater, model, task, method, variant, length, arm, criterion,
+            mean, low, high.
     """
     raters = list(dict.fromkeys(table["rater"])) if len(table) else []
     figure = new_figure(COLUMN * max(1, len(raters)), 2.5)
@@ -24,14 +26,12 @@ def draw(table: pd.DataFrame) -> Drawing:
         return figure
     for panel, rater in zip(panels, raters, strict=True):
         part = table[table["rater"] == rater]
-        bars = list(
-            part[["task", "method", "criterion"]]
-            .drop_duplicates()
-            .itertuples(index=False, name=None)
-        )
+        part = part.assign(variant=part["variant"].astype(object).fillna(""))
+        keys = [*telling(part, ["method", "task", "variant", "length", "model"]), "criterion"]
+        bars = pd.MultiIndex.from_frame(part[keys].drop_duplicates())
         arms = list(dict.fromkeys(part["arm"]))
         for i, arm in enumerate(arms):
-            own = part[part["arm"] == arm].set_index(["task", "method", "criterion"]).reindex(bars)
+            own = part[part["arm"] == arm].set_index(keys).reindex(bars)
             error = np.abs(own[["low", "high"]].to_numpy().T - own["mean"].to_numpy())
             x = np.arange(len(bars)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
             panel.bar(
@@ -45,7 +45,7 @@ def draw(table: pd.DataFrame) -> Drawing:
             )
         panel.set_xticks(
             range(len(bars)),
-            [f"{method}\n{task}\n{criterion}" for task, method, criterion in bars],
+            ["\n".join(str(word) for word in bar if word) for bar in bars],
             fontsize=6,
         )
         panel.set_ylim(1, 5)

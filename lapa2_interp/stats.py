@@ -219,17 +219,19 @@ class Difference:
     def p_within(self, margin: float) -> float:
         """p of "the true difference is as large as the margin, or larger": Student's two one-sided
         tests of equivalence."""
-        return self._tail((margin - abs(self.mean)) / self.error if self.error else math.inf)
+        return self._tail(margin - abs(self.mean))
 
     def p_beyond(self, margin: float) -> float:
         """p of "the true difference is no larger than the margin"; two-sided."""
-        away = (abs(self.mean) - margin) / self.error if self.error else math.inf
-        return min(1.0, 2 * self._tail(away))
+        return min(1.0, 2 * self._tail(abs(self.mean) - margin))
 
-    def _tail(self, t: float) -> float:
+    def _tail(self, distance: float) -> float:
+        """NaN where there is one cluster, or where all are alike: then nothing tells the spread."""
         from scipy.stats import t as student
 
-        return math.nan if self.clusters < 2 else float(student.sf(t, self.clusters - 1))
+        if self.clusters < 2 or self.error == 0:
+            return math.nan
+        return float(student.sf(distance / self.error, self.clusters - 1))
 
 
 def error_at(

@@ -127,6 +127,20 @@ def test_intervals_cover():
     assert 0.90 <= inside / 200 <= 0.99
 
 
+def test_the_interval_of_the_calibration_error_has_the_texts_own():
+    """Of 100 calibrated classifiers all have an error above 0, by chance; resampled texts have a
+    larger one still. The interval has the texts' own error inside."""
+    rng = np.random.default_rng(1)
+    low, high, own = np.empty((3, 100))
+    for i in range(100):
+        values = rng.uniform(0.5, 1, 300)
+        truth = np.where(rng.random(300) < values, "yes", "no")
+        table = agreement(two(values), truth.tolist(), ["a"] * 300, resamples=300)
+        rows = table[table["measure"] == "calibration error"].iloc[0]
+        low[i], high[i], own[i] = rows["low"], rows["high"], rows["value"]
+    assert ((low < own) & (own < high)).all()
+
+
 @pytest.mark.parametrize(
     ("numbers", "truth", "message"),
     [

@@ -230,6 +230,10 @@ def test_the_lists(capsys):
             "--scorers accuracy",
             "the classifiers that ship with the package belong to tasks: give --task",
         ),
+        (
+            "--scorers topic:repetition --task sentiment",
+            "topic:repetition: no text of task 'topic'",
+        ),
         ("--scorers accuracy --task sentiment", "has the labels positive, negative, not ''"),
         ("--scorers distinct --lengths 64", "give a run folder"),
         ("--scorers distinct --parts 0", "--parts must be at least 1, found 0"),

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ task = "sentiment"
 attribute = "positive"
 method = "prefix"
 prompts = 4
-samples = 1
+samples = 2
 length = 200
 eos = "block"
 trace = "none"
@@ -70,6 +71,14 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     found = script("analyses", "deep", run)
     assert found["edges"][:2] == [64, 128]
     assert 190 < found["edges"][2] < 256
+    (first, *_), shares = found["lengths"].index.get_level_values("text"), {}
+    for low, high in pairwise(found["edges"]):
+        keys = np.arange(low, min(high, found["edges"][-1]))
+        own = found["lengths"][first, low]
+        assert own == pytest.approx(1 / (1 / keys).mean(), rel=0.02), "its texts may end earlier"
+        shares[low] = 3.0 / found["lengths"].xs(low, level="l")  # the mean of 3/l
+    slope = found["slope"](pd.DataFrame(shares), *found["edges"][:2])
+    assert slope.tolist() == pytest.approx([-1] * len(slope)), "also where the last window is wider"
     rows, heads = table(run, "deep"), table(run, "deep.heads")
     model, cells = load("tiny-llama"), load_run(run)
     (key,) = cells.plan
@@ -96,6 +105,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     assert abs(left["mean"].iloc[1:] - 1).max() > 1e-3
     assert len(heads) == 4 * model.cfg.n_layers * model.cfg.n_heads
     claims = table(run, "deep.claims").set_index("claim")
+    assert set(claims["prompts"]) == {4}, "two texts of each"
     assert claims.loc["in layer 0 the law holds to 1 %", "raw"] == "as in the paper"
     script("figures", "deep", run)
     assert (run / "figures" / "deep.png").read_bytes().startswith(b"\x89PNG")

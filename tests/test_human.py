@@ -531,8 +531,11 @@ def test_agreement_per_metric():
 
 
 def test_perfect_agreement_and_none():
-    perfect = agreement(answered(np.tile([[1.0], [2], [3], [4]], 3))).iloc[0]
+    perfect = agreement(answered(np.tile([[1.0], [2], [3], [4]] * 2, 3))).iloc[0]
     assert perfect[["alpha", "low", "high", "exact"]].tolist() == [1, 1, 1, 1]
+    few = agreement(answered(np.tile([[1.0], [2], [3], [4]], 3))).iloc[0]
+    assert few[["alpha", "exact"]].tolist() == [1, 1]
+    assert few[["low", "high"]].isna().all(), "fewer than 8 texts cannot be resampled"
     rng = np.random.default_rng(5)
     chance = agreement(answered(rng.integers(1, 6, (200, 3)))).iloc[0]
     assert chance["low"] < 0 < chance["high"]

@@ -16,35 +16,40 @@ import sys
 import tarfile
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 from scipy.stats import t
 
 from lapa2_interp import load_run
 from lapa2_interp.cell import CELL
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import RunError, ScoringError
 from lapa2_interp.paper import output, reported, tables
 from lapa2_interp.paper.bench import Bench
 from lapa2_interp.paper.claims import (
     Claim,
     Findings,
-    counts_once,
+    behind,
+    counted_once,
     disputed,
     read_claims,
     shown_claims,
     tally,
 )
 from lapa2_interp.paper.data import ItemData
+from lapa2_interp.paper.estimates import texts_read
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.results import Gallery, read_gallery, results_of
+from lapa2_interp.paper.tables import ARM
 from lapa2_interp.recipes import RECIPES
 from lapa2_interp.runs import read
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.scoring import Cache, Item, Skipped, transformer
+from lapa2_interp.scoring import Cache, Item, Skipped, chosen_scorers, transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
-from lapa2_interp.stats import Difference
+from lapa2_interp.stats import Difference, paired_difference
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden"
@@ -320,8 +325,8 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "rated")
     rows = [
         {"scorer": "judge (m)", "task": "sentiment", "method": "prefix", "arm": arm, "attribute": "positive", "prompt": prompt,
-         "metric": metric, "value": value + (arm != "baseline")}
-        for arm in ("baseline", "alpha 0.5 paper") for prompt in ("a", "b", "c")
+         "metric": metric, "value": value + (arm != "baseline") * (1.1 if prompt in "abc" else 0.9)}
+        for arm in ("baseline", "alpha 0.5 paper") for prompt in "abcdef"
         for metric, value in (("relevance", 3.0), ("fluency", 4.0))
     ]  # fmt: skip
     (copy / "judge").mkdir()
@@ -340,7 +345,7 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
         ["rater", "method", "arm", "criterion"]
     )["mean"]
     assert made["judge (m)", "prefix", "baseline", "relevance"] == 3
-    assert made["judge (m)", "prefix", "alpha 0.5 paper", "fluency"] == 5
+    assert made["judge (m)", "prefix", "alpha 0.5 paper", "fluency"] == pytest.approx(5)
     assert made["people", "air-decoding", "alpha 0.5 paper", "relevance"] == 5
     claims = table(copy / "tables" / "eval.claims.csv")
     by_judge = claims["claim"].str.contains("judge")
@@ -351,6 +356,12 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     assert claims["verdict"].iloc[0] == "inconclusive", "sign flips of few prompts have no small p"
     assert set(claims["verdict"][~by_judge]) == {"missing"}  # people rated no baseline
     script("figures", "eval", copy)
+    ratings = table(copy / "tables" / "eval.csv")
+    two = pd.concat([ratings.assign(variant=""), ratings.assign(variant="prefixes=mle")])
+    drawing = figure("eval")(two)
+    bars = [each.get_text() for each in drawing.axes[0].get_xticklabels()]
+    assert any(each.endswith("prefixes=mle\nrelevance") for each in bars)
+    assert len(bars) == len(set(bars)) == 4
 
 
 def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
@@ -519,7 +530,8 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
         (beside / f"{item}.png").write_text("old")
     (beside / "tables" / "decay.md").write_text("old")
     (beside / "tables" / "verdicts.md").write_text("old")
-    older = results_of(load_run(copy), GOLDEN)
+    older = results_of(load_run(copy), GOLDEN, ["decay", "layers"])
+    assert results_of(load_run(copy), GOLDEN, []).scorers == ()
     others = {"quick/decay": {"finished": 3}, "quick/long": {"finished": 4}}
     runs = (older, older.model_copy(update={"grids": others}))
     (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
@@ -535,9 +547,20 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     assert (copy / "figures" / "decay.png").read_bytes().startswith(b"\x89PNG")
     found = read_gallery(copy)
     assert [set(each.grids) for each in found.runs] == [set(older.grids), set(others)]
+    newer = (beside / "tables" / "layers.claims.csv").read_text().replace("layers,", "newer,")
+    (beside / "tables" / "layers.claims.csv").write_text(newer)
+    (beside / "tables" / "decay.md").write_text("old")
+    with pytest.raises(SystemExit):
+        script("analyses", "reproduce", *asked)
+    assert (copy / "tables" / "layers.claims.csv").read_text() == newer, "a newer one is taken"
+    assert (copy / "tables" / "decay.md").read_text().startswith("### Accuracy"), "its own stays"
     (beside / "results.json").write_text("{}")
     with pytest.raises(RunError, match="results.json cannot be read: .*make gallery"):
-        read_gallery(beside)
+        script("analyses", "reproduce", *asked)
+    (beside / "results.json").unlink()
+    (beside / "tables" / "layers.claims.csv").write_text("item\nlayers\n")
+    with pytest.raises(RunError, match="layers.claims.csv is not a table of claims of this"):
+        script("analyses", "reproduce", *asked)
 
 
 def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
@@ -680,7 +703,7 @@ def test_verdicts_are_corrected_for_the_number_of_an_items_claims():
     again = noted(sure, likely, chance, sure, compared=["a", "b", "c", "a"])
     assert again["holm"].tolist() == pytest.approx([0.003, 0.04, 0.04, 0.003]), "tested once"
     assert tally(again) == "2 as in the paper, 1 against the paper"
-    assert counts_once(again).tolist() == [True, True, True, False]
+    assert counted_once(again).index.tolist() == [0, 1, 2]
     missing = Findings("item")
     missing.note("one", "acc", "more", None)
     assert missing.frame()["verdict"].tolist() == ["missing"]
@@ -691,12 +714,120 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
     """t of 2 errors below the margin, two one-sided tests; the sign, where known, goes first."""
     small, unsure = noted((0.2, 0.4, 0.6), (0.2, 3.0, 0.9), margin=1.5).to_dict("records")
     assert (small["raw"], unsure["raw"]) == ("no difference", "inconclusive")
-    assert small["p"] == pytest.approx(t.sf(1.3 / 0.4, 29))
+    assert small["p_within"] == pytest.approx(t.sf(1.3 / 0.4, 29))
     assert noted((0.2, 0.4, 0.6))["raw"].item() == "inconclusive", "without a margin"
     assert noted((1.0, 0.1, 0.001), margin=1.5)["raw"].item() == "as in the paper"
     same = noted((0.2, 0.4, 0.6), (3.0, 0.4, 0.001), margin=1.5, expected="same")
     assert same["raw"].tolist() == ["as in the paper", "against the paper"]
-    assert same["p"].tolist() == pytest.approx([t.sf(1.3 / 0.4, 29), 2 * t.sf(1.5 / 0.4, 29)])
+    assert same["p_within"].iloc[0] == pytest.approx(t.sf(1.3 / 0.4, 29))
+    assert same["p"].iloc[1] == pytest.approx(2 * t.sf(1.5 / 0.4, 29))
+    assert behind(same)["p"].tolist() == [same["p_within"].iloc[0], same["p"].iloc[1]]
+
+
+def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small():
+    """Eight claims: one has an interval above 0, p of .04, and lies far inside the margin."""
+    table = noted((0.45, 0.2, 0.04), *[(0.0, 0.2, 0.9)] * 7, margin=5.0)
+    assert table["raw"].iloc[0] == "as in the paper"
+    assert table["holm"].iloc[0] == pytest.approx(0.32)
+    assert set(table["verdict"]) == {"no difference"}
+    wide = noted((4.5, 2.0, 0.04), *[(0.0, 0.2, 0.9)] * 7, margin=5.0)
+    assert wide["verdict"].iloc[0] == "inconclusive"
+
+
+def test_the_same_and_no_difference_are_one_test():
+    """A mean of 0 whose error is just small enough: t of the margin is 1.8, its p below .05 though
+    the 95 % interval is wider than the margin."""
+    more, same = (noted((0.0, 1.0, 0.9), margin=1.8, expected=each) for each in ("more", "same"))
+    assert more["p_within"].item() == same["p_within"].item() < 0.05
+    assert (more["raw"].item(), same["raw"].item()) == ("no difference", "as in the paper")
+
+
+def test_both_families_of_tests_err_at_their_rate():
+    """Six true differences of 0, and six as large as the margin: the share of items with any wrong
+    sign, or any wrong "no difference", is at most 5 % (400 items: three standard errors more)."""
+    rng = np.random.default_rng(0)
+    wrong = np.zeros(2)
+    for _ in range(400):
+        found = Findings("item")
+        for number in range(12):
+            truth = 0.0 if number < 6 else 3.0
+            gaps = rng.normal(truth, 5.0, 30)
+            names = np.arange(30)
+            of = paired_difference(np.zeros(30), names, gaps, names, resamples=1000)
+            found.note(f"{number}", "acc", "more", of, margin=3.0)
+        table = found.frame()
+        wrong += [
+            table["verdict"][:6].isin(["as in the paper", "against the paper"]).any(),
+            (table["verdict"][6:] == "no difference").any(),
+        ]
+    assert (wrong / 400 < 0.05 + 3 * 0.011).all()
+
+
+def test_a_comparison_of_several_items_has_the_verdict_of_the_strictest():
+    """One of two items has more claims, so its correction is larger."""
+    sure = (3.0, 1.2, 0.02)
+    few, many = noted(sure, compared=["a"]), noted(sure, *[(0.0, 2.0, 0.9)] * 3, compared="abcd")
+    for order in ([few, many], [many, few]):
+        both = pd.concat(order, ignore_index=True)
+        assert set(both["verdict"][both["compared"] == "a"]) == {"as in the paper", "inconclusive"}
+        assert tally(both) == "4 inconclusive"
+        assert len(counted_once(both)) == 4
+
+
+def test_attention_is_compared_at_the_steps_that_both_arms_have():
+    """Both decay alike; one arm ends early, at steps of more attention."""
+
+    def decaying(steps):
+        shape = (1, 9, steps, 1, 1)
+        values = np.broadcast_to(1 / (np.arange(steps)[:, None, None] + 10), shape)
+        values = values * np.linspace(0.9, 1.1, 9)[:, None, None, None]
+        return xr.Dataset({"prefix": (("branch", "sample", "step", "layer", "head"), values)})
+
+    where = {"model": "m", "task": "topic", "method": "prefix"}
+    samples, told = pd.DataFrame({"prompt": [f"p{i}" for i in range(9)]}), []
+    bench = SimpleNamespace(
+        steps=lambda *_: pd.DataFrame(
+            [dict.fromkeys(ARM, "m") | {"step": 0, "mean": 0.1, "low": 0.1, "high": 0.1}]
+        ),
+        groups=lambda _: [(where, "prefix, topic", None)],
+        curves=lambda _: [
+            (where | {"arm": arm}, decaying(steps), samples)
+            for arm, steps in (("baseline", 40), ("b", 12), ("a", 40))
+        ],
+        note=lambda *given: told.append(given),
+    )
+    Bench.attention(bench, pd.DataFrame())
+    assert [given[3].mean for given in told] == [0, 0, 0, 0]
+    steps = [given[0].split("step ")[1] for given in told[1::2]]
+    assert steps == ["11: prefix, topic", "39: prefix, topic"], "arms in their order"
+
+
+def test_perplexity_reads_as_many_texts_of_an_arm_as_planned(run):
+    """An arm with few prompts reads more texts of each, whatever the others have."""
+    opened = load_run(run)
+    samples = pd.concat(
+        [
+            pd.DataFrame({"sample": range(n)}).assign(prompt=f"p{i}", arm=arm, attribute="positive")
+            for arm, prompts, n in (("a", 60, 4), ("b", 6, 40))
+            for i in range(prompts)
+        ]
+    ).assign(model="m", task="sentiment", method="prefix", variant="")
+    read = ItemData(opened, "item", (), perplexity_texts=120)._few(samples)
+    assert read["arm"].value_counts().to_dict() == {"a": 120, "b": 120}
+    assert texts_read(60, 240.0) == texts_read(6, 240.0) == 120
+    assert ItemData(opened, "item", (), perplexity_texts=1)._few(samples)["sample"].max() == 0
+
+
+def test_a_scorer_may_be_for_one_task_alone(run):
+    asked = chosen_scorers(
+        ["topic:accuracy=mine", "sentiment:accuracy", "linear", "perplexity"], ()
+    )
+    assert asked == ("topic:accuracy=mine", "sentiment:accuracy=linear", "perplexity")
+    data = ItemData(load_run(run), "item", (), asked)
+    assert data._asked("topic", None)["accuracy"] == ["accuracy=mine"]
+    assert data._asked("sentiment", None)["accuracy"] == ["accuracy=linear"]
+    with pytest.raises(ScoringError, match="needs a scorer for toxicity of detox"):
+        data._asked("detox", None)
 
 
 def test_what_several_items_compare_has_one_name():

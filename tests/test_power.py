@@ -100,6 +100,26 @@ def test_claims_of_other_grids_are_left_out(grid):
         power(grid, asked.assign(error=np.nan))
 
 
+def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):
+    """The correction of an item is for its distinct comparisons, those without numbers included."""
+    of = Difference(3.0, 0.0, 6.0, 0.04, 1.5, 20, 4.0, 0.6)
+    frames = []
+    for item in ("first", "second"):
+        made = Findings(item, ("mine",))
+        facts = {"margin": 5.0, "task": "sentiment", "method": "prefix"}
+        made.note("shared", "acc", "more", of, compared="a", **facts)
+        if item == "second":
+            made.note("its own", "acc", "more", of, compared="b", **facts)
+            made.note("again", "acc", "more", of, compared="a", **facts)
+            made.note("missing", "acc", "more", None, **facts)
+        frames.append(made.frame())
+    table = power(grid, pd.concat(frames))
+    assert table["item"].tolist() == ["first", "second", "second"]
+    new = table["detectable"].iloc[0] / 2.8016
+    for row, tests in zip(table.to_dict("records"), (1, 3, 3), strict=True):
+        assert row["corrected"] == pytest.approx((norm.isf(0.025 / tests) + 0.8416) * new, rel=1e-4)
+
+
 def test_grids_say_what_they_tell(grid):
     of_acc = 2.8 * 49 * np.sqrt(2 / 48)
     of_tox = 2.8 * 11 * np.sqrt(2 / 20)

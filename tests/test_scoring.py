@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import load
+from scipy.stats import t
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.models import load_transformers
@@ -209,13 +210,14 @@ def test_distinct_intervals_leave_prompts_out():
     left = [
         math.log(
             distinct(
-                token_lists([t for t, p in zip(texts, prompts, strict=True) if p != each])[0], 2
+                token_lists([a for a, p in zip(texts, prompts, strict=True) if p != each])[0], 2
             )
         )
         for each in sorted(set(prompts))
     ]
     spread = math.sqrt(4 / 5 * sum((each - sum(left) / 5) ** 2 for each in left))
-    assert row["low"] == pytest.approx(row["mean"] * math.exp(-1.96 * spread), rel=1e-9)
+    away = t.ppf(0.975, 4) * spread  # of 5 prompts
+    assert row["low"] == pytest.approx(row["mean"] * math.exp(-away), rel=1e-9)
     assert row["low"] < row["mean"] < row["high"]
 
 
@@ -223,6 +225,18 @@ def test_distinct_counts_special_tokens_of_a_tokenizer(gpt2_tokenizer):
     lists, name = token_lists(["The lake is the lake"], load("tiny-llama").tokenizer)
     assert lists[0][0] == 0, "the tokenizer's own BOS counts, as the released script has it"
     assert name == type(load("tiny-llama").tokenizer).__name__
+
+
+def test_texts_without_a_variant_are_in_the_tables():
+    """A column of a file may be empty in some rows, or in all."""
+    texts = pd.DataFrame({"text": ["one", "two words"] * 8, "prompt": [f"p{i}" for i in range(16)],
+                          "attribute": "positive", "arm": ["baseline", "a"] * 8,
+                          "task": "sentiment"})  # fmt: skip
+    for variant, rows in ((None, 2), (["x"] * 8 + [None] * 8, 4)):
+        scores = score_table(texts.assign(variant=variant), Lengths())
+        table = cell_table(scores)
+        assert len(table) == rows
+        assert table["n"].sum() == 16
 
 
 # --- classifiers

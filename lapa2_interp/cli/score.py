@@ -65,9 +65,9 @@ def score(
         source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
             file with a column of texts (and prompt, attribute, arm, if known).
         scorers: accuracy, toxicity, masked, echo, repetition, perplexity, distinct, judge, each
-            plain or as NAME=MODEL (`lapa2 scorers list`). A plain accuracy or toxicity is by both classifiers
-            that ship, adapter and linear; the word linear or adapter among the scorers takes that
-            one alone.
+            plain or as NAME=MODEL (`lapa2 scorers list`), or TASK:NAME=MODEL for texts of one task
+            alone. A plain accuracy or toxicity is by both classifiers that ship, adapter and
+            linear; the word linear or adapter among the scorers takes that one alone.
         out: The folder of tables.
         column: The file's column of texts.
         attribute: What the texts of a file without such a column were steered towards.

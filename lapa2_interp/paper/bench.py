@@ -77,11 +77,7 @@ class Bench(Findings):
         left at the last step?
         """
 
-        def curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
-            steps = step_table(trace, samples.assign(arm="one"))
-            return steps[steps["name"] == "prefix"].drop(columns="arm")
-
-        table = self.steps(cells, curve)
+        table = self.steps(cells, prefix_curve)
         kept: dict[str, dict[str, tuple[np.ndarray, pd.Series]]] = {}
         words = {tuple(where.values()): text for where, text, _ in self.groups(cells)}
         for arm, trace, samples in self.curves(cells):
@@ -90,11 +86,12 @@ class Bench(Findings):
             place = words[arm["model"], arm["task"], arm["method"]]
             kept.setdefault(place, {})[arm["arm"]] = (prefix, samples["prompt"])
         for place, arms in kept.items():
-            for name in arms.keys() - {"baseline"}:
+            for name in [name for name in arms if name != "baseline"]:
                 if "baseline" not in arms:
                     continue
                 (before, one), (after, two) = arms["baseline"], arms[name]
-                last = min(before.shape[1], after.shape[1]) - 1
+                steps = min(before.shape[1], after.shape[1])  # the same steps of both
+                before, after, last = before[:, :steps], after[:, :steps], steps - 1
                 higher = paired_difference(before.mean(1), one, after.mean(1), two)
                 left = paired_difference(
                     before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two
@@ -118,6 +115,12 @@ class Bench(Findings):
     ) -> None:
         """Write the item's files (`output.write_item`) and print it."""
         print(write_item(self.out, self.item, self.title, table, self, notes, shown))
+
+
+def prefix_curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
+    """Attention on the prefix against step, of one arm (`ItemData.steps`)."""
+    steps = step_table(trace, samples.assign(arm="one"))
+    return steps[steps["name"] == "prefix"].drop(columns="arm")
 
 
 def open_bench(

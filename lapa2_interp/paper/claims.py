@@ -3,16 +3,15 @@
 A claim puts a number in a range. The measured number has a 95 % interval. The verdict says whether
 the whole interval lies inside the range, outside it, or neither.
 
-The claims of an item are tested together. A claim that one arm has more or less than another can be
-decided in two ways: the interval of the difference excludes 0, or the difference is too small to
-matter (`MARGINS`, two one-sided tests). Holm's correction over the item's claims then takes back
-what their number alone could have brought about.
+The claims of an item are tested together, by two families of tests: that a difference is there, and
+that it is too small to matter (`MARGINS`, two one-sided tests). Holm's correction, in each family
+over the item's claims, takes back what their number alone could have brought about.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -73,26 +72,35 @@ class Claim:
         return "against the paper" if high < least or low > most else "inconclusive"
 
 
-def judge(relation: Relation, found: Difference, margin: float) -> tuple[Verdict, float]:
-    """The verdict on a difference, and the p of the test behind it.
+def judge(relation: Relation, low: float, high: float, p: float, p_within: float) -> Verdict:
+    """The verdict on a difference.
+
+    "more" and "less" claim its sign. Where the sign is not known, a difference that is shown to be
+    smaller than the margin is "no difference". "same" claims just that.
 
     Args:
-        margin: Differences that do not matter. "same" claims that ours is smaller. "more" and
-            "less" claim its sign; where the interval does not tell the sign, a difference that is
-            shown to be smaller than the margin is "no difference".
+        low, high: Its 95 % interval.
+        p: Of the test that a difference is there: of its sign, or that it is beyond the margin
+            ("same").
+        p_within: Of the test that it is smaller than the margin; NaN without one.
     """
-    within = found.p_within(margin) if margin else 1.0
     if relation == "same":
-        verdict = Claim("", "", "same", margin).verdict(found.low, found.high)
-        beyond = found.p_beyond(margin)
-        by = {"as in the paper": within, "against the paper": beyond}
-        return verdict, by.get(verdict, min(within, beyond))
-    verdict = Claim("", "", relation).verdict(found.low, found.high)
-    if verdict != "inconclusive":
-        return verdict, found.p
-    if within < SURE:
-        return "no difference", within
-    return "inconclusive", min(within, found.p)
+        side: Verdict = "against the paper" if p < SURE else "inconclusive"
+        return "as in the paper" if p_within < SURE else side
+    side = Claim("", "", relation).verdict(low, high)
+    if side != "inconclusive" and p < SURE:
+        return side
+    return "no difference" if p_within < SURE else "inconclusive"
+
+
+def tested(relation: Relation, found: Difference, margin: float) -> tuple[float, float]:
+    """The two p of `judge`.
+
+    Args:
+        margin: Differences that do not matter; 0 where all do.
+    """
+    p = found.p_beyond(margin) if relation == "same" else found.p
+    return p, found.p_within(margin) if margin else NONE
 
 
 @dataclass(frozen=True)
@@ -104,14 +112,16 @@ class Finding:
         metric, expected: What is compared, and the relation the paper reports.
         paper: The paper's difference, in the metric's unit; NaN where it gives none.
         here, low, high: Ours with its 95 % interval.
-        p: Of the test behind the verdict (`judge`).
+        p, p_within: Of the tests that a difference is there, and that it is too small to matter
+            (`judge`).
         detectable: The smallest difference these texts could have shown.
         verdict: After Holm's correction, where `Findings.frame` gave it.
         prompts: Independent clusters.
         second, second_here, second_low, second_high, second_verdict: Another scorer of the metric,
             and what its numbers say, not corrected; empty where there is none.
         margin: Differences that do not matter; 0 where all do.
-        holm, raw: Holm's p over the item's claims, and the verdict without correction.
+        holm, holm_within: Both p after Holm's correction over the item's claims.
+        raw: The verdict without correction.
         scorer: The first scorer.
         task, method: What is compared, where it is one.
         grids: Names of the grids that the item shows, apart by spaces.
@@ -137,7 +147,9 @@ class Finding:
     second_high: float = NONE
     second_verdict: Verdict | Literal[""] = ""
     margin: float = 0.0
+    p_within: float = NONE
     holm: float = NONE
+    holm_within: float = NONE
     raw: Verdict | Literal[""] = ""
     scorer: str = ""
     task: str = ""
@@ -168,8 +180,9 @@ class Finding:
         told = (item, claim.text, claim.quantity, claim.relation, paper)
         if found is None:
             none = cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0, raw="missing")
-            return replace(none, **facts)
-        verdict, p = judge(claim.relation, found, claim.margin)
+            return replace(none, margin=claim.margin, **facts)
+        p, p_within = tested(claim.relation, found, claim.margin)
+        verdict = judge(claim.relation, found.low, found.high, p, p_within)
         made = cls(
             *told,
             found.mean,
@@ -180,6 +193,7 @@ class Finding:
             verdict,
             found.clusters,
             margin=claim.margin,
+            p_within=p_within,
             raw=verdict,
             error=found.error,
             texts=found.texts,
@@ -189,7 +203,8 @@ class Finding:
         if second is None:
             return made
         name, other = second
-        said, _ = judge(claim.relation, other, claim.margin)
+        tests = tested(claim.relation, other, claim.margin)
+        said = judge(claim.relation, other.low, other.high, *tests)
         return replace(
             made,
             second=name,
@@ -232,7 +247,7 @@ class Findings:
         if margin is None:
             margin = MARGINS.get(metric, 0.0)
         found = compare(scores, before, after, metric)
-        second = next(by_others(scores, before, after, metric), None)
+        second = by_other(scores, before, after, metric)
         facts = _facts(scores, before, after, metric, expected)
         self.note(text, metric, expected, found, paper, margin, second, **facts)
 
@@ -277,18 +292,22 @@ class Findings:
         self.rows.append(Finding.of(self.item, claim, found, paper, second, **facts))
 
     def frame(self) -> pd.DataFrame:
-        """One row per finding; verdicts corrected for the number of the item's claims.
-
-        What was compared twice is tested once.
-        """
+        """One row per finding; verdicts corrected for the number of the item's claims, in each of
+        the two families of tests. What was compared twice is tested once."""
         keys = [row.compared or str(number) for number, row in enumerate(self.rows)]
-        tested = {key: row.p for key, row in reversed([*zip(keys, self.rows, strict=True)])}
-        corrected = dict(zip(tested, holm([*tested.values()]).tolist(), strict=True))
+        of_key = dict(zip(reversed(keys), reversed(self.rows), strict=True))
+        with_margin = {key: row for key, row in of_key.items() if row.margin}
+        there = dict(zip(of_key, holm([row.p for row in of_key.values()]), strict=True))
+        small = dict(
+            zip(with_margin, holm([row.p_within for row in with_margin.values()]), strict=True)
+        )
         rows = []
         for key, row in zip(keys, self.rows, strict=True):
-            chance = row.raw != "missing" and not corrected[key] < SURE
-            verdict = "inconclusive" if chance else row.raw
-            rows.append(vars(row) | {"holm": corrected[key], "verdict": verdict})
+            both = float(there[key]), float(small.get(key, NONE))
+            verdict = row.raw
+            if verdict != "missing":
+                verdict = judge(row.expected, row.low, row.high, *both)
+            rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], "verdict": verdict})
         return pd.DataFrame(rows, columns=list(Finding.__dataclass_fields__))
 
 
@@ -339,20 +358,38 @@ def _facts(
     return facts
 
 
-def counts_once(claims: pd.DataFrame) -> pd.Series:
-    """Which rows compare what no row above them does."""
-    return ~claims["compared"].duplicated() | (claims["compared"] == "")
+def counted_once(claims: pd.DataFrame) -> pd.DataFrame:
+    """The rows of claims, each comparison once. Where several items make it, they correct for
+    different numbers of claims: the row with the largest corrected p counts."""
+    alone = claims["compared"] == ""
+    ordered = claims.assign(largest=-behind(claims)["holm"].fillna(1.0)).sort_values(
+        "largest", kind="stable"
+    )
+    first = ~ordered["compared"].duplicated() | alone
+    return claims[first.reindex(claims.index)]
 
 
-def by_others(
+def behind(claims: pd.DataFrame) -> pd.DataFrame:
+    """The p and holm of the test behind each verdict; behind none, the smaller ones."""
+    small = (claims["verdict"] == "no difference") | (
+        (claims["expected"] == "same") & (claims["verdict"] == "as in the paper")
+    )
+    small |= (claims["verdict"] == "inconclusive") & (claims["holm_within"] < claims["holm"])
+    return pd.DataFrame(
+        {name: claims[name].where(~small, claims[f"{name}_within"]) for name in ("p", "holm")}
+    )
+
+
+def by_other(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
-) -> Iterator[tuple[str, Difference]]:
-    """As `compare`, by the metric's other scorers: the scorer's name, and the difference."""
+) -> tuple[str, Difference] | None:
+    """As `compare`, by the metric's second scorer: its name, and the difference."""
     for name in dict.fromkeys(map(str, scores["metric"])):
         if name != metric and plain(name) == metric:
             found = compare(scores, before, after, name)
             if found is not None:
-                yield other_scorer(name), found
+                return other_scorer(name), found
+    return None
 
 
 def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
@@ -393,7 +430,8 @@ def read_claims(file: Path) -> pd.DataFrame:
 def disputed(claims: pd.DataFrame) -> str:
     """How many claims have another verdict by their second scorer, in words; "" where no claim has
     one."""
-    both = claims[(claims["second"] != "") & (claims["raw"] != "missing")]
+    once = counted_once(claims)
+    both = once[(once["second"] != "") & (once["raw"] != "missing")]
     if not len(both):
         return ""
     others = both[both["raw"] != both["second_verdict"]]
@@ -411,8 +449,7 @@ def tally(claims: pd.DataFrame, column: str = "verdict") -> str:
     Args:
         column: verdict, or raw: without correction.
     """
-    once = claims[counts_once(claims)]
-    numbers = once[column].value_counts()
+    numbers = counted_once(claims)[column].value_counts()
     return ", ".join(f"{numbers[each]} {each}" for each in VERDICTS if each in numbers)
 
 
@@ -423,8 +460,8 @@ def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
     shown = claims[columns].assign(paper=paper, here=here)
-    for name in ("p", "holm"):
-        shown[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in claims[name]]
+    for name, values in behind(claims).items():
+        shown[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
     shown["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
     n = claims["texts"] * claims["prompts"]
     shown["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]

@@ -15,13 +15,13 @@ import pandas as pd
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.models import reading_tokenizer
-from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS
+from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, samples_read
 from lapa2_interp.paper.reported import METRICS
 from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
 from lapa2_interp.runs.read import Run
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring import Cache, chosen_scorers
+from lapa2_interp.scoring import Cache, chosen_scorers, split_scorer
 from lapa2_interp.scoring.named import Options, score_by
 from lapa2_interp.scoring.tables import plain
 from lapa2_interp.trace.tables import branch_name
@@ -42,7 +42,7 @@ class ItemData:
         run: The run folder, read.
         item: The item's name.
         grids: The grids whose cells it shows, without their folder (quick/, paper/).
-        scorers: NAME or NAME=MODEL, as `scoring.named.chosen_scorers` gives them.
+        scorers: As `scoring.chosen_scorers` gives them.
         perplexity_texts: About how many texts of an arm have their perplexity measured.
         device: Device of scorers that run a model.
         dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever
@@ -127,7 +127,7 @@ class ItemData:
                 samples = self.texts(group, lengths, parts)
                 options = self._options(group)
                 for name, asked in self._asked(str(task), metrics).items():
-                    texts = self._few(samples, group) if name == "perplexity" else samples
+                    texts = self._few(samples) if name == "perplexity" else samples
                     if len(texts):
                         found = score_by(texts.drop(columns="tokens"), asked, options, cache)
                         frames.append(found[found["metric"].map(plain) == name])
@@ -153,13 +153,15 @@ class ItemData:
         control = "toxicity" if task == "detox" else "accuracy"
         by_name: dict[str, list[str]] = {}
         for each in self.scorers:
-            by_name.setdefault(each.partition("=")[0], []).append(each)
+            of, name, _ = split_scorer(each)
+            if of in ("", task):
+                by_name.setdefault(name, []).append(each.removeprefix(f"{of}:"))
         beside = [name for name in OF_ACCURACY if name in by_name and control == "accuracy"]
         names = list(metrics or (control, *beside, "perplexity"))
         if missing := [name for name in names if name not in by_name]:
             raise ScoringError(
-                f"{self.item} needs a scorer for {missing[0]}; give --scorers {missing[0]} or"
-                f" {missing[0]}=MODEL"
+                f"{self.item} needs a scorer for {missing[0]} of {task}; give --scorers"
+                f" {missing[0]} or {missing[0]}=MODEL"
             )
         return {name: by_name[name] for name in names}
 
@@ -177,10 +179,12 @@ class ItemData:
             return found.assign(part=0)
         return in_parts(found, parts, reading_tokenizer(str(group["model"].iloc[0])))
 
-    def _few(self, samples: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
+    def _few(self, samples: pd.DataFrame) -> pd.DataFrame:
         """The first samples of every prompt, as many as make about `perplexity_texts` an arm."""
-        cells = samples[["prompt", "attribute"]].drop_duplicates()
-        return samples[samples["sample"] < max(1, -(-self.perplexity_texts // max(1, len(cells))))]
+        first = (samples["prompt"] + "\0" + samples["attribute"]).astype(object)
+        firsts = first.groupby([samples[name] for name in ARM]).transform("nunique")
+        kept = {n: samples_read(int(n), self.perplexity_texts) for n in firsts.unique()}
+        return samples[samples["sample"] < firsts.map(kept)]
 
     def _options(self, group: pd.DataFrame) -> Options:
         first = group["key"].iloc[0]

@@ -41,13 +41,14 @@ def at_perplexity(
     values: Float[np.ndarray, "*resample arm metric"],
     target: Float[np.ndarray, "*resample"],
 ) -> Float[np.ndarray, "*resample metric"]:
-    """The values of a curve where it first reaches a perplexity; NaN where it does not.
+    """The values of a curve where it first reaches a perplexity, or another cost; NaN where it does
+    not.
 
     Args:
-        log_perplexity: ln perplexity of the curve's arms, 2 or more: the baseline, then those of
-            rising strength.
+        log_perplexity: ln perplexity, or cost, of the curve's arms, 2 or more: the baseline, then
+            those of rising strength.
         values: Their mean metrics.
-        target: ln of the perplexity.
+        target: ln of the perplexity, or the cost.
     """
     below, above = log_perplexity[..., :-1], log_perplexity[..., 1:]
     within = (below - target[..., None]) * (above - target[..., None]) <= 0
@@ -60,6 +61,26 @@ def at_perplexity(
     )
     reached = within.any(axis=-1, keepdims=True)
     return np.where(reached, before + share * (after - before), np.nan)
+
+
+def interval(
+    values: Float[np.ndarray, "resample *rest"], prompts: int
+) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+    """Numbers of the data with their 95 % intervals from resampled prompts.
+
+    Args:
+        values: First those of the data; NaN where a resample has none.
+
+    Returns:
+        The numbers, low and high: NaN where the data or more than 5 % of the resamples have no
+        number, or below `stats.FEW` prompts.
+    """
+    known = (~np.isnan(values[1:])).mean(axis=0) >= REACHED
+    known &= ~np.isnan(values[0]) & (prompts >= FEW)
+    low, high = np.full((2, *values.shape[1:]), np.nan)
+    if known.any():
+        low[known], high[known] = np.nanpercentile(values[1:, known], tails(prompts), axis=0)
+    return values[0], low, high
 
 
 class Arms:
@@ -126,16 +147,6 @@ class Arms:
         found = at_perplexity(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
         return found[:, :-1], found[:, -1] == 1
 
-    def interval(
-        self, values: Float[np.ndarray, "resample *rest"]
-    ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-        """The number of the data with its 95 % interval; NaN bounds below `stats.FEW` prompts."""
-        nothing = np.full(values.shape[1:], np.nan)
-        if self.prompts < FEW or np.isnan(values[1:]).all():
-            return values[0], nothing, nothing
-        low, high = np.nanpercentile(values[1:], tails(self.prompts), axis=0)
-        return values[0], low, high
-
     def points(self) -> pd.DataFrame:
         """The curves: one row per arm and metric.
 
@@ -145,7 +156,7 @@ class Arms:
         """
         rows = []
         for number, (family, strength) in enumerate(self.arms):
-            mean, low, high = self.interval(self.means[:, number])
+            mean, low, high = interval(self.means[:, number], self.prompts)
             own = dict(zip(("", "_low", "_high"), np.exp([mean[0], low[0], high[0]]), strict=True))
             for i, metric in enumerate(self.metrics, 1):
                 rows.append(
@@ -161,9 +172,9 @@ class Arms:
 
         Returns:
             One row per ratio, family and metric: ratio, perplexity, family, metric, value, low,
-            high, reached (share of resamples), difference, difference_low, difference_high, p (NaN
-            where the family or the reference is not comparable), prompts. The reference has no
-            difference.
+            high (NaN where the family is not comparable), reached (share of resamples), difference,
+            difference_low, difference_high, p (NaN where the family or the reference is not
+            comparable), prompts. The reference has no difference.
 
         Raises:
             ScoringError: There is no such family.
@@ -180,8 +191,8 @@ class Arms:
                 counts = reached[0] and base_reached[0] and min(share, of_base) >= REACHED
                 counts = counts and self.prompts >= FEW and family != reference
                 gap = here - base if counts else np.full_like(here, np.nan)
-                value, low, high = self.interval(here)
-                change, least, most = self.interval(gap)
+                value, low, high = interval(here, self.prompts)
+                change, least, most = interval(gap, self.prompts)
                 p = resampled_p(gap[1:], self.prompts)
                 for i, metric in enumerate(self.metrics):
                     rows.append(

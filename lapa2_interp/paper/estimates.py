@@ -28,15 +28,24 @@ ITEM = 6.0
 """Seconds that the script of a figure or table takes for all else: intervals, drawing."""
 
 
-def texts_read(firsts: int, texts: float) -> float:
-    """How many texts of an arm have their perplexity measured: the first of each prompt and
-    attribute, or the first few.
+def samples_read(firsts: int, wanted: int = PERPLEXITY_TEXTS) -> int:
+    """How many samples of each prompt and attribute have their perplexity measured.
 
     Args:
         firsts: Prompts times attributes.
+        wanted: About so many texts of an arm.
+    """
+    return math.ceil(wanted / firsts)
+
+
+def texts_read(firsts: int, texts: float) -> float:
+    """How many texts of an arm have their perplexity measured.
+
+    Args:
+        firsts: As `samples_read`.
         texts: All texts of the arm.
     """
-    return min(texts, float(firsts * math.ceil(PERPLEXITY_TEXTS / firsts)))
+    return min(texts, float(firsts * samples_read(firsts)))
 
 
 def scoring_seconds(

@@ -97,8 +97,7 @@ def as_latex(title: str, shown: pd.DataFrame, notes: Sequence[str], label: str) 
 
 
 def _latex(text: str) -> str:
-    for mark in "\\":
-        text = text.replace(mark, r"\textbackslash ")
+    text = text.replace("\\", r"\textbackslash ")
     for mark in "&%$#_{}":
         text = text.replace(mark, "\\" + mark)
     text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")

@@ -11,8 +11,8 @@ test's level; and a true difference of 0 is shown to be smaller than a margin m 
 
     2 Phi(m / e' - z1) - 1
 
-of runs (two one-sided tests). With k claims in an item, the level is 0.05 / k: the first step of
-Holm's correction, so this is cautious.
+of runs (two one-sided tests). With k claims in an item, and k1 of them with a margin, the levels
+are 0.05 / k and 0.05 / k1: the first step of Holm's correction, so this is cautious.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pandas as pd
 
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import DataError
-from lapa2_interp.paper.claims import SURE, counts_once
+from lapa2_interp.paper.claims import SURE
 from lapa2_interp.paper.estimates import texts_read
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.stats import error_at
@@ -86,13 +86,14 @@ def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
     """
     own = grid.name.rpartition("/")[2]
     of_grid = np.array([own in str(names).split() for names in claims["grids"]], dtype=bool)
-    mine = claims[of_grid & (claims["error"].notna() & counts_once(claims)).to_numpy()]
     rows = []
-    for item, part in mine.groupby("item", sort=False):
-        for row in part.to_dict("records"):
+    for item, part in claims[of_grid].groupby("item", sort=False):
+        once = part[~part["compared"].duplicated() | (part["compared"] == "")]
+        tests = len(once), int((once["margin"] > 0).sum())
+        for row in once[once["error"].notna()].to_dict("records"):
             chosen = plans(grid, row["task"], row["method"])
             if chosen:
-                rows.append(_row(row, chosen[0], grid, len(part)) | {"item": item})
+                rows.append(_row(row, chosen[0], grid, *tests) | {"item": item})
     if not rows:
         raise DataError(
             f"no claim of an item of {grid.name} has a number in these tables; give the folder of"
@@ -102,7 +103,9 @@ def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)[[*names, "if_zero", "decided"]]
 
 
-def _row(row: Mapping[Hashable, Any], plan: Plan, grid: Grid, tests: int) -> dict[str, Any]:
+def _row(
+    row: Mapping[Hashable, Any], plan: Plan, grid: Grid, tests: int, with_margin: int
+) -> dict[str, Any]:
     from scipy.stats import norm
 
     attributes = len({cell.attribute for cell in grid.cells if row["task"] in ("", cell.task.name)})
@@ -111,7 +114,8 @@ def _row(row: Mapping[Hashable, Any], plan: Plan, grid: Grid, tests: int) -> dic
         float(row[name]) for name in ("error", "here", "noise", "texts", "margin")
     )
     new = error_at(error, int(row["prompts"]), texts, noise, *plan)
-    two, one = norm.isf(SURE / tests / 2) * new, norm.isf(SURE / tests) * new
+    two = norm.isf(SURE / tests / 2) * new
+    one = norm.isf(SURE / max(1, with_margin)) * new
     # The next estimate: the truth is uncertain by the earlier error, and ours errs, too.
     spread = np.hypot(error, new)
 
@@ -121,7 +125,7 @@ def _row(row: Mapping[Hashable, Any], plan: Plan, grid: Grid, tests: int) -> dic
     room = max(0.0, margin - one)
     outer = margin + two if row["expected"] == "same" else two
     decided = 1 - between(-outer, outer) + (between(-room, room) if room else 0.0)
-    if_zero = max(0.0, 2 * norm.cdf(margin / new - norm.isf(SURE / tests)) - 1)
+    if_zero = max(0.0, 2 * norm.cdf((margin - one) / new) - 1)
     ready = norm.isf(1 - POWER) * new
     return {
         "claim": row["claim"],

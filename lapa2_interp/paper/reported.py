@@ -5,16 +5,12 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from lapa2_interp.errors import RunError
 from lapa2_interp.methods import registry
-
-if TYPE_CHECKING:
-    pass
-
 
 PAPER_MODELS = {
     "gpt2-medium": "gpt2-medium",

@@ -3,7 +3,7 @@ read from. Grids may be run apart, on other days and machines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -102,11 +102,12 @@ def read_gallery(folder: Path) -> Gallery:
         ) from error
 
 
-def results_of(run: Run, tables: Path) -> Results:
+def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     """The manifest of the tables read from a run.
 
     Args:
         tables: The folder of its items' CSV files, whose column `scorer` names scorers.
+        items: The items that the run has made.
     """
     found = [run.manifest(key) for key in run.finished]
     prefixes = {
@@ -120,6 +121,7 @@ def results_of(run: Run, tables: Path) -> Results:
     columns = [
         pd.read_csv(file, usecols=lambda name: name == "scorer")
         for file in sorted(tables.glob("*.csv"))
+        if file.name.partition(".")[0] in items
     ]
     scorers = {
         str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()

@@ -87,9 +87,9 @@ def add_scoring(
         type=_scorer,
         help=(
             f"NAME or NAME=MODEL, as of `lapa2 score` (default: {' '.join(scorers or USUAL)}):"
-            " accuracy=MODEL, toxicity=perspective, perplexity=gpt2-large. A plain accuracy or"
-            " toxicity is by both classifiers that ship; linear or adapter alone takes that one,"
-            " linear being fast"
+            " toxicity=perspective, perplexity=gpt2-large, or for one task alone"
+            " sentiment:accuracy=MODEL. A plain accuracy or toxicity is by both classifiers that"
+            " ship; linear or adapter alone takes that one, linear being fast"
         ),
     )
     options.add_argument(

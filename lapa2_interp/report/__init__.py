@@ -29,7 +29,7 @@ from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
-from lapa2_interp.paper.claims import disagreement, disputed, read_claims, short_name
+from lapa2_interp.paper.claims import behind, disagreement, disputed, read_claims, short_name
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import STATES, FinishedCell, Run
@@ -341,7 +341,7 @@ def _claims(
     if not file.is_file():
         return []
     table = read_claims(file)
-    numbers = table[["paper", "here", "low", "high", "p", "holm", "detectable"]]
+    numbers = table[["paper", "here", "low", "high", "detectable"]].join(behind(table))
     words = table[
         ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "compared"]
     ].astype(str)

@@ -18,7 +18,7 @@ from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
-from lapa2_interp.scoring import Cache, chosen_scorers, human
+from lapa2_interp.scoring import Cache, chosen_scorers, human, split_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
 
@@ -69,13 +69,13 @@ def score(
 
     Args:
         source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
-        scorers: As `scoring.named.chosen_scorers` takes them.
+        scorers: As `scoring.chosen_scorers` takes them.
         out: Also write scores.parquet, table.csv and differences.csv into this new folder.
         labels: Names for a classifier's labels.
         only: Only texts whose columns have these values.
-        notify: Told what is scored, and what scorers have to say. force, column, attribute, task,
-        lengths, parts, judge_url, judge_prices, max_cost, cache, dtype, device,
-            trust_remote_code: As the options of `lapa2 score`.
+        notify: Told what is scored, and what scorers have to say.
+        force, column, attribute, task, lengths, parts, judge_url, judge_prices, max_cost, cache,
+            dtype, device, trust_remote_code: As the options of `lapa2 score`.
 
     Raises:
         ScoringError: Unknown scorer, nothing to score, or a scorer cannot go on.
@@ -140,14 +140,17 @@ def _score(
     scores, cells = [], []
     with Cache(cache or cache_folder() / "scores") as store:
         for each in scorers:
-            name, _, model = each.partition("=")
-            notify(f"{each}: {_work(sets, model)}")
+            task, name, model = split_scorer(each)
+            own = [one for one in sets if task in ("", _task_name(one[1]))]
+            if not own:
+                raise ScoringError(f"{each}: no text of task {task!r}")
+            notify(f"{each}: {_work(own, model)}")
             if name == "distinct":
-                together = pd.concat([samples for samples, _ in sets], ignore_index=True)
+                together = pd.concat([samples for samples, _ in own], ignore_index=True)
                 cells.append(distinct_cells(together, reading_tokenizer(model) if model else None))
                 continue
             found = []
-            for samples, options in sets:
+            for samples, options in own:
                 limited = replace(options, max_cost=max_cost)
                 with closing(make_scorer(name, model, limited)) as scorer:
                     if notice := getattr(scorer, "notice", ""):
@@ -164,6 +167,10 @@ def _score(
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
     differences = difference_table(kept) if scores else pd.DataFrame()
     return Scored(kept, pd.concat(cells, ignore_index=True), differences)
+
+
+def _task_name(options: Options) -> str:
+    return options.task if isinstance(options.task, str) else getattr(options.task, "name", "")
 
 
 def _work(sets: Sequence[tuple[pd.DataFrame, Options]], model: str) -> str:

@@ -90,14 +90,22 @@ WHICH = {"adapter": ("adapter",), "linear": ("linear",), "both": CLASSIFIERS}
 """Words that stand among scorers and say which classifiers give accuracy and toxicity."""
 
 
+def split_scorer(asked: str) -> tuple[str, str, str]:
+    """Task, name and model of a scorer that is asked for: [TASK:]NAME[=MODEL]; "" where not given.
+    With a task it scores texts of that task alone."""
+    place, _, model = asked.partition("=")
+    task, _, name = place.rpartition(":")
+    return task, name, model
+
+
 def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
-    """The scorers that run, each NAME or NAME=MODEL, none twice.
+    """The scorers that run, each as `split_scorer` reads it, none twice.
 
     A plain accuracy or toxicity becomes one for each classifier, and a plain masked is by the first
     of them. The classifiers are both, or what a word of `WHICH` among those asked for says.
 
     Args:
-        asked: Names of `NAMES`, each plain or as NAME=MODEL, and words of `WHICH`.
+        asked: Names of `NAMES`, each plain or as [TASK:]NAME[=MODEL], and words of `WHICH`.
         usual: The names where only such a word is asked for.
 
     Raises:
@@ -108,13 +116,13 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     by = list(dict.fromkeys(each for word in words or ["both"] for each in WHICH[word]))
     found: list[str] = []
     for each in names:
-        name = each.partition("=")[0]
+        _, name, model = split_scorer(each)
         if name not in NAMES:
             raise ScoringError(one_of("scorer", name, [*NAMES, *WHICH]))
-        if each in ("accuracy", "toxicity"):
+        if name in ("accuracy", "toxicity") and not model:
             found += [f"{each}={one}" for one in by]
         else:
-            found.append(f"masked={by[0]}" if each == "masked" else each)
+            found.append(f"{each}={by[0]}" if name == "masked" and not model else each)
     return tuple(dict.fromkeys(found))
 
 

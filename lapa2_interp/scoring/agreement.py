@@ -75,7 +75,8 @@ def agreement(
         measures["calibration error"] = _calibration_error(*_calibrated(graded, some, of_some))
         for measure, compute in measures.items():
             value = float(compute(np.ones((1, n)))[0])
-            rows.append((measure, length, value, *_bounds(compute, value, n, resamples, seed), n))
+            ends = _bounds(compute, value, n, resamples, seed, measure == "calibration error")
+            rows.append((measure, length, value, *ends, n))
     return pd.DataFrame(rows, columns=["measure", "length", "value", "low", "high", "n"])
 
 
@@ -148,12 +149,20 @@ def _calibrated(
 
 
 def _bounds(
-    compute: Measure, value: float, n: int, resamples: int, seed: int
+    compute: Measure, value: float, n: int, resamples: int, seed: int, distance: bool
 ) -> tuple[float, float]:
+    """The 95 % interval.
+
+    Args:
+        distance: A measure that is never below 0 is larger in resamples than in the texts, as their
+            noise adds to it; the interval is moved back by that much.
+    """
     if n < FEW or np.isnan(value):
         return np.nan, np.nan
     draws = np.concatenate([compute(picks) for picks in resampled(n, resamples, seed)])
     low, high = np.nanpercentile(draws, tails(n))
+    if distance:
+        low, high = np.maximum(0.0, np.array([low, high]) - (np.nanmean(draws) - value))
     return float(low), float(high)
 
 

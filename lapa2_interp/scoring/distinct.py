@@ -82,12 +82,14 @@ def distinct_table(
     """distinct-1, -2 and -3 of one set with 95 % intervals.
 
     A bootstrap would repeat texts and so lower the number; the interval is the jackknife's over
-    prompts, on the logarithm.
+    prompts, Student's, on the logarithm.
 
     Returns:
         Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the tokenizer's
         name).
     """
+    from scipy.stats import t
+
     lists, name = token_lists(texts, tokenizer)
     codes, names = pd.factorize(np.asarray(prompts))
     rows = []
@@ -107,7 +109,8 @@ def distinct_table(
             left = (len(owners) - alone) / np.maximum(tokens.sum() - tokens, 1)
             logs = np.log(np.maximum(left, 1e-12))
             spread = np.sqrt((len(names) - 1) / len(names) * ((logs - logs.mean()) ** 2).sum())
-            low, high = whole * np.exp(-1.96 * spread), min(1.0, whole * np.exp(1.96 * spread))
+            away = float(t.ppf(0.975, len(names) - 1)) * spread
+            low, high = whole * np.exp(-away), min(1.0, whole * np.exp(away))
         rows.append(
             {
                 "metric": f"distinct-{order}",

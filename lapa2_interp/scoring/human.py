@@ -25,7 +25,7 @@ from jaxtyping import Float
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.files import whole_file
-from lapa2_interp.stats import mean_interval, resampled_means
+from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
 
 @dataclass(frozen=True)
@@ -452,8 +452,9 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
         answers: From `read_answers`.
 
     Returns:
-        Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts;
-        resamples in which all ratings are equal have no alpha and are left out), exact (how often
+        Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts, NaN
+        below `stats.FEW` of them; resamples in which all ratings are equal have no alpha and are
+        left out), exact (how often
         two ratings of one text are equal), n (ratings of texts that two or more rate), texts (such
         texts), annotators. NaN where nothing can be compared.
     """
@@ -466,11 +467,11 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
         pairs = _coincidences(compared.to_numpy(dtype=np.float64))
         n, equal = pairs.sum(), pairs.trace(axis1=1, axis2=2).sum()
         low = high = np.nan
-        if len(pairs) > 1:
+        if len(pairs) >= FEW:
             drawn = len(pairs) * resampled_means(pairs, np.arange(len(pairs)), resamples, seed)
             alphas = _alpha(drawn)
             if np.isfinite(alphas).any():
-                low, high = np.percentile(alphas[np.isfinite(alphas)], [2.5, 97.5])
+                low, high = np.percentile(alphas[np.isfinite(alphas)], tails(len(pairs)))
         rows.append(
             {
                 "metric": metric,

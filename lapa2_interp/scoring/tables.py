@@ -249,7 +249,7 @@ def _cells(
     if "attribute" in present and scores["attribute"].nunique() > 1:
         split.append(([key for key in present if key != "attribute"], _with_all_attributes(scores)))
     for chosen, texts in split:
-        groups = texts.groupby(chosen, sort=False) if chosen else [((), texts)]
+        groups = texts.groupby(chosen, sort=False, dropna=False) if chosen else [((), texts)]
         for values, part in groups:
             named = dict(
                 zip(chosen, values if isinstance(values, tuple) else (values,), strict=True)
@@ -265,7 +265,7 @@ def _with_all_attributes(scores: pd.DataFrame) -> pd.DataFrame:
     have = scores.groupby(arm, dropna=False)["attribute"].transform("nunique")
     by = [key for key in ("model", "task") if key in scores]
     wanted = (
-        scores.groupby(by)["attribute"].transform("nunique")
+        scores.groupby(by, dropna=False)["attribute"].transform("nunique")
         if by
         else scores["attribute"].nunique()
     )
