@@ -46,9 +46,7 @@ LOCK = "lock"
 def aside(folder: Path) -> Iterator[Path]:
     """A temporary folder inside a folder, which vanishes after the block; those that killed
     processes left there are removed first."""
-    for left in folder.glob(f"{ASIDE}*"):
-        if _is_abandoned(left):
-            shutil.rmtree(left, ignore_errors=True)
+    clean(folder)
     place = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder))
     try:
         with ExitStack() as held:
@@ -65,6 +63,13 @@ def aside(folder: Path) -> Iterator[Path]:
             raise
 
 
+def clean(folder: Path) -> None:
+    """Remove what killed processes left in a folder, and nothing of those that live."""
+    for left in list(folder.glob(f"{ASIDE}*")):
+        if _is_abandoned(left):
+            _remove(left)
+
+
 def _is_abandoned(left: Path) -> bool:
     """Whether the process that made a temporary folder has died."""
     try:
@@ -73,6 +78,19 @@ def _is_abandoned(left: Path) -> bool:
             return True
     except OSError:  # it lives, or this disk cannot tell
         return False
+
+
+def _remove(left: Path) -> None:
+    """Remove what a killed process left. A folder that it had filled, and whose forerunner it had
+    taken away, comes to its place."""
+    if not left.is_dir():
+        left.unlink(missing_ok=True)
+        return
+    if (left / "before").exists():
+        for fresh in (left / "new").glob("*"):
+            if not (place := left.parent / fresh.name).exists():
+                fresh.rename(place)
+    shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -226,14 +244,15 @@ def remove_folder(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what killed processes left unfinished in a folder, at any depth."""
+    """Remove what killed processes left unfinished at any depth of a folder in which nobody else
+    writes."""
     for left in list(folder.rglob(f"{ASIDE}*")):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        _remove(left)
 
 
 @contextmanager
 def new_folder(
-    out: Path, force: bool = False, finished: Callable[[Path], bool] = lambda folder: False
+    out: Path, force: bool | None = None, finished: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
     """The folder of a command's results: it becomes `out` when the block ends well, and vanishes
     when it does not.
@@ -241,19 +260,14 @@ def new_folder(
     Args:
         out: The folder's place.
         force: Replace a finished folder of this kind there. Anything else there is never replaced.
+            None: nor is that; the command has no such option.
         finished: Tells whether a folder is a finished one of this kind.
 
     Raises:
         RunError: `out` is finished, is something else, or cannot be written.
     """
     out = out.resolve()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if not finished(out):
-            raise RunError(
-                f"{out} exists and is not a folder of this command's making; choose another --out"
-            )
-        if not force:
-            raise RunError(f"{out} is finished; --force replaces it, or choose another --out")
+    _refuse(out, force, finished)
     made = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -264,11 +278,25 @@ def new_folder(
     try:
         with whole_folder(out) as fresh:
             yield fresh
+            _refuse(out, force, finished)  # another process may have finished it meanwhile
     finally:
         if not out.exists():
             for folder in made:
                 with suppress(OSError):  # somebody else put something there meanwhile
                     folder.rmdir()
+
+
+def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
+    """Raise where `new_folder` may not put a folder."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not finished(out):
+        raise RunError(
+            f"{out} exists and is not a folder of this command's making; choose another --out"
+        )
+    if not force:
+        option = "" if force is None else "--force replaces it, or "
+        raise RunError(f"{out} is finished; {option}choose another --out")
 
 
 def cache_folder() -> Path:

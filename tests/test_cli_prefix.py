@@ -73,6 +73,8 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     assert (trained / "positive.safetensors").read_bytes() == before, "the weights are as they were"
     assert lapa2("prefix score", trained.parent / "none") == 2
     assert "holds no soft prefixes" in capsys.readouterr().err
+    assert lapa2("prefix score --alpha 0", trained) == 2
+    assert "alpha must be above 0, found 0" in capsys.readouterr().err
 
 
 def test_a_trained_set_generates(trained, tmp_path):

@@ -320,3 +320,33 @@ def test_train_a_scorer_with_weighted_data(tmp_path, capsys):
     )
     assert lapa2(line, "--data", f"{tmp_path / 'one.csv'}=-1", "--out", tmp_path / "x") == 2
     assert "must be a positive number" in capsys.readouterr().err
+
+
+def test_a_file_is_taken_at_its_word(tmp_path, capsys):
+    """A column of texts beside one that is called text; texts and names that pandas takes for
+    missing; columns of mixed types."""
+    file = tmp_path / "texts.csv"
+    file.write_text(
+        "text,completion,arm\nprompt,NA,None\nprompt,the sea the sea the sea the sea,x\n"
+    )
+    line = "score --scorers repetition --column completion --out"
+    assert lapa2(line, tmp_path / "out", file) == 0
+    scores = pd.read_parquet(tmp_path / "out" / "scores.parquet")
+    assert scores["text"].tolist() == ["NA", "the sea the sea the sea the sea"]
+    assert scores["arm"].tolist() == ["None", "x"]
+    assert lapa2("scorers sheets --column completion --n 2 --out", tmp_path / "sheets", file) == 0
+    sheet = (tmp_path / "sheets" / "sheet.csv").read_text()
+    assert "NA" in sheet
+    assert "prompt" not in sheet.partition("\n")[2]
+    rows = [{"text": "the lake is here", "id": "007"}, {"text": "the sea is here", "id": 8}]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert lapa2("score --scorers repetition --out", tmp_path / "mixed", file) == 0
+    assert pd.read_parquet(tmp_path / "mixed" / "scores.parquet")["id"].tolist() == ["007", "8"]
+
+
+def test_texts_that_are_all_blank_have_no_distinct_n(tmp_path, capsys):
+    file = tmp_path / "texts.csv"
+    file.write_text('text,arm\n"  ",a\nthe sea,b\n')
+    assert lapa2("score --scorers distinct --only arm=a --out", tmp_path / "out", file) == 2
+    assert "no text to count the words of: all are empty" in capsys.readouterr().err

@@ -130,6 +130,8 @@ def test_the_command_says_what_will_be_decided(tmp_path, capsys):
     (tmp_path / "mine.toml").write_text(GRID)
     (tmp_path / "tables").mkdir()
     arguments = ["power", str(tmp_path / "mine.toml"), "--claims", str(tmp_path)]
+    assert main(["power", "--claims", str(tmp_path)]) == 2
+    assert "name a grid" in capsys.readouterr().err
     assert main(arguments) == 2
     assert "has no ITEM.claims.csv; `python analyses/ITEM.py RUN`" in capsys.readouterr().err
     claims((30.0, 1.5, 0.6), (0.0, 9.0, 0.6)).to_csv(

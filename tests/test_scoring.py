@@ -284,6 +284,18 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
     assert toxic["toxicity"][0] == pytest.approx(found["positive"][0])
 
 
+def test_a_classifier_that_was_trained_again_has_another_version(classifier):
+    from transformers import LlamaForSequenceClassification
+
+    before = Classifier(classifier).version
+    assert before == Classifier(classifier).version
+    network = LlamaForSequenceClassification.from_pretrained(classifier)
+    with torch.no_grad():
+        network.score.weight.mul_(2)
+    network.save_pretrained(classifier)
+    assert Classifier(classifier).version != before
+
+
 def test_classifiers_that_do_not_fit(classifier, tmp_path):
     with pytest.raises(ScoringError, match="unknown label 'LABEL_7'; allowed: LABEL_0, LABEL_1"):
         Classifier(classifier, {"LABEL_7": "positive"})

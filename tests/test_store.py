@@ -17,7 +17,7 @@ from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
 from lapa2_interp.cell import CELL
 from lapa2_interp.cli import main
 from lapa2_interp.errors import Lapa2Error, RunError, TraceError
-from lapa2_interp.files import new_folder
+from lapa2_interp.files import ASIDE, LOCK, clean, new_folder
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
@@ -178,6 +178,46 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
+    place = tmp_path / "run"
+    with (
+        pytest.raises(RunError, match="is finished; --force replaces it"),
+        new_folder(place, False, is_run) as mine,
+    ):
+        write_run(mine, run)
+        run.save(place)
+        (place / "notes.txt").write_text("of a user")
+    assert (place / "notes.txt").read_text() == "of a user"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "done").touch()
+    with (
+        pytest.raises(RunError, match="is finished; choose another --out"),
+        new_folder(tmp_path / "other", finished=lambda folder: True),
+    ):
+        pass
+
+
+def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
+    saved = run.save(tmp_path / "run")
+    shutil.rmtree(saved.place(next(iter(saved.plan))))
+    line = "generate --model tiny-gpt2 --attribute positive --prompt a --length 14 --force --out"
+    assert main([*line.split(), str(tmp_path / "run")]) == 2
+    assert "is a run with 1 of 4 cells not finished (`lapa2 runs " in capsys.readouterr().err
+    assert len(load_run(tmp_path / "run").finished) == 3
+
+
+def test_a_folder_whose_forerunner_was_taken_away_comes_to_its_place(tmp_path):
+    """The process died between the two renames: the filled folder is not lost."""
+    left = tmp_path / f"{ASIDE}x"
+    for name in ("before", "new/run"):
+        (left / name).mkdir(parents=True)
+        (left / name / "of").write_text(name)
+    (left / LOCK).touch()
+    clean(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    assert (tmp_path / "run" / "of").read_text() == "new/run"
+
+
 def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
     run.save(tmp_path / "run")
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run", True, is_run):
@@ -320,6 +360,35 @@ def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
     found = read_attention(load_run(tmp_path / "run"))
     assert found.trace["arm"].to_numpy().tolist() == found.samples["arm"].tolist()
     assert len(set(found.samples["arm"])) == 2
+
+
+def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
+    asked = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "samples": 1}
+    cells = [
+        Cell.of("tiny-gpt2", length=length, alpha=alpha, **asked)
+        for length in (14, 18) for alpha in (0.0, 0.5)
+    ]  # fmt: skip
+    sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
+    run = load_run(tmp_path / "run")
+    for wanted in ({"max_length": 14}, {"max_length": "14"}, {"alpha": "0.50"}, {"alpha": 0.5}):
+        assert len(run.select(**wanted)) == 2, wanted
+    assert len(run.select(alpha=[0, "0.5"])) == 4
+    assert run.select(method="1") == []
+    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*--only max_len"):
+        read_attention(run)
+    assert len(read_attention(run, {"max_length": "14"}).samples) == 2
+    line = ["score", str(tmp_path / "run"), "--scorers", "repetition", "--out"]
+    assert main([*line, str(tmp_path / "scores")]) == 0
+    table = pd.read_csv(tmp_path / "scores" / "table.csv")
+    assert table[["max_length", "n"]].to_numpy().tolist() == [[14, 1], [14, 1], [18, 1], [18, 1]]
+    assert main([*line, str(tmp_path / "cut"), "--lengths", "16", "--only", "alpha=0"]) == 0
+    assert pd.read_csv(tmp_path / "cut" / "table.csv")[["length", "n"]].to_numpy().tolist() == [
+        [16, 1]
+    ]
+    assert main([*line, str(tmp_path / "long"), "--lengths", "20"]) == 2
+    assert "the run's texts have 14, 18 tokens; 20 is longer" in capsys.readouterr().err
+    assert main([*line, str(tmp_path / "none"), "--lengths", "0"]) == 2
+    assert "a length is at least 1 token; found 0" in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):

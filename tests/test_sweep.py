@@ -1400,3 +1400,42 @@ def test_the_bar_ends_where_the_work_does(undisturbed, files, tmp_path, monkeypa
         "4 of 6 texts were there; 2 of 3 failed"
     )
     assert "3/4 cells, 1 failed" in bar.postfix
+
+
+def test_grids_of_one_name_are_refused_and_cells_that_no_grid_has_are_named(tmp_path, capsys):
+    """A file x.toml in two folders; and a grid whose cells are others now."""
+    for folder, length in (("a", 20), ("b", 21)):
+        (tmp_path / folder).mkdir()
+        grid = ONE.replace("length = 22", f"length = {length}").replace(
+            "prompts = 3", "prompts = 1"
+        )
+        (tmp_path / folder / "x.toml").write_text(grid)
+    one, two = (tmp_path / folder / "x.toml" for folder in "ab")
+    assert lapa2("sweep --workers 1 --out", tmp_path / "run", one, two) == 2
+    assert "two grids have the name x; rename a file" in capsys.readouterr().err
+    assert lapa2("sweep --workers 1 --out", tmp_path / "run", one) == 0
+    assert "no longer in a grid" not in capsys.readouterr().err
+    assert lapa2("sweep --workers 1 --out", tmp_path / "run", two) == 0
+    printed = capsys.readouterr()
+    assert "2 finished cells of " in printed.out + printed.err
+    assert "no longer in a grid, as x has other cells now" in printed.out + printed.err
+
+
+def test_a_note_of_groups_that_is_no_text_is_made_anew(undisturbed, files, tmp_path):
+    whole, made = undisturbed
+    run = tmp_path / "run"
+    half_done(run, files, made, 2)
+    (note,) = run.glob("parts/*/opened.json")
+    note.write_bytes(b"\xff\xfe")
+    said = []
+    sweep(run, grids_of(files), InProcess("cpu"), said.append)
+    assert any("made anew" in line for line in said)
+    assert_equal_runs(run, whole)
+
+
+def test_a_sweep_leaves_what_other_commands_write_in_its_folder(files, tmp_path):
+    run = tmp_path / "run"
+    sweep(run, grids_of(files)[:1], InProcess("cpu"))
+    with aside(run) as scores:  # as `lapa2 score RUN --out RUN/scores` does
+        sweep(run, grids_of(files)[:1], InProcess("cpu"))
+        assert scores.is_dir()

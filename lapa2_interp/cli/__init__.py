@@ -72,7 +72,7 @@ GOES_ON = {
     "sweep": "",
     "score": "",
     "circuits": "",
-    "prefix": "",
+    "prefix": "train",
     "scorers": "adapter",
     "select": "--file",
     "fading": "--file",

@@ -101,7 +101,7 @@ def generate(
     from lapa2_interp.methods import for_task, load_task
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
-    from lapa2_interp.runs.read import is_run, write_run
+    from lapa2_interp.runs.read import is_finished_run, write_run
     from lapa2_interp.tasks import read_prompts
 
     chosen_task = load_task(task)
@@ -142,7 +142,7 @@ def generate(
         print(announcement(loaded, plans), file=sys.stderr)
 
     problem = None
-    with new_folder(out, force, is_run) as folder:
+    with new_folder(out, force, is_finished_run) as folder:
         tell_if_slow(cell.dtype, device)
         try:
             run = make(

@@ -121,13 +121,15 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
     """
     import pandas as pd
 
-    from lapa2_interp.errors import DataError
+    from lapa2_interp.errors import DataError, GridError
     from lapa2_interp.files import as_csv, write_text
     from lapa2_interp.paper.claims import read_claims
     from lapa2_interp.paper.power import POWER, summary
     from lapa2_interp.paper.power import power as ask
     from lapa2_interp.runs.grid import load_grid, parse_changes
 
+    if not names:
+        raise GridError("name a grid, as quick/scaling; `lapa2 grids` lists them")
     folder = claims / "tables" if (claims / "tables").is_dir() else claims
     files = sorted(folder.glob("*.claims.csv"))
     if not files:

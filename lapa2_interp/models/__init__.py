@@ -205,7 +205,7 @@ def load_transformers(
             )
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error
-    return network.eval(), tokenizer, _provenance(name, network.config)
+    return network.eval(), tokenizer, provenance(name, network.config)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -327,7 +327,8 @@ def _not_loadable(name: str, error: Exception) -> str:
     )
 
 
-def _provenance(name: str, config: PretrainedConfig) -> str:
+def provenance(name: str, config: PretrainedConfig) -> str:
+    """Where the weights of a model come from: a hash of them, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
     if Path(name).is_dir():

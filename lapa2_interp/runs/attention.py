@@ -28,7 +28,7 @@ from lapa2_interp.trace.tables import (
 if TYPE_CHECKING:
     import xarray as xr
 
-ALIKE = ("model", "task", "method", "variant")
+ALIKE = ("model", "task", "method", "variant", "max_length", "dtype")
 """What arms that are shown side by side have in common."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lapa2_interp.errors import RunError
-from lapa2_interp.machine import cores
+from lapa2_interp.machine import AUTO, cores, default_device
 from lapa2_interp.runs.jobs import ATTEMPTS, Engine, Failed, Job, Outcome, died
 from lapa2_interp.runs.worker import Worker
 
@@ -206,7 +206,7 @@ def local_engine(
     """An engine on this machine.
 
     Args:
-        workers: By default as many as there are GPUs, or CPU cores.
+        workers: By default one for each GPU, or for each CPU core where the device is the CPU.
 
     Raises:
         RunError: Less than one worker.
@@ -214,8 +214,10 @@ def local_engine(
     import torch
 
     if workers is None:
-        on_gpu = torch.cuda.is_available() and device in (None, "cuda")
-        workers = torch.cuda.device_count() if on_gpu else max(1, cores() // threads)
+        named = torch.device(default_device() if device in (None, AUTO) else str(device))
+        one = device == AUTO or named.index is not None  # a model over all GPUs, or on one
+        on_gpus = 1 if one else torch.cuda.device_count()
+        workers = on_gpus if named.type == "cuda" else max(1, cores() // threads)
     if workers < 1:
         raise RunError(f"--workers must be at least 1, found {workers}")
     if workers == 1:

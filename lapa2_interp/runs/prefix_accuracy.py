@@ -52,6 +52,8 @@ def prefix_accuracy(
     """
     if not folders:
         raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
+    if not alpha > 0:
+        raise PrefixError(f"alpha must be above 0, found {alpha:g}: 0 is the baseline beside it")
     tell_if_slow(dtype, device)
     found = {folder: cards(folder) for folder in folders}
     for folder, there in found.items():

@@ -14,7 +14,7 @@ itself (manifest.json without run.json, as `lapa2 generate` wrote before) is rea
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,7 +27,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
 from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell
-from lapa2_interp.errors import DamagedError, Lapa2Error, RunError, first_problem, one_of
+from lapa2_interp.errors import (
+    DamagedError,
+    Lapa2Error,
+    RunError,
+    counted,
+    first_problem,
+    one_of,
+)
 from lapa2_interp.files import new_folder, sealed, unsealed, whole_folder, write_text
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs.manifest import (
@@ -339,9 +346,8 @@ class Run:
         for column, value in wanted.items():
             if column not in table:
                 raise RunError(one_of("column", column, table.columns))
-            chosen &= table[column].isin(
-                value if isinstance(value, list | tuple | set) else [value]
-            )
+            values = value if isinstance(value, list | tuple | set) else [value]
+            chosen &= is_any_of(table[column], values)
         return list(table["key"][chosen])
 
     def save(self, folder: str | Path, force: bool = False) -> Run:
@@ -355,7 +361,7 @@ class Run:
         Raises:
             RunError: The folder is finished, is something else, or cannot be written.
         """
-        with new_folder(Path(folder), force, is_run) as fresh:
+        with new_folder(Path(folder), force, is_finished_run) as fresh:
             write_run(fresh, self)
         return load_run(folder)
 
@@ -377,6 +383,16 @@ class Run:
                 " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def is_any_of(column: pd.Series, values: Iterable[Any]) -> pd.Series:
+    """Which rows of a column have one of these values, as numbers or as text: "0.50" is 0.5."""
+    wanted = list(values)
+    same = column.astype(str).isin([str(value) for value in wanted])
+    if not pd.api.types.is_numeric_dtype(column):
+        return same
+    numbers = pd.to_numeric(pd.Series(wanted, dtype=object), errors="coerce").dropna()
+    return same | column.isin(numbers)
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -460,6 +476,26 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
         raise
     except Exception:  # libraries raise all kinds at damaged bytes
         return False
+    return True
+
+
+def is_finished_run(folder: Path) -> bool:
+    """Whether a folder is a run that a command may replace when it is told to (`files.new_folder`).
+
+    Raises:
+        RunError: It is a run that a sweep has not finished, or is filling.
+    """
+    if not is_run(folder):
+        return False
+    try:
+        states = load_run(folder).cells["state"]
+    except RunError:  # damaged, or of another version
+        return True
+    if left := int((~states.isin(["finished", "damaged"])).sum()):
+        raise RunError(
+            f"{folder} is a run with {left} of {counted(len(states), 'cell')} not finished"
+            f" (`lapa2 runs {folder}`); choose another --out"
+        )
     return True
 
 

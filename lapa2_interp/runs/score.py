@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -92,13 +93,17 @@ def score(
     tell_if_slow(dtype, device)
     if gaps := _gaps(source):
         notify(gaps)
-    sets = []
+    sets, short = [], []
     for samples, manifest, own in read_texts(source, column):
         samples = only_rows(
             samples if attribute is None else samples.assign(attribute=attribute), only or {}
         )
         if lengths:
-            samples = at_lengths(samples, manifest, lengths)
+            reached = [each for each in lengths if manifest is None or each <= manifest.length]
+            if not reached:
+                short.append(str(manifest.length if manifest else ""))
+                continue
+            samples = at_lengths(samples, manifest, reached)
         if parts > 1:
             samples = in_parts(
                 samples, parts, reading_tokenizer(manifest.model.name) if manifest else None
@@ -115,6 +120,10 @@ def score(
         )
         if len(samples):
             sets.append((samples, options))
+    if short and not sets:
+        raise ScoringError(
+            f"the run's texts have {', '.join(short)} tokens; {min(lengths or [0])} is longer"
+        )
     if not sets:
         wanted = " and ".join(f"{name}={value}" for name, value in (only or {}).items())
         raise ScoringError(f"no text of {source} has {wanted}")
@@ -122,11 +131,13 @@ def score(
         return _score(sets, scorers, cache, max_cost, notify)
     with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
         found = _score(sets, scorers, cache, max_cost, notify)
-        if len(found.scores):
-            kept = found.scores.drop(columns=["tokens"], errors="ignore")
-            kept.to_parquet(folder / "scores.parquet", index=False)
         write_text(folder / "table.csv", as_csv(found.table))
         write_text(folder / "differences.csv", as_csv(found.differences))
+        if len(found.scores):
+            kept = found.scores.drop(columns=["tokens"], errors="ignore")
+            words = [name for name in kept if kept[name].dtype == object]  # of any types
+            kept = kept.assign(**{name: kept[name].map(_plain) for name in words})
+            kept.to_parquet(folder / "scores.parquet", index=False)
     return found
 
 
@@ -167,6 +178,13 @@ def _score(
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
     differences = difference_table(kept) if scores else pd.DataFrame()
     return Scored(kept, pd.concat(cells, ignore_index=True), differences)
+
+
+def _plain(value: Any) -> str | None:
+    """A value of a file's column as text."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _task_name(options: Options) -> str:

@@ -30,6 +30,7 @@ from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import DamagedError, GridError, RunError, counted
 from lapa2_interp.files import (
     ASIDE,
+    clean,
     remove_folder,
     sealed,
     sha256_of,
@@ -173,19 +174,35 @@ def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def add_grids(folder: Path, grids: Sequence[Grid]) -> Run:
+def add_grids(
+    folder: Path, grids: Sequence[Grid], notify: Callable[[str], None] = lambda line: None
+) -> Run:
     """Note grids and their cells in a run, which is made when it is not there.
 
+    Args:
+        notify: Told about cells that are no longer in a grid.
+
     Raises:
+        GridError: Two grids have one name.
         RunError: Something else is there, it is of another version, or cannot be written.
     """
+    names = [grid.name for grid in grids]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise GridError(f"two grids have the name {twice[0]}; rename a file, or use two runs")
     there = (folder / "run.json").exists()
     listing = read_listing(folder) if there else Listing()
+    before = {key for keys in listing.grids.values() for key in keys}
     for grid in grids:
         for cell in grid.cells:
             write_plan(folder, cell)
         listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
     write_listing(folder, listing)
+    gone = before - {key for keys in listing.grids.values() for key in keys}
+    if left := [key for key in gone if (folder / "cells" / key).is_dir()]:
+        notify(
+            f"{counted(len(left), 'finished cell')} of {folder} no longer in a grid, as"
+            f" {', '.join(names)} has other cells now: no table or report shows them"
+        )
     return load_run(folder)
 
 
@@ -239,7 +256,7 @@ def sweep(
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         with writing(folder):
-            run = add_grids(folder, grids)
+            run = add_grids(folder, grids, notify)
             _tidy(run)
         every = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
         return _Sweep(run, every if wanted is None else wanted, engine, notify).all()
@@ -252,8 +269,7 @@ def _ours(path: Path) -> bool:
 
 def _tidy(run: Run) -> None:
     """Remove what a killed process left unfinished."""
-    for left in run.home.glob(f"{ASIDE}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    clean(run.home)  # another command may be writing there: scores, a report
     for name in OURS:
         tidy(run.home / name)
     for key, cell in run.plan.items():
@@ -368,7 +384,7 @@ class _Sweep:
         now = {"groups": opened.groups, "facts": opened.facts}
         note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
         if folder.is_dir():
-            if (folder / OPENED).is_file() and (folder / OPENED).read_text("utf-8") == note:
+            if (folder / OPENED).is_file() and (folder / OPENED).read_bytes() == note.encode():
                 found = sorted(folder.glob("[0-9]*"))
                 return {int(each.name) for each in found if self._sound(cell, each)}
             if there := len(list(folder.glob("[0-9]*"))):

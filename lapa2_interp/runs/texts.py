@@ -15,10 +15,15 @@ from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.read import LISTING, Run, load_run
+from lapa2_interp.runs.read import LISTING, Run, is_any_of, load_run
 from lapa2_interp.tasks import Task
 
-READERS = {".jsonl": "read_json", ".csv": "read_csv", ".parquet": "read_parquet"}
+READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("read_json", {"lines": True, "dtype": False}),
+    ".csv": ("read_csv", {"keep_default_na": False, "na_values": [""]}),
+    ".parquet": ("read_parquet", {}),
+}
+"""pandas' functions by ending, and what makes them take a file at its word: a text may be "NA"."""
 
 
 def read_texts(
@@ -57,9 +62,9 @@ def read_texts(
         raise ScoringError(
             f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}"
         )
-    options: dict[str, Any] = {"lines": True} if kind == ".jsonl" else {}
+    name, options = READERS[kind]
     try:
-        table = getattr(pd, READERS[kind])(source, **options)
+        table = getattr(pd, name)(source, **options)
     except UnicodeDecodeError as error:
         raise ScoringError(
             f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
@@ -78,7 +83,9 @@ def read_texts(
             f"{source} has no text in column {column!r}, found {str(table[column].iloc[0])!r}; give"
             " --column"
         )
-    table = table.rename(columns={column: "text"}).reset_index(drop=True)
+    if column != "text":
+        table = table.drop(columns="text", errors="ignore").rename(columns={column: "text"})
+    table = table.reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = table[name].fillna("").astype(str) if name in table else ""
     texts = [text if isinstance(text, str) else "" for text in table["text"]]
@@ -107,6 +114,8 @@ def at_lengths(
             "length slices are cut by the tokens of a run; give a run folder, or cut the file's"
             " texts yourself"
         )
+    if least := [length for length in lengths if length < 1]:
+        raise ScoringError(f"a length is at least 1 token; found {least[0]}")
     long = [length for length in lengths if length > manifest.length]
     if long:
         raise ScoringError(f"the run's texts have {manifest.length} tokens; {long[0]} is longer")
@@ -153,7 +162,7 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
 
 
 def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows whose columns have these values, as text.
+    """The rows whose columns have these values, as numbers or as text.
 
     Raises:
         ScoringError: No such column.
@@ -161,5 +170,5 @@ def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
     for column, value in only.items():
         if column not in samples:
             raise ScoringError(one_of("column", column, samples.columns))
-        samples = samples[samples[column].astype(str) == str(value)]
+        samples = samples[is_any_of(samples[column], [value])]
     return samples

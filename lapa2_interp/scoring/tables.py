@@ -19,6 +19,8 @@ from lapa2_interp.stats import Interval, mean_interval, paired_difference
 
 KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that make cells, where a table has them."""
+APART = ("max_length", "dtype")
+"""Columns that make cells where they differ: texts of another length or precision."""
 TOXIC = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
@@ -166,7 +168,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
     if baseline not in set(scores["arm"]):
         return pd.DataFrame(columns=["arm", *columns])
     rows = []
-    for keys, part in _cells(scores, [key for key in KEYS if key != "arm"]):
+    for keys, part in _cells(scores, ["arm"]):
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
             ["metric", "scorer"], sort=False
         ):
@@ -227,7 +229,9 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
                     ]
                 ]
             )
-    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()
+    if not rows:
+        raise ScoringError("there is no text to count the words of: all are empty")
+    return pd.concat(rows, ignore_index=True)
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:
@@ -237,14 +241,15 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
 
 
 def _cells(
-    scores: pd.DataFrame, keys: Sequence[str] = KEYS
+    scores: pd.DataFrame, without: Sequence[str] = ()
 ) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
     """Every cell with its keys; attributes one by one and, where there are several, all together.
 
     An arm that lacks an attribute which other arms of its model and task have is left out of the
     cells of all attributes together: it would be compared on other texts.
     """
-    present = [key for key in keys if key in scores]
+    apart = [key for key in APART if key in scores and scores[key].nunique() > 1]
+    present = [key for key in (*KEYS, *apart) if key in scores and key not in without]
     split = [(present, scores)]
     if "attribute" in present and scores["attribute"].nunique() > 1:
         split.append(([key for key in present if key != "attribute"], _with_all_attributes(scores)))
@@ -259,7 +264,7 @@ def _cells(
 
 def _with_all_attributes(scores: pd.DataFrame) -> pd.DataFrame:
     """The rows of arms that have every attribute of their model and task."""
-    arm = [key for key in KEYS if key in scores and key != "attribute"]
+    arm = [key for key in (*KEYS, *APART) if key in scores and key != "attribute"]
     if not arm:
         return scores
     have = scores.groupby(arm, dropna=False)["attribute"].transform("nunique")

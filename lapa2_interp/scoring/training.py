@@ -61,9 +61,7 @@ def read_graded(path: Path, test: bool) -> Graded:
     """
     texts, scores = [], []
     try:
-        with (
-            lzma.open(path, "rt") if path.suffix == ".xz" else path.open(encoding="utf-8") as stream
-        ):
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as stream:
             for line in stream:
                 row = json.loads(line)
                 number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)

@@ -11,7 +11,7 @@ import torch
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.models import check_weights, load_transformers, move
+from lapa2_interp.models import check_weights, load_transformers, move, provenance
 from lapa2_interp.models.smollm2 import quiet_transformers
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -137,10 +137,8 @@ class Classifier(Scorer):
         self.several = (
             self.network.config.problem_type == "multi_label_classification" or len(own) == 1
         )
-        commit = getattr(self.network.config, "_commit_hash", None)
-        self.version = (
-            f"{model}" + (f" {commit}" if commit else "") + f", labels {', '.join(self.labels)}"
-        )
+        weights = provenance(model, self.network.config)
+        self.version = f"{model}, {weights}, labels {', '.join(self.labels)}"
 
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:

@@ -60,8 +60,8 @@ HUB = {
 """Jigsaw's comments (toxicity) need a registration: download them there and give the file."""
 
 READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
-    ".jsonl": lambda path: pd.read_json(path, lines=True),
-    ".csv": pd.read_csv,
+    ".jsonl": lambda path: pd.read_json(path, lines=True, dtype=False),
+    ".csv": lambda path: pd.read_csv(path, keep_default_na=False, na_values=[""]),
     ".parquet": pd.read_parquet,
 }
 

@@ -195,7 +195,8 @@ const within = each => each.low === null || each.low === undefined || Number.isN
 const quoted = text => `“${text.replace(/\n/g, "↵")}”`;
 const csvCell = value => {
   if (typeof value === "number") return Number.isNaN(value) ? "" : String(value);
-  const text = /^[=+\-@\t\r\n'\s]/.test(value) ? `'${value}` : value;
+  // What a spreadsheet may run as a formula stands behind an apostrophe, as in scoring/human.py.
+  const text = /^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])/.test(value) ? `'${value}` : value;
   return /[",\n\r]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
 };
 const csvText = rows => rows.map(row => row.map(csvCell).join(",")).join("\r\n") + "\r\n";
