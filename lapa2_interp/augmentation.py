@@ -323,7 +323,10 @@ class Augmentation(BaseModel):
             log_power = log_share / (1 + self.alpha)  # log A^k
             b = log_power - xp.log(-xp.expm1(log_power)) - odds
         b = b.clip(-CAP, CAP)
-        return xp.where(l > n, b, 0.0) if self.profile == "released" else b
+        if self.profile == "released":
+            longer = np.greater(l, n)
+            b = b * (longer if xp is np else xp.as_tensor(longer, device=b.device))
+        return b
 
     def selects(self, n_layers: int, n_heads: int) -> Bool[np.ndarray, "layer head"]:
         """Which heads of which layers the bias reaches in a model of this size.
@@ -420,6 +423,13 @@ Rules = Augmentation | Sequence[Augmentation | None] | None
 """What acts on one row: nothing, one augmentation, or several together."""
 Joint = Augmentation | tuple[Augmentation, ...] | None
 """The same as cells store it: several only where there are several."""
+
+
+def of_rows(given: Rules | Sequence[Rules], n_rows: int) -> list[Rules]:
+    """What acts on each row: a list holds the rules of each row; all else, also a tuple of several
+    augmentations, acts on every row."""
+    every = not isinstance(given, Sequence) or isinstance(given, tuple)
+    return [given] * n_rows if every else list(given)  # type: ignore[arg-type, list-item]
 
 
 def several(rules: Rules) -> tuple[Augmentation, ...]:

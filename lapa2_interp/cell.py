@@ -197,7 +197,7 @@ class Cell(BaseModel):
         return cls(
             **facts,
             method=name_of(method),
-            parameters=(own := asdict(method)),  # type: ignore[call-overload]
+            parameters=asdict(method),  # type: ignore[call-overload]
             task=Task(
                 name=chosen_task.name,
                 length_counts_prompt=chosen_task.length_counts_prompt,
@@ -220,7 +220,7 @@ class Cell(BaseModel):
             max_rows=max_rows,
             doubled_bos=doubled_bos,
             bar_prefix_words=bar_prefix_words,
-            files=_files(facts["model"], chosen_task.name, branches, own, needs),
+            files=_files(facts["model"], chosen_task.name, branches, method, needs),
         )
 
     @model_validator(mode="after")
@@ -370,7 +370,7 @@ def _files(
     model: str,
     task: str,
     branches: Sequence[Branch],
-    parameters: Mapping[str, Any],
+    method: Method,
     needs: list[str] | None,
 ) -> dict[str, str]:
     """sha256 of the soft prefixes by branch, and of the files that parameters name."""
@@ -385,7 +385,7 @@ def _files(
                     raise
                 needs.append(str(error))
                 found[branch.name] = MISSING
-    for name, value in parameters.items():
-        if isinstance(value, str) and Path(value).is_file():
-            found[name] = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+    for name in method.files:
+        if (place := Path(getattr(method, name))).is_file():
+            found[name] = hashlib.sha256(place.read_bytes()).hexdigest()
     return found

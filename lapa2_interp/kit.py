@@ -119,7 +119,8 @@ class ModelKit:
     ) -> list[float | None]:
         name, _, model = scorer.partition("=")
         options = Options(task=task, device=self.card.device)
-        reader = self.once(("scorer", scorer, task.name), lambda: make_scorer(name, model, options))
+        key = ("scorer", scorer, task.model_dump_json())
+        reader = self.once(key, lambda: make_scorer(name, model, options))
         table = run_scorer(reader, [Item(text, prompt, attribute) for text in texts])
         if attribute in table:
             column = table[attribute]

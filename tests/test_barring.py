@@ -182,3 +182,11 @@ def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):
 def test_nothing_is_read_where_nothing_is_barred(monkeypatch):
     monkeypatch.setattr(loop, "Barred", lambda *_: pytest.fail("words are barred"))
     assert len(texts(bar=False, samples=1)) == 2
+
+
+def test_ids_that_pad_the_vocabulary_have_no_text():
+    tokenizer = load("tiny-gpt2").tokenizer
+    barred = Barred(tokenizer, ("positive",), ["The lake"])
+    before = list(barred.ends)
+    barred.advance([len(tokenizer) + 3])
+    assert barred.ends == before

@@ -9,10 +9,14 @@ import torch
 from conftest import generate, load, real_once, soft_prefix
 from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
-from lapa2_interp import Augmentation, load_task, methods
+from lapa2_interp import Augmentation, Cell, load_task, methods
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
+from lapa2_interp.decoding import loop
+from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import MethodError
+from lapa2_interp.kit import ModelKit
 from lapa2_interp.layout import Layout, left_pad
+from lapa2_interp.loaded import model_card
 from lapa2_interp.methods import Start, nucleus
 
 CLASSES = [("target", "b"), ("target", "b", "c", "d")]
@@ -531,3 +535,58 @@ def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, m
             branch.name for branch in method.branches(task, attribute)
         ]
     assert texts[0.0] != texts[method.alpha]
+
+
+def test_formulas_do_not_depend_on_the_other_samples():
+    """A union whose weight is 0 at a token of one sample: that one alone stays as it is."""
+    method = methods.get("arithmetic", formula="base - union(target, 0.5*opponents)")
+    rng = torch.Generator().manual_seed(0)
+    log_probs = {
+        name: torch.randn(6, 5, generator=rng).log_softmax(1)
+        for name in ("base", "target", "other")
+    }
+    whole = method.combine(log_probs, None)
+    for i in range(6):
+        alone = method.combine({name: each[i : i + 1] for name, each in log_probs.items()}, None)
+        assert torch.equal(whole[i : i + 1], alone)
+    air = methods.get("air-decoding")
+    wide = {name: torch.full((2, 5), 0.2).log() for name in ("base", "target", "other")}
+    state = {"other": torch.tensor([0.5, 100.0])}
+    for i in range(2):
+        one = {name: each[i : i + 1] for name, each in wide.items()}
+        assert torch.equal(
+            air.combine(dict(wide), state)[i],
+            air.combine(one, {"other": state["other"][i : i + 1]})[0],
+        )
+
+
+def test_a_formula_whose_weights_are_below_0_is_refused():
+    with pytest.raises(MethodError, match="add up to -0.2, and to divide by that turns"):
+        methods.get("arithmetic", formula="target - 1.2*opponents")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gedi", {"filter_p": 0.8}), ("dexperts", {"top_p": 0.9}), ("datg", {"draft_tokens": 4})],
+)
+def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_cache):
+    """The end of the text is all that a method keeps; without it the draw is of the others, by
+    their weights, and not of all tokens alike."""
+    model = load("tiny-gpt2")
+    cell = Cell.of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
+                   length=14, samples=3, eos="block", alpha=0)  # fmt: skip
+    ends = model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens))
+    other = next(token for token in range(300) if token not in ends)
+    real = loop._of_branches
+
+    def nearly_ended(logits, branches):
+        made = torch.full_like(logits, -20.0)
+        made[:, list(ends)] = 5.0
+        made[:, other] = 2.0
+        return real(made, branches)
+
+    todo = plan(model, cell, kit=ModelKit(model))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "_of_branches", nearly_ended)
+        made = loop.run_plan(model, todo)
+    assert all(set(tokens) == {other} for tokens in made.samples["tokens"])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from conftest import generate, load, soft_prefix
 
 from lapa2_interp import Augmentation, load_task, methods
@@ -10,6 +11,7 @@ from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import is_bridge
+from lapa2_interp.recipes import recipe
 from lapa2_interp.trace import SUMS
 
 AUGMENTATIONS = [
@@ -116,3 +118,28 @@ def test_bad_input():
     assert teacher_forced(model, branch, [[5] * room], trace="pooled").sizes["step"] == room
     with pytest.raises(LayoutError, match="3 texts for 2 layouts"):
         teacher_forced(model, [branch, branch], [[5]] * 3)
+
+
+def test_a_pooled_law_is_read_query_by_query(tiny):
+    """Its attention is that of all queries of a pass: in decoding there is one."""
+    model = load(tiny)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    text = list(range(40, 52))
+    rule = recipe("spotlight")
+    one = teacher_forced(model, layout, [text], rule, chunk=1)
+    for chunk in (None, 5):
+        xr.testing.assert_allclose(one, teacher_forced(model, layout, [text], rule, chunk=chunk))
+
+
+def test_a_tuple_acts_on_every_row_and_a_list_row_by_row(tiny):
+    model = load(tiny)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    text = list(range(40, 48))
+    both = recipe("pasta", alpha=0.1, heads=((0, 1),))
+    assert len(both) > 1
+    joint = teacher_forced(model, layout, [text] * 3, both)
+    for i in range(3):
+        alone = teacher_forced(model, layout, [text], [both])
+        assert joint["prefix"][0, i].to_numpy() == pytest.approx(alone["prefix"][0, 0].to_numpy())
+    rows = teacher_forced(model, layout, [text] * len(both), list(both))
+    assert abs(rows["prefix"][0, 0] - joint["prefix"][0, 0]).max() > 1e-4

@@ -476,3 +476,37 @@ def test_new_fields_are_written_only_where_given():
     )
     assert Augmentation.from_json(full.to_json()) == full
     assert full.label == "alpha 1 paper, law target, tau 0.3, floor True, span prefix,1, steps 2,9"
+
+
+@pytest.mark.parametrize("law", ["target", "ratio", "power"])
+def test_laws_that_read_scores_have_the_released_profile_too(law):
+    more = {} if law == "power" else {"tau": 0.3}
+    rule = Augmentation(alpha=1, law=law, profile="released", **more)
+    odds = np.linspace(-3, 3, 7)
+    for l, n, acts in ((5, 3, 1), (3, 3, 0)):
+        expected = rule.model_copy(update={"profile": "paper"}).shift(odds, l, n) * acts
+        assert rule.shift(odds, l, n) == pytest.approx(expected)
+        assert rule.shift(torch.from_numpy(odds), l, n).numpy() == pytest.approx(expected)
+    model = load("tiny-gpt2")
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    found = teacher_forced(model, layout, [list(range(40, 46))], rule)["prefix"]
+    plain = teacher_forced(model, layout, [list(range(40, 46))])["prefix"]
+    assert abs(found - plain).max() > 1e-3
+
+
+def test_cuts_of_different_heads_do_not_add_up():
+    """One head sees no BOS, another nothing but BOS: every head sees something."""
+    model = load("tiny-gpt2")
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    cuts = [
+        Augmentation(law="cut", alpha=1, span=((0, 1),), heads=((0, 0),)),
+        Augmentation(law="cut", alpha=1, span=((1, len(layout)),), heads=((1, 0),)),
+    ]
+    with augmented(model, tuple(cuts), layout):
+        model(layout.tensor)
+    same = cuts[1].model_copy(update={"heads": ((0, 0), (1, 0))})
+    with (
+        pytest.raises(LayoutError, match="sees no key that is not blocked"),
+        augmented(model, (cuts[0], same), layout),
+    ):
+        pass

@@ -157,6 +157,31 @@ def test_a_hard_prefix_is_read_but_not_scored():
 # --- losses
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
+        ("Granite", {"logits_scaling": 4.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_models_that_change_their_logits_are_read_as_they_are(family, settings):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=1.0, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    rows = TextRows.of([[5, 6, 7, 8], [9, 10]], [1])
+    with torch.no_grad():
+        logits = network(input_ids=rows.ids, attention_mask=rows.live.long()).logits
+        expected = -logits[:, :-1].log_softmax(2).gather(2, rows.ids[:, 1:, None])[..., 0]
+        found = text_nll(network, rows)
+    torch.testing.assert_close(found, expected * rows.targets[:, 1:], rtol=1e-4, atol=1e-4)
+
+
 def test_contrastive_loss_on_hand_made_numbers():
     """Two texts of 2 and 4 tokens under two prefixes; by hand, in logarithms."""
     nll = torch.tensor([[4.0, 8.0], [6.0, 4.0]])
@@ -354,6 +379,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
         assert torch.equal(again.keys, prefix.keys)
         again.check(load("tiny-llama"))
     assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
+        ".plan",
         "negative.json",
         "negative.safetensors",
         "positive.json",

@@ -8,6 +8,7 @@ from conftest import generate, load
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, load_task, methods
+from lapa2_interp import generate as make_run
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.layout import Layout
@@ -142,6 +143,14 @@ def test_local_ratios(kind):
         local_ratio(trace, 3)
 
 
+def test_local_ratios_are_shares_with_doubled_bos_too():
+    for doubled in (False, True):
+        asked = {"attribute": "positive", "prompts": ["a"], "length": 14, "dtype": "float32"}
+        trace = make_run("tiny-llama", doubled_bos=doubled, **asked).trace()
+        for k in (2, 4, 6, 8):
+            assert np.nanmax(local_ratio(trace, k, without_bos=True)) <= 1 + 1e-6
+
+
 def test_local_ratio_in_a_head_that_is_all_sink():
     """BOS gets all but 1e-6 of the attention: what is left is measured, not rounded away; and BOS
     is no near key of its own."""
@@ -161,6 +170,7 @@ def test_local_ratio_in_a_head_that_is_all_sink():
     }
     coords = {
         "l_pre": (("branch", "sample"), [[3]]),
+        "n_bos": (("branch", "sample"), [[1]]),
         "l_kv": (("branch", "sample", "step"), [[[20]]]),
     }
     assert local_ratio(xr.Dataset(data, coords), 2, without_bos=True).item() == pytest.approx(0.5)

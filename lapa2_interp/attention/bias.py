@@ -203,13 +203,17 @@ class Bias:
             seen.add((*cuts, id(each)))
             live = np.ones(len(each), bool)
             live[each.soft : each.soft + each.pad] = False
+            chosen = np.stack([rule.selects(*self.size).ravel() for rule in cuts])  # cut head
+            together = np.unique(chosen, axis=1).T  # which cuts meet in some head
             for query in range(each.bos.start, each.prompt.stop):
-                acting = [rule for rule in cuts if each.acts(rule, np.array([query]))[0]]
-                left = live[: query + 1].copy()
-                for rule in acting:
-                    for span in each.spans(rule.span):
-                        left[span.start : span.stop] = False
-                if acting and not left.any():
+                acts = np.array([each.acts(rule, np.array([query]))[0] for rule in cuts])
+                for here in np.unique(together & acts, axis=0):
+                    left = live[: query + 1].copy()
+                    for rule in np.array(cuts, dtype=object)[here]:
+                        for span in each.spans(rule.span):
+                            left[span.start : span.stop] = False
+                    if left.any() or not here.any():
+                        continue
                     raise LayoutError(
                         f"row {row}: the query in slot {query} sees no key that is not blocked;"
                         " leave one, such as its own or BOS"

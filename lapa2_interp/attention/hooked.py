@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.interface import Visitor, visited
-from lapa2_interp.augmentation import Augmentation, Rules, several
+from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, is_bridge, network_of, plain_network, size_of
@@ -79,8 +79,8 @@ def augmented(
 
     Args:
         model: A TransformerBridge, a HookedTransformer, or a transformers model.
-        augmentation: One for all rows, or one per row; None leaves a row alone. A row may also have
-            several, as a tuple: `[(one, other), None]`.
+        augmentation: One for all rows, or several as a tuple; or a list with those of each row,
+            `[(one, other), None]`. None leaves a row alone.
         layout: One for all rows, or one per row.
         observer: Sees the attention pattern of every layer and pass.
 
@@ -91,9 +91,7 @@ def augmented(
             cache holds keys that were computed under the augmentation.
     """
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    given = (
-        list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(layouts)
-    )
+    given = of_rows(augmentation, len(layouts))
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
         *((rule, Augmentation) for rule in flat if rule is not None),

@@ -75,9 +75,13 @@ class Barred:
     def advance(self, tokens: Sequence[int]) -> None:
         """Go on behind the token that each sample has drawn."""
         self.ends = [
-            END.findall(end + self.spelled[token].lower())[0]
+            END.findall(end + self._text(token).lower())[0]
             for end, token in zip(self.ends, tokens, strict=True)
         ]
+
+    def _text(self, token: int) -> str:
+        """The text of a token; of an id that pads the vocabulary, none."""
+        return self.spelled[token] if token < len(self.spelled) else ""
 
 
 @functools.lru_cache(maxsize=16)

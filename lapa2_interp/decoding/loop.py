@@ -240,6 +240,13 @@ def _decode(
     barred = None
     if words := plan.cell.barred_words:
         barred = Barred(model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs])
+
+    def refuse(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+        """Without the tokens that are never drawn: log-weight -inf."""
+        if plan.cell.eos == "block":
+            log_weights = log_weights.index_fill(1, ends.to(log_weights.device), -torch.inf)
+        return log_weights if barred is None else barred.refuse(log_weights)
+
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
@@ -248,11 +255,11 @@ def _decode(
     ):
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, branches)  # by branch: sample vocab
-            log_weights = method.combine(log_probs, state)  # sample vocab
-            if plan.cell.eos == "block":
-                log_weights = log_weights.index_fill(1, ends.to(logits.device), -torch.inf)
-            if barred is not None:
-                log_weights = barred.refuse(log_weights)
+            # A method that keeps the likeliest tokens must not fill up with what is refused.
+            known = dict(log_probs)
+            if "base" in known:
+                known["base"] = refuse(known["base"])
+            log_weights = refuse(method.combine(known, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
             tokens = drawn.clamp(min=0)

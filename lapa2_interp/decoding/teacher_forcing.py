@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.augmentation import Augmentation, Rules, several
+from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, packed_model
@@ -58,12 +58,13 @@ def teacher_forced(
         texts: Token ids after the prompt, of any lengths >= 1. Step t is the query that would
             predict token t, so that as many steps are recorded as there are tokens, and the last
             token is not read.
-        augmentation: One, or one per row, or a tuple of several per row.
+        augmentation: One, or several as a tuple, for all rows; or a list with those of each row.
         prefixes: The rows' soft prefixes.
         trace: "pooled" or "full".
         branch: Name of the trace's only branch; its samples are the rows.
         patterns: (layer, head) pairs whose whole attention rows are kept, as in `Recorder`.
-        chunk: Queries read at once; changes nothing but memory and time.
+        chunk: Queries read at once; changes nothing but memory and time. Under a pooled law it is
+            1.
         progress: A bar to advance by the steps read.
 
     Raises:
@@ -88,7 +89,7 @@ def teacher_forced(
         raise LayoutError(
             f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
         )
-    rules = list(augmentation) if isinstance(augmentation, Sequence) else [augmentation] * len(rows)
+    rules = of_rows(augmentation, len(rows))
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
     if not len(rules) == len(soft) == len(rows):
         raise LayoutError(
@@ -169,6 +170,8 @@ def _read(
 ) -> xr.Dataset:
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)
+    if any(rule.pooled for row in batch.rules for rule in several(row)):
+        chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
     chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]

@@ -63,17 +63,21 @@ class AirDecoding(Method):
         log_probs = checked(log_probs, "base", "target", others=1)
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
+        short = fits = None
         if len(log_probs) == 3 and self.posterior == "reconstructed":
             log_cond = self._log_cond_of_two(log_probs, state)
-            if log_cond.min().isfinite():
-                return log_cond.mul_(self.omega).add_(log_probs["base"])
+            fits = log_cond.isfinite().all(dim=1, keepdim=True)  # sample 1
+            short = log_cond.mul_(self.omega).add_(log_probs["base"])
+            if fits.all():
+                return short
         log_n = self._log_n(log_probs)
         with_ratio = [
             each if state is None or c == "target" else each + state[c][:, None]
             for c, each in log_n.items()
         ]
         log_cond = log_n["target"] - torch.stack(with_ratio).logsumexp(dim=0)
-        return log_probs["base"] + self.omega * log_cond
+        whole = log_probs["base"] + self.omega * log_cond
+        return whole if short is None or fits is None else torch.where(fits, short, whole)
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         log_probs = checked(log_probs, "base", "target", others=1)

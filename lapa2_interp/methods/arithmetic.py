@@ -131,9 +131,9 @@ class Arithmetic(Method):
                 f" {', '.join(log_probs) or 'none'}"
             )
         value, weight, size = _evaluate(_tree(self.formula).body, given)
-        if (weight.abs() <= 1e-9 * size).any():  # 0.6 + 0.3 - 0.9 is not quite 0
-            return value
-        return (value / weight).log_softmax(dim=1)
+        nothing = weight.abs() <= 1e-9 * size  # 0.6 + 0.3 - 0.9 is not quite 0
+        of_sample = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
+        return torch.where(of_sample, value, (value / weight).log_softmax(dim=1))
 
 
 def _tree(formula: str) -> ast.Expression:
@@ -155,11 +155,23 @@ def _tree(formula: str) -> ast.Expression:
         )
     if is_number:
         raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
+    _, weight, size = _tried(tree)
+    if (total := float(weight.max())) < -1e-9 * size:
+        raise MethodError(
+            f"the weights of formula {formula!r} add up to {total:.3g}, and to divide by that turns"
+            " the steering round; add base, or lower what is subtracted"
+        )
     return tree
 
 
 def _cancels(tree: ast.Expression) -> bool:
     """Whether a formula is 0 whatever its branches say."""
+    value, _, size = _tried(tree)
+    return bool((value.abs() <= 1e-9 * size).all())
+
+
+def _tried(tree: ast.Expression) -> Weighted:
+    """A formula of random branches."""
     names = sorted(
         {
             node.id
@@ -170,8 +182,7 @@ def _cancels(tree: ast.Expression) -> bool:
     made = torch.rand(
         len(names), 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).log()
-    value, _, size = _evaluate(tree.body, dict(zip(names, made, strict=True)))
-    return bool((value.abs() <= 1e-9 * size).all())
+    return _evaluate(tree.body, dict(zip(names, made, strict=True)))
 
 
 def _check(node: ast.expr, formula: str) -> bool:

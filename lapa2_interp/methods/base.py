@@ -180,6 +180,7 @@ class Method(ABC):
         pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor
             Reinforcement, Eq. 9).
         text_names: The texts it reads from a task file; None where it takes any.
+        files: Parameters that name files, whose contents decide its texts.
         when_empty: Why no token may have positive weight, and what to change.
         of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
         reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
@@ -194,6 +195,7 @@ class Method(ABC):
     alpha: ClassVar[float]
     pro_aug: bool = False
     text_names: ClassVar[tuple[str, ...] | None] = ()
+    files: ClassVar[tuple[str, ...]] = ()
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
     of_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False

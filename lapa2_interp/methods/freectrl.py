@@ -148,6 +148,7 @@ class FreeCtrl(Method):
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
     recomputes: ClassVar[bool] = True
+    files: ClassVar[tuple[str, ...]] = ("words",)
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
     neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 30
@@ -167,8 +168,9 @@ class FreeCtrl(Method):
         return (Branch("base"),)
 
     def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
+        key = (self, task.model_dump_json(), attribute)
         embedding, keywords, centre = kit.once(
-            (self, task.name, attribute), lambda: self._of_attribute(kit, task, attribute)
+            key, lambda: self._of_attribute(kit, task, attribute)
         )
         known = Control(
             target=attribute,

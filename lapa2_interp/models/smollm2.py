@@ -17,16 +17,11 @@ from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from lapa2_interp.errors import ModelError
 from lapa2_interp.files import cache_folder, sha256_of, whole_folder
-
-if TYPE_CHECKING:
-    pass
-
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,7 +7,7 @@ first one too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,14 @@ class _TokenNll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: torch.nn.Module, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor
+    ) -> Tensor:
         losses, gradients = [], []
         for part, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
                 part = part.detach().requires_grad_(ctx.needs_input_grad[0])
-                logits = head(part)
+                logits = head(part)  # position vocab
                 loss = cross_entropy(
                     logits.to(torch.promote_types(logits.dtype, torch.float32)),
                     wanted,
@@ -79,6 +81,24 @@ class _TokenNll(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradients,) = ctx.saved_tensors
         return gradients * upstream[0][:, None].to(gradients.dtype), None, None
+
+
+def _head(network: Any) -> Callable[[Tensor], Tensor]:
+    """From the last hidden states to the logits, as the model itself goes: some families scale the
+    logits (Granite, Cohere, Falcon-H1) or bend them (Gemma 2)."""
+    config = network.config.get_text_config()
+    embeddings = network.get_output_embeddings()
+    scale = 1.0
+    for name, power in {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}.items():
+        scale *= float(getattr(config, name, None) or 1.0) ** power
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        found = embeddings(hidden)
+        found = found * scale if scale != 1 else found
+        return torch.tanh(found / cap) * cap if cap else found
+
+    return logits
 
 
 def text_nll(
@@ -110,7 +130,5 @@ def text_nll(
         past_key_values=cache,
     ).last_hidden_state
     scored = rows.targets[:, 1:]
-    found = _TokenNll.apply(
-        hidden[scored], network.get_output_embeddings(), rows.ids[:, 1:][scored]
-    )
+    found = _TokenNll.apply(hidden[scored], _head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)

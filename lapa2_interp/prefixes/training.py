@@ -22,7 +22,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -49,7 +49,6 @@ from lapa2_interp.soft_prefix import (
     Training,
     load_prefix,
     prefix_files,
-    read_card,
     save_prefix,
 )
 from lapa2_interp.tasks import Task
@@ -415,6 +414,8 @@ def _dropout(network: Any, share: float, seed: int) -> Iterator[None]:
 # --- a set of prefixes
 
 
+PLAN = ".plan"
+"""In a finished set: what it was trained from."""
 CHECK_ROWS = 192
 """Rows (texts x prefixes) behind each held-out loss."""
 
@@ -494,7 +495,7 @@ def train_set(
         for prefix in before.values():
             if prefix.card.shape != shape or prefix.card.weights != weights:
                 raise PrefixError(f"{prefix!r} in {start_from} does not fit {model} with {shape}")
-    if _is_finished(out, attributes, weights, recipe, corpora):
+    if _is_finished(out, attributes, plan):
         print(f"{out} is finished", file=sys.stderr)
         return [load_prefix(out, name) for name in attributes]
     states = _open(out, plan)
@@ -580,6 +581,7 @@ def train_set(
                 ),
             )
             made.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
+    write_text(out / PLAN, json.dumps(plan, indent=1))
     shutil.rmtree(states)
     return made
 
@@ -671,23 +673,15 @@ def _announcement(jobs: Sequence[Job], recipe: Recipe) -> str:
     )
 
 
-def _is_finished(
-    out: Path, attributes: Sequence[str], weights: str, recipe: Recipe, corpora: Sequence[Corpus]
-) -> bool:
+def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) -> bool:
     """Whether the folder holds what this training would make."""
     files = [prefix_files(out, name)[1] for name in attributes]
     if (out / ".training").exists() or not all(file.is_file() for file in files):
         return False
-    wanted = (weights, recipe.model_dump(mode="json"), tuple(corpus.sha256 for corpus in corpora))
-    found = [
-        (
-            card.weights,
-            card.training and card.training.recipe,
-            card.training and card.training.data_sha256,
-        )
-        for card in map(read_card, files)
-    ]
-    return all(each == wanted for each in found)
+    with suppress(OSError, ValueError):
+        before = json.loads((out / PLAN).read_text(encoding="utf-8"))
+        return bool(before == json.loads(json.dumps(plan)))
+    return False
 
 
 def _open(out: Path, plan: Mapping[str, Any]) -> Path:

@@ -135,7 +135,7 @@ def score(
         write_text(folder / "differences.csv", as_csv(found.differences))
         if len(found.scores):
             kept = found.scores.drop(columns=["tokens"], errors="ignore")
-            words = [name for name in kept if kept[name].dtype == object]  # of any types
+            words = [str(name) for name in kept if kept[name].dtype == object]  # of any types
             kept = kept.assign(**{name: kept[name].map(_plain) for name in words})
             kept.to_parquet(folder / "scores.parquet", index=False)
     return found

@@ -61,7 +61,7 @@ def local_parts(
     if not without_bos:
         return near, rest + trace["bos"]
     # In a short context all keys outside the prefix are near, BOS among them.
-    return near.where(trace["l_kv"] - trace["l_pre"] > k, rest), rest
+    return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
 
 
 def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
