@@ -32,7 +32,7 @@ from matplotlib.patches import Rectangle
 from lapa2_interp import Augmentation, load_model, load_task, teacher_forced
 from lapa2_interp.circuits import METRICS, Question, attribution, control, select
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, judged
+from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, interval, judged
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 from lapa2_interp.plots import COLOURS, plain_axes
 from lapa2_interp.recipes import recipe, strength_of
@@ -241,7 +241,9 @@ values = {"cost": np.exp(gained[..., 0])}
 for i, name in enumerate(quantities, 1):
     values |= {name: made.means[..., i], f"{name} gained": gained[..., i]}
 estimates = {
-    name: pd.DataFrame(np.stack(made.interval(each), 1), made.arms, ["mean", "low", "high"])
+    name: pd.DataFrame(
+        np.stack(interval(each, made.prompts), 1), made.arms, ["mean", "low", "high"]
+    )
     for name, each in values.items()
 }
 

@@ -61,20 +61,21 @@ known["planted"].frame()
 # %% [markdown]
 # ## The model
 #
-# Half of the prompts choose heads by their slope: what a bias on a head's scores gains per unit.
-# The other half answers the question.
+# The prompts are the task's and one more. Half of them choose heads by their slope: what a bias on
+# a head's scores gains per unit. The other half answers the question.
 
 # %%
 model = load_model(options.model)
-prompts = load_task("sentiment").prompts.texts
-chosen = select(model, "sentiment", by="slope", heads=8, prompts=prompts[:8], tokens=16)
+prompts = (*load_task("sentiment").prompts.texts, "The road to the lake")
+choosing, judging = prompts[:8], prompts[8:]
+chosen = select(model, "sentiment", by="slope", heads=8, prompts=choosing, tokens=16)
 print("heads:", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
 found = fading(
     model,
     "sentiment",
     filler=(32, 128),
     tokens=16,
-    prompts=prompts[7:],
+    prompts=judging,
     heads={"selected": chosen.heads},
     random=1,
 )
@@ -97,5 +98,6 @@ assert known["planted"].verdict() == "mass mediates"
 assert known["planted-gain"].verdict() == "mass does not"
 sham = known["planted"].frame().query("heads == 'decoy'")["share"]
 assert sham.abs().max() < 1e-4
+assert not set(choosing) & set(judging)
 assert all(label in ("positive", "negative") for label in chosen.task)
 print("all checks hold")

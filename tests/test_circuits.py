@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -23,6 +24,7 @@ from lapa2_interp.circuits.knockout import (
     units_everything,
     write_heads,
 )
+from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
@@ -789,3 +791,81 @@ def test_an_augmentation_of_the_user_is_part_of_the_reading():
     assert np.abs(plain.values["js"] - boosted.values["js"]).max() > 1e-6
     table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", also=())
     assert np.allclose(table.whole, boosted.values["js"].mean(1))
+
+
+def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
+    """Head 0.1 is not KV head 0.1, and a set of heads is not another set of the same name."""
+    model, asked = load("tiny-llama"), question(load("tiny-llama"))
+    file = tmp_path / "kept"
+    for over in ("head", "kv", "layer", "position", {"best": [[1, 2]]}, {"best": [[0, 1]]}):
+        kept, fresh = (
+            knock_out(model, asked, over=over, metric="lex", also=(), file=place)
+            for place in (file, None)
+        )
+        np.testing.assert_allclose(kept.effects, fresh.effects, rtol=1e-5, atol=1e-6)
+
+
+def test_cases_that_cannot_be_read_are_refused():
+    model = load("tiny-llama")
+    case = cases_of(model)[0]
+    crossing = replace(case.layouts[0], merged=":e")
+    with pytest.raises(
+        CircuitError, match="the token ':e' is part of the prefix and of the prompt"
+    ):
+        Case(case.prompt, case.names, (crossing, case.layouts[1]), case.text)
+    behind = [replace(each, n_before=1, l_pre=each.l_pre - 1) for each in case.layouts]
+    with pytest.raises(CircuitError, match="a chat's span has tokens before it"):
+        Case(case.prompt, case.names, tuple(behind), case.text)
+    long = Case(case.prompt, case.names, case.layouts, (70,) * 260)
+    with pytest.raises(CircuitError, match="more than the model's context of 256; give shorter"):
+        control(model, [long])
+    with pytest.raises(CircuitError, match="texts has none for the prompt 'The sea'"):
+        make_cases(model, "sentiment", prompts=["The lake", "The sea"], texts={"The lake": [[70]]})
+
+
+def test_raw_texts_of_other_lengths_are_read_apart():
+    """The prompt alone may have more tokens than behind a prefix."""
+    model = load("tiny-llama")
+    one, two = cases_of(model)[:1] * 2
+    longer = replace(two.raw, ids=(*two.raw.ids, 70), tokens=(*two.raw.tokens, "x"),
+                     l_pro=two.raw.l_pro + 1)  # fmt: skip
+    two = Case(two.prompt, two.names, two.layouts, two.text, two.source, longer)
+    both = control(model, [one, two], metrics="from_raw").values["from_raw"]
+    for i, each in enumerate((one, two)):
+        alone = control(model, [each], metrics="from_raw").values["from_raw"]
+        np.testing.assert_allclose(both[i], alone[0], rtol=1e-5)
+
+
+def test_a_metric_of_some_steps_has_an_interval():
+    def first_two(found):
+        return METRICS["js"](found)[:, :2]
+
+    made = control(load("tiny-llama"), cases_of(load("tiny-llama")), metrics={"two": first_two})
+    row = made.interval("two", None).iloc[0]
+    assert row["n"] == 4
+    assert row["mean"] == pytest.approx(np.nanmean(made.values["two"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4, 7])
+def test_shares_of_few_prompts_cover(n):
+    """Of 400 sets of prompts, about 95 % have the share, .5, inside their interval."""
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(400):
+        whole = rng.normal(3, 1, n)
+        part = 0.5 * whole + rng.normal(0, 0.5, n)
+        _, low, high = share_interval(part[:, None], whole)
+        inside += low[0] <= 0.5 <= high[0]
+    assert 0.92 <= inside / 400 <= 1
+
+
+def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
+    model = load("tiny-llama")
+    asked = question(model)
+    table = knock_out(model, asked, metric="lex", also=())
+    with pytest.raises(
+        CircuitError, match="a joint curve of .* heads needs sizes below that; found 1"
+    ):
+        joint_curve(model, table, sizes=(1000,))
+    own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
+    with pytest.raises(CircuitError, match="'mine' is a function of your own; give it again"):
+        joint_curve(model, own, sizes=(1,))

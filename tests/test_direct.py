@@ -168,3 +168,12 @@ def test_what_cannot_be_attributed_is_refused():
         pytest.raises(CircuitError, match="residual stream .*would not sum"),
     ):
         writes(model, question(model))
+
+
+@pytest.mark.parametrize("phase", ["query", "every_query"])
+def test_phases_of_several_passes_are_refused(phase):
+    with pytest.raises(
+        CircuitError, match=f"under phase '{phase}' prefix and text are not read in"
+    ):
+        writes(load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase),
+               prompts=["The lake"], tokens=4)  # fmt: skip

@@ -3,6 +3,7 @@ readings that must change nothing."""
 
 import importlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ import torch
 
 from lapa2_interp import circuits
 from lapa2_interp.circuits.fading import ALL, NEAR, VERDICTS, _held, _Reading, _scored, fading
+from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.planted import planted
@@ -174,3 +176,29 @@ def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
     found.plot().savefig(file)
     assert file.stat().st_size > 10_000
     assert circuits.fading is fading
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    """A metric of one's own under the same name, or hooks of one's own."""
+    file = tmp_path / "kept"
+    for factor in (1, 100):
+        metric = {"mine": lambda found, factor=factor: factor * METRICS["js"](found)}
+        if factor == 1:
+            found_of(filler=(8,), metric=metric, file=file)
+        else:
+            with pytest.raises(CircuitError, match="answers of another model or metric: near was"):
+                found_of(filler=(8,), metric=metric, file=file)
+
+
+def test_control_that_grows_has_not_faded(planted_fading):
+    """Near 1, behind more text 1.5 in every prompt."""
+    n = len(planted_fading.near)
+    rng = np.random.default_rng(0)
+    near = 1 + 0.01 * rng.normal(size=n)
+    grown = replace(
+        planted_fading, near=near, far={8: near + 0.5},
+        changed={(8, ALL, "hold"): near + 0.02}, sets={ALL: planted_fading.sets[ALL]},
+    )  # fmt: skip
+    row = grown.frame().iloc[0]
+    assert (row["verdict"], grown.verdict()) == ("no fade", "no fade")
+    assert np.isnan(row["share"])

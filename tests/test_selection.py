@@ -183,3 +183,9 @@ def test_the_commands(tmp_path, capsys):
     assert "--positions 'x' is not all, auto, or positions such as 0,1" in capsys.readouterr().err
     assert main(f"fading planted:3 --selection {card} --out {tmp_path / 'no'}".split()) == 2
     assert "choose again in this model" in capsys.readouterr().err
+
+
+def test_more_random_heads_than_there_are_is_all_of_them():
+    model = load("planted")
+    found = select(model, "sentiment", by="random", heads=1000, tokens=4)
+    assert len(found.heads) == model.cfg.n_layers * model.cfg.n_heads

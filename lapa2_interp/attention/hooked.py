@@ -183,6 +183,26 @@ def augmented(
 
 
 @contextmanager
+def without_sinks(model: Model) -> Iterator[None]:
+    """Refuse, in the block, a model whose attention has a learned sink beside its keys.
+
+    Raises:
+        DeadHookError: It has one.
+    """
+    if (plain := plain_network(model)) is not None:
+        if any(name.endswith(".sinks") for name, _ in plain.named_parameters()):
+            raise DeadHookError(SINK)
+        yield
+        return
+    hooks = [
+        (PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
+        for layer in range(model.cfg.n_layers)
+    ]
+    with model.hooks(fwd_hooks=hooks):
+        yield
+
+
+@contextmanager
 def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
     """Let a function change the attention scores of every layer and pass inside the block.
 
@@ -220,13 +240,16 @@ def _check_keys(attention: Float[Tensor, "row head query key"], first: int) -> N
         )
 
 
+SINK = (
+    "this model's attention has a learned sink beside its keys, so what reads the scores cannot"
+    " know or reach a share; use law log, scale or cut"
+)
+
+
 def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
     """Refuse a pattern that gives a share to a learned sink, which the scores do not show."""
     if (pattern[:, :, -1].sum(2) - 1).abs().max() > 0.02:
-        raise DeadHookError(
-            "this model's attention has a learned sink beside its keys, so a law that reads the"
-            " scores cannot reach its share; use law log, scale or cut"
-        )
+        raise DeadHookError(SINK)
 
 
 def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:

@@ -74,6 +74,15 @@ class Case:
                 f"the prompt {self.prompt!r} is not the same tokens in every branch (a token"
                 " crosses the seam); end the prefixes alike, or begin the prompt with a space"
             )
+        if crossing := next((each for each in self.layouts if each.merged is not None), None):
+            raise CircuitError(
+                f"the token {crossing.merged!r} is part of the prefix and of the prompt"
+                f" {self.prompt!r}; end the prefixes otherwise, or begin the prompt with a space"
+            )
+        if any(each.n_before for each in self.layouts):
+            raise CircuitError(
+                "circuits are read where the prefix follows BOS; a chat's span has tokens before it"
+            )
         if not self.prefixes:
             object.__setattr__(self, "prefixes", (None,) * len(self.names))
 
@@ -86,7 +95,8 @@ class Case:
     def shape(self) -> tuple[int, ...]:
         """Cases of one shape can be read together without padding."""
         each = self.layouts[0]
-        return (each.soft, each.n_bos, each.l_pre, each.l_pro, self.n, len(self.names))
+        raw = 0 if self.raw is None else len(self.raw)
+        return (each.soft, each.n_bos, each.l_pre, each.l_pro, self.n, len(self.names), raw)
 
     def swapped(self) -> Case:
         """The same case of two attributes with the second as target."""
@@ -174,6 +184,8 @@ def make_cases(
     prefixes = {name: chosen.prefix(name) for name in names}
     for prompt in asked:  # what is refused is refused before texts are written
         Case.of(model.tokenizer, prefixes, prompt, [0])
+    if texts is not None and (without := [prompt for prompt in asked if prompt not in texts]):
+        raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
     if texts is None:
         texts = write_texts(model, chosen, source, asked, tokens=tokens, samples=samples, seed=seed)
     return [
@@ -181,6 +193,14 @@ def make_cases(
         for prompt in asked
         for ids in texts[prompt]
     ]
+
+
+def prefix_texts(tokenizer: PreTrainedTokenizerBase, case: Case) -> dict[str, str]:
+    """By attribute, the prefix of a case as text."""
+    return {
+        name: "soft prefix" if each.soft else tokenizer.decode(each.ids[each.n_bos :][: each.l_pre])
+        for name, each in zip(case.names, case.layouts, strict=True)
+    }
 
 
 def write_texts(

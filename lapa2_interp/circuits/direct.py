@@ -35,6 +35,7 @@ from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN, augmented
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.edits import one_pass
 from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.errors import CircuitError, one_of
@@ -228,6 +229,7 @@ def writes(
         raise CircuitError(one_of("direction", along, get_args(Along)))
     if along == "lex" and len(question.words) < 2:
         raise CircuitError("along lex needs the words of each attribute; give along='text'")
+    one_pass(augmentation, "what heads write is read from")
     shape = (len(question.cases), len(question.cases[0].names), max(c.n for c in question.cases))
     heads = (model.cfg.n_layers, model.cfg.n_heads)
     arrays = {

@@ -204,6 +204,19 @@ def _read_directly(state: BridgeRows, tokens: Tensor, keep: int) -> Float[Tensor
     return torch.cat(found, dim=1)
 
 
+def one_pass(augmentation: Augmentation | None, what: str) -> None:
+    """Refuse phases that one pass of prefix, prompt and text has not.
+
+    Raises:
+        CircuitError: Phase "query", under which every step is a pass of its own, or "every_query".
+    """
+    if augmentation is not None and augmentation.phase in ("query", "every_query"):
+        raise CircuitError(
+            f"under phase {augmentation.phase!r} prefix and text are not read in one pass, and"
+            f" {what} such a pass; use phase 'last_query', 'decode' or 'all_queries'"
+        )
+
+
 def read_raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:
     """Logits of every step of texts of one shape, without a prefix.
 

@@ -40,14 +40,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp.attention.cache import BridgeRows
-from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.attention.hooked import on_scores, without_sinks
 from lapa2_interp.augmentation import CAP, Augmentation
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, front_of
-from lapa2_interp.circuits.knockout import Kept, units_everything, units_of
+from lapa2_interp.circuits.knockout import Kept, check_same, units_everything, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.question import FEW, About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.decoding.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.loaded import Model, is_bridge, packed_model
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
@@ -119,12 +120,9 @@ class Fading:
 
         Columns: filler, heads, n_heads, bias, share (restored, or removed) with its 95 % interval
         over prompts, a ratio of means; verdict (one of `VERDICTS`); prompts. Where the interval of
-        the fade includes 0 there is nothing to share: then the numbers are NaN.
+        the fade does not lie above 0 there is nothing to share: then the numbers are NaN.
         """
-        faded = {
-            row["filler"]: not row["fade_low"] <= 0 <= row["fade_high"]
-            for row in self.fades().to_dict("records")
-        }
+        faded = {row["filler"]: row["fade_low"] > 0 for row in self.fades().to_dict("records")}
         rows = []
         for (filler, name, bias), values in self.changed.items():
             fade = self.question.by_prompt(self.near - self.far[filler])
@@ -292,6 +290,12 @@ def fading(
         packed_model(model),
         given_bar(progress, total, "fading", "step") as bar,
     ):
+        if stored := next((key for key in groups if key in store), None):
+            cases = [_scored(question.cases[i], NEAR, tokens) for i in groups[stored]]
+            text = torch.tensor([case.text[-tokens:] for case in cases], device=model.cfg.device)
+            read = _Reading(model, cases, tokens).logits()
+            now = measure(Predictions(read, text, None, question.words)).double().mean(1)
+            check_same(file, {"near": store[stored]["near"]}, {"near": now.cpu().numpy()})
         for key, group in groups.items():
             if key not in store:
                 cases = [question.cases[i] for i in group]
@@ -462,8 +466,10 @@ class _Reading:
         every = torch.tensor(ids, device=device)
         self.width = len(first) + cases[0].n - 1
         self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
-        if every.shape[1] > tokens:
-            self.state.read(every[:, :-tokens])
+        size = max(1, SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width))
+        for part in every[:, :-tokens].split(size, dim=1):
+            if part.shape[1]:
+                self.state.read(part)
         self.tokens = every[:, -tokens:]
         # Keys that each scored query has, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
@@ -487,7 +493,7 @@ class _Reading:
             changed[..., self.prefix.start : self.prefix.stop] += b[..., None]
             return changed
 
-        with on_scores(self.model, change):
+        with on_scores(self.model, change), without_sinks(self.model):
             found = self.state.read(self.tokens, keep=self.tokens.shape[1])
         self.state.crop(self.tokens.shape[1])
         return found.unflatten(0, (-1, self.n))

@@ -46,7 +46,7 @@ from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN, SCORES, augmented
 from lapa2_interp.augmentation import Augmentation, Phase
 from lapa2_interp.circuits.cases import Case, batches
-from lapa2_interp.circuits.edits import Heads, read_raw
+from lapa2_interp.circuits.edits import Heads, one_pass, read_raw
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.question import About, Question
@@ -479,11 +479,7 @@ def check_gradients(model: Model, augmentation: Augmentation | None = None) -> N
             f"gradients in {name} are mostly rounding; allowed: float32, float64; load the model"
             ' with dtype="float32"'
         )
-    if augmentation is not None and augmentation.phase == "query":
-        raise CircuitError(
-            "under phase 'query' every step is a pass of its own, and gradients are taken through"
-            " one pass of the whole text; use phase 'last_query', 'decode' or 'all_queries'"
-        )
+    one_pass(augmentation, "gradients are taken through")
 
 
 def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:

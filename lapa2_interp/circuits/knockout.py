@@ -34,7 +34,7 @@ from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import FEW, About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.errors import CircuitError, one_of
+from lapa2_interp.errors import CircuitError, counted, one_of
 from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
@@ -64,6 +64,11 @@ class Unit:
     @property
     def name(self) -> str:
         return ".".join(str(value) for value in self.where.values())
+
+    @property
+    def key(self) -> str:
+        """What is knocked out, whatever it is called: by this a file finds it again."""
+        return json.dumps([self.heads, self.positions])
 
 
 def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) -> list[Unit]:
@@ -358,6 +363,7 @@ def knock_out(
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
+    keys = [NULL, "", *(unit.key for unit in wanted)]
     kept = store.take("")
     todo: list[Sequence[Edit | None]] = [
         [Edit(units_everything(model), how="null")],
@@ -365,7 +371,7 @@ def knock_out(
         *edits,
     ]
     steps = sum(case.n * len(case.names) for case in question.cases)
-    left = [(i, edit) for i, name in enumerate(names) if name not in store for edit in todo[i]]
+    left = [(i, edit) for i, key in enumerate(keys) if key not in store for edit in todo[i]]
     total = steps * len(left)
     found: dict[int, dict[str, np.ndarray]] = {}
     awaited = {i: len(question.cases) * len(todo[i]) for i, _ in left}
@@ -381,14 +387,14 @@ def knock_out(
                 of_unit[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
             awaited[i] -= len(group)
             if not awaited[i]:
-                if names[i] == "" and kept:
-                    _check_same(file, kept, found.pop(i))
+                if keys[i] == "" and kept:
+                    check_same(file, kept, found.pop(i))
                     store.done[""] = kept
                 else:
-                    store.add(names[i], found.pop(i))
+                    store.add(keys[i], found.pop(i))
     whole = {name: store[""][name] for name in chosen}
     effects = {
-        name: np.stack([whole[name] - store[unit.name][name] for unit in wanted], axis=1)
+        name: np.stack([whole[name] - store[unit.key][name] for unit in wanted], axis=1)
         for name in chosen
     }
     return KnockOut(
@@ -405,14 +411,14 @@ def knock_out(
     )
 
 
-def _check_same(
+def check_same(
     file: str | Path | None, kept: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray]
 ) -> None:
-    """Refuse a file whose control without a knock-out is not what this model has."""
+    """Refuse a file whose control as it is, is not what this model has."""
     for name, old in kept.items():
         if np.abs(old - now[name]).max() > 1e-2 * np.abs(old).max() + 1e-6:
             raise CircuitError(
-                f"{file} holds knock-outs of another model or metric: {name} was {old.mean():.4g},"
+                f"{file} holds answers of another model or metric: {name} was {old.mean():.4g},"
                 f" and is {now[name].mean():.4g} now; give another file"
             )
 
@@ -569,11 +575,21 @@ def joint_curve(
     """
     if metric is None:
         metric = "lex" if "lex" in (table.metric, *table.others) else table.metric
+        if metric not in METRICS:
+            raise CircuitError(
+                f"the table's metric {metric!r} is a function of your own; give it again as metric"
+            )
     name_of = next(iter(metrics_by_name(metric)))
     if table.n_prompts < 2 or any(len(unit.heads) != 1 for unit in table.units):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = units_everything(model)
+    asked = sizes
     sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
+    if not sizes:
+        raise CircuitError(
+            f"a joint curve of {counted(len(every), 'head')} needs sizes below that; found"
+            f" {', '.join(map(str, asked)) or 'none'}"
+        )
     prompts = list(dict.fromkeys(table.question.prompts))
     names: list[tuple[str, int, int]] = []
     left: dict[tuple[str, int, int], dict[str, float]] = {}

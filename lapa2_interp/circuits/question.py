@@ -65,8 +65,20 @@ class Question:
                 words tell the attributes apart.
 
         Raises:
-            CircuitError: Unknown settings, or those of a task beside cases; as `make_cases`.
+            CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
+                context; as `make_cases`.
         """
+        question = cls._of(model, about, **settings)
+        for case in question.cases:
+            if (n := case.layouts[0].n_live + case.n - 1) > model.cfg.n_ctx:
+                raise CircuitError(
+                    f"prefix, prompt and text behind {case.prompt!r} have {n} tokens, more than the"
+                    f" model's context of {model.cfg.n_ctx}; give shorter texts"
+                )
+        return question
+
+    @classmethod
+    def _of(cls, model: Model, about: About, **settings: Any) -> Question:
         given = {name: value for name, value in settings.items() if value is not None}
         if unknown := [name for name in given if name not in (*SETTINGS, "words")]:
             raise CircuitError(one_of("setting", unknown[0], (*SETTINGS, "words")))

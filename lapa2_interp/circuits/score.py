@@ -68,6 +68,9 @@ class Control:
             raise CircuitError(one_of("column", by, frame.columns))
         rows = []
         for value, part in [(None, frame)] if by is None else frame.groupby(by, sort=False):
+            part = part[part[metric].notna()]  # a metric of some steps has none at the others
+            if not len(part):
+                continue
             numbers = part[metric].to_numpy(float)
             low, high = bounds(numbers, part["prompt"])
             row = {} if by is None else {by: value}

@@ -39,6 +39,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
 from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.circuits.cases import prefix_texts
 from lapa2_interp.circuits.direct import writes
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import attribution
@@ -222,7 +223,8 @@ def select(
     scores = np.zeros((question.n_prompts, len(every)))
     if by == "random" and heads:
         rng = np.random.default_rng(seed)
-        chosen = sorted(int(i) for i in rng.choice(len(every), heads, replace=False))
+        most = min(heads, len(every))
+        chosen = sorted(int(i) for i in rng.choice(len(every), most, replace=False))
     elif heads:
         scores = _scores(model, question, by, metric, file)
         chosen, against = choose(scores, heads, signed=by in SIGNED)
@@ -241,7 +243,7 @@ def select(
     return Selection(
         model=card.name,
         weights=card.weights,
-        task=_prefixes(question),
+        task=prefix_texts(model.tokenizer, question.cases[0]),
         by=by,
         metric=metric,
         heads=found,
@@ -320,21 +322,6 @@ def _scores(
     return np.stack([each.ravel() for each in masses.values()])
 
 
-def _prefixes(question: Question) -> dict[str, str]:
-    case = question.cases[0]
-    return {
-        name: "soft prefix" if each.soft else "".join(_tokens(each))
-        for name, each in zip(case.names, case.layouts, strict=True)
-    }
-
-
-def _tokens(layout: Any) -> list[str]:
-    return [
-        token.replace("Ġ", " ")
-        for token in layout.tokens[layout.n_bos : layout.n_bos + layout.l_pre]
-    ]
-
-
 def _positions(
     model: Model, question: Question, asked: str | Sequence[int], metric: str
 ) -> tuple[int, ...] | None:
@@ -383,9 +370,9 @@ def enough_tokens(
         whole = question.by_prompt(found.whole)
         left = whole[:, None] - question.by_prompt(found.effects)
         share, low, _ = share_interval(left, whole)
-        best = int(np.argmax(share))
-        if share[best] >= ENOUGH and low[best] >= AT_LEAST:
-            return kept[best]
+        enough = (share >= ENOUGH) & (low >= AT_LEAST)
+        if enough.any():
+            return kept[int(np.argmax(np.where(enough, share, -np.inf)))]
     return tuple(range(n))
 
 

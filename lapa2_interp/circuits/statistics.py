@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from lapa2_interp.stats import resampled_means, tails
+from lapa2_interp.stats import FEW, bounds, resampled_means, tails
 
 ALL_SIGNS = 16
 """Up to this number of prompts every assignment of signs is used."""
@@ -103,12 +103,12 @@ class Ranks:
 
 
 def ranks(values: Float[np.ndarray, "prompt unit"], resamples: int = 2000, seed: int = 0) -> Ranks:
-    """Ranks of the units' means; intervals from resampled prompts (NaN below 2)."""
+    """Ranks of the units' means; intervals from resampled prompts (NaN below `stats.FEW`)."""
     from scipy.stats import rankdata
 
     rank = rankdata(-values.mean(0), method="min").astype(int)
     n = len(values)
-    if n < 2:
+    if n < FEW:
         nothing = np.full(values.shape[1], np.nan)
         return Ranks(rank, nothing, nothing)
     drawn = resampled_means(values, np.arange(n), resamples, seed)  # resample unit
@@ -147,12 +147,13 @@ def share_interval(
     seed: int = 0,
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, " unit"], Float[np.ndarray, " unit"]]:
     """Sum of a part over the sum of the whole, with its 95 % interval over prompts: a ratio of
-    sums, never a mean of ratios."""
+    sums, never a mean of ratios. Below `stats.FEW` prompts the interval is Student's, on how far
+    each prompt's part is from its share."""
     share = part.sum(0) / whole.sum()
     n = len(whole)
-    if n < 2:
-        nothing = np.full(part.shape[1], np.nan)
-        return share, nothing, nothing
+    if n < FEW:
+        low, high = bounds((part - share * whole[:, None]) / whole.mean(), np.arange(n))
+        return share, share + low, share + high
     both = np.concatenate([part, whole[:, None]], axis=1)
     drawn = resampled_means(both, np.arange(n), resamples, seed)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -35,7 +35,7 @@ from lapa2_interp import __version__
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN
 from lapa2_interp.augmentation import Phase
-from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.cases import Case, prefix_texts
 from lapa2_interp.circuits.direct import Writes, whole, writes
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import Attribution, Recall, attribution, recall
@@ -237,11 +237,12 @@ def study(
         with whole_file(place / "writes.nc") as file:
             written.dataset().to_netcdf(file)
         written.frame().to_csv(place / "writes.csv", index=False)
+    prefixes = prefix_texts(model.tokenizer, question.cases[0])
     facts = {
         "model": f"{settings['model']['name']} ({settings['model']['dtype']})",
         "weights": str(settings["model"]["weights"]),
         "task": str(settings["task"]),
-        "prefixes": "; ".join(_prefixes(question.cases[0])),
+        "prefixes": "; ".join(f"{name} {text!r}" for name, text in prefixes.items()),
         "texts": (
             f"{len(question.cases)} of {tokens} tokens, written by the model without a prefix, seed"
             f" {seed}"
@@ -348,13 +349,6 @@ def _write_table(table: KnockOut, file: Path) -> None:
         frame = frame.merge(lex.rename(columns={name: f"lex_{name}" for name in kept}), on=names)
     with whole_file(file) as fresh:
         frame.to_csv(fresh, index=False)
-
-
-def _prefixes(case: Case) -> list[str]:
-    return [
-        f"{name} {''.join(each.tokens[each.n_bos : each.n_bos + each.l_pre]).replace('Ġ', ' ')!r}"
-        for name, each in zip(case.names, case.layouts, strict=True)
-    ]
 
 
 def export(found: Study) -> dict[str, Any]:
