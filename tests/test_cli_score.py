@@ -238,6 +238,8 @@ def test_the_lists(capsys):
         ("--scorers distinct --lengths 64", "give a run folder"),
         ("--scorers distinct --parts 0", "--parts must be at least 1, found 0"),
         ("--scorers distinct --labels x", "--labels 'x' is not a list"),
+        ("--scorers repetition --labels A=b", "--labels belongs to a classifier of your own"),
+        ("--scorers repetition --judge-url http://x", "--judge-url belongs to a judge"),
         ("--scorers distinct --column body", "has no column 'body'; found text; give --column"),
     ],
 )
@@ -350,3 +352,12 @@ def test_texts_that_are_all_blank_have_no_distinct_n(tmp_path, capsys):
     file.write_text('text,arm\n"  ",a\nthe sea,b\n')
     assert lapa2("score --scorers distinct --only arm=a --out", tmp_path / "out", file) == 2
     assert "no text to count the words of: all are empty" in capsys.readouterr().err
+
+
+def test_a_run_has_no_column_to_name(run_folder, tmp_path, capsys):
+    assert (
+        lapa2("score --column body --scorers repetition --out", tmp_path / "out", run_folder) == 2
+    )
+    assert "--column body belongs to a file of texts" in capsys.readouterr().err
+    assert lapa2("runs --json --traceback", run_folder) == 2
+    assert "--traceback prints texts, which --json has no place for" in capsys.readouterr().err

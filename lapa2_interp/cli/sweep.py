@@ -263,6 +263,8 @@ def runs(
     if repair:
         for line in repair_run(run) or ["every file is what was written"]:
             print(line, file=sys.stderr if as_json else sys.stdout)
+    if as_json and traceback:
+        raise RunError("--traceback prints texts, which --json has no place for; give one of them")
     found = load_run(run)
     table = found.cells
     shown = table if state == "all" else table[table["state"] == state]

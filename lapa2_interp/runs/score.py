@@ -19,7 +19,7 @@ from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
-from lapa2_interp.scoring import Cache, chosen_scorers, human, split_scorer
+from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, split_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
 
@@ -90,6 +90,7 @@ def score(
             " too, per million tokens"
         )
     scorers = chosen_scorers(scorers, USUAL)
+    _check_options(source, scorers, column, labels, judge_url)
     tell_if_slow(dtype, device)
     if gaps := _gaps(source):
         notify(gaps)
@@ -139,6 +140,24 @@ def score(
             kept = kept.assign(**{name: kept[name].map(_plain) for name in words})
             kept.to_parquet(folder / "scores.parquet", index=False)
     return found
+
+
+def _check_options(
+    source: Path,
+    scorers: Sequence[str],
+    column: str,
+    labels: Mapping[str, str] | None,
+    judge_url: str | None,
+) -> None:
+    """Refuse options that nothing would read."""
+    named = [split_scorer(each)[1:] for each in scorers]
+    own = {model for name, model in named if name in ("accuracy", "masked", "toxicity")}
+    if source.is_dir() and column != "text":
+        raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
+    if labels and not own - {"", *CLASSIFIERS, "perspective"}:
+        raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
+    if judge_url is not None and "judge" not in dict(named):
+        raise ScoringError("--judge-url belongs to a judge: --scorers judge=MODEL")
 
 
 def _score(
