@@ -72,7 +72,8 @@ layers.frame().head(8).round(4)
 # ## KV heads and heads of the best three layers
 #
 # A key or a value belongs to a KV head, which several query heads share. `effect` is what is lost
-# without the unit; its interval is over prompts. `p_max` is corrected for the number of units.
+# without the unit; its interval is over prompts. `p_max` is corrected for the number of units, and
+# not for the choice of the layers on the same prompts.
 
 # %%
 best_layers = {int(layer) for layer in layers.frame()["layer"].head(3)}
@@ -152,7 +153,8 @@ for how in ("cut", "zero", "resample", "mean"):
 # %% [markdown]
 # ## Together
 #
-# Heads are chosen in one half of the prompts and judged in the other.
+# Of the heads of these layers, the best are chosen in one half of the prompts and judged in the
+# other.
 
 # %%
 curve = joint_curve(model, heads, sizes=(1, 2, 4, 8), metric="js", seeds=2)

@@ -422,7 +422,8 @@ def prefiltered(
     """Exact knock-outs of the n heads of largest cut_hat, whatever its sign, and of random others.
 
     The random heads are the check: an effect among them that is as large as those of the chosen
-    says that the gradient's order cannot be trusted here.
+    says that the gradient's order cannot be trusted here. p_max is corrected for the heads that are
+    knocked out, and not for their choice among all on the same prompts.
 
     Args:
         model, about, settings: As `control`; the model as `attribution`.
