@@ -21,15 +21,10 @@
 # %%
 import sys
 
-import numpy as np
-import pandas as pd
 from heads_grid import CHOSEN, named_sets, scope
 
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import ARM, wide
-from lapa2_interp.stats import mean_interval
-from lapa2_interp.trace.tables import pooled
 
 sys.excepthook = in_one_line
 
@@ -39,16 +34,9 @@ cells = bench.cells
 known = named_sets()
 scopes = {key: scope(bench.run.plan[key], known) for key in cells["key"]}
 arms = dict(zip(cells["arm"], map(scopes.get, cells["key"]), strict=True))
-masses = []
-for arm, trace, samples in bench.curves(cells):
-    means = np.nanmean(pooled(trace, "prefix")[0], axis=1)
-    found = mean_interval(means, samples["prompt"].to_numpy())
-    numbers = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
-    masses.append(arm | {"arm": arms[arm["arm"]], "metric": "prefix"} | numbers)
-masses = pd.DataFrame(masses, columns=[*ARM, "metric", "mean", "low", "high", "n"])
 scores = bench.scores(cells)
 scores["arm"], cells["arm"] = scores["arm"].map(arms), cells["arm"].map(arms)
-table = bench.table(scores, cells)
+table, shown = bench.masses(cells, scores, {"prefix": "attention on prefix"})
 
 # %% [markdown]
 # The draws at random are one arm in the claims.
@@ -76,13 +64,4 @@ note = (
     " by knock-out and those of lowest effect were chosen on the same prompts, so what they gain is"
     " no held-out result."
 )
-text = masses.assign(
-    cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in masses[["mean", "low", "high"]].to_numpy()]
-)
-beside = text.rename(columns={"arm": "augmentation", "cell": "attention on prefix"})
-shown = wide(table).merge(beside[["augmentation", "attention on prefix"]], how="left")
-bench.write(
-    pd.concat([table, masses.assign(attribute="all", state="finished")], ignore_index=True),
-    [note],
-    shown=shown.fillna(""),
-)
+bench.write(table, [note], shown)

@@ -20,14 +20,8 @@
 # %%
 import sys
 
-import numpy as np
-import pandas as pd
-
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import ARM, wide
-from lapa2_interp.stats import mean_interval
-from lapa2_interp.trace.tables import pooled
 
 sys.excepthook = in_one_line
 bench = open_bench(
@@ -35,26 +29,7 @@ bench = open_bench(
 )
 cells = bench.cells
 scores = bench.scores(cells)
-table = bench.table(scores, cells)
-
-# %%
-masses = []
-for arm, trace, samples in bench.curves(cells):
-    for name in ("prefix", "bos"):
-        found = mean_interval(
-            np.nanmean(pooled(trace, name)[0], axis=1), samples["prompt"].to_numpy()
-        )
-        masses.append(
-            arm
-            | {
-                "metric": name,
-                "mean": found.mean,
-                "low": found.low,
-                "high": found.high,
-                "n": found.n,
-            }
-        )
-masses = pd.DataFrame(masses, columns=[*ARM, "metric", "mean", "low", "high", "n"])
+table, shown = bench.masses(cells, scores, {"prefix": "attention on prefix", "bos": "on BOS"})
 
 # %% [markdown]
 # Ours: does the place matter?
@@ -74,19 +49,4 @@ for where, words, group in bench.groups(cells[cells["state"] == "finished"]):
                 bench.claim(text, scores, *sides, metric, "same")
 
 # %%
-text = masses.assign(
-    cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in masses[["mean", "low", "high"]].to_numpy()]
-)
-beside = text.pivot_table(
-    index=["task", "method", "arm"], columns="metric", values="cell", aggfunc="first", sort=False
-)
-shown = wide(table).merge(
-    beside.reset_index().rename(
-        columns={"arm": "augmentation", "prefix": "attention on prefix", "bos": "on BOS"}
-    ),
-    how="left",
-)
-bench.write(
-    pd.concat([table, masses.assign(attribute="all", state="finished")], ignore_index=True),
-    shown=shown.fillna(""),
-)
+bench.write(table, shown=shown)

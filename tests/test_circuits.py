@@ -348,6 +348,10 @@ def test_what_cannot_be_asked_is_refused():
         Case.of(model.tokenizer, {"a": "abcd:"}, "p", "t")
     with pytest.raises(CircuitError, match="is empty"):
         Case.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, "p", "")
+    mixed = [*cases_of(model), *cases_of(model, prefixes={"plus": "ab:", "minus": "xy:"})]
+    for over in ("position", "head x position"):
+        with pytest.raises(CircuitError, match="no common positions"):
+            knock_out(model, mixed, over=over)
     with pytest.raises(CircuitError, match=r"\(nontoxic 14, toxic 11\)"):
         control(model, "detox")
     lone = load_task("sentiment").model_dump() | {"methods": {}}

@@ -81,7 +81,6 @@ def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) ->
     group = n_heads // kv_heads(model)
     layers, heads = range(n_layers), range(n_heads)
     everything = tuple((layer, head) for layer in layers for head in heads)
-    slots = range(question.cases[0].layouts[0].l_pre)
     if isinstance(over, Mapping):
         found = [Unit({"name": name}, head_pairs(pairs)) for name, pairs in over.items()]
         for unit in found:
@@ -107,12 +106,12 @@ def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) ->
                 for j in range(n_heads // group)
             ]
         case "position":
-            return [Unit({"position": slot}, everything, (slot,)) for slot in slots]
+            return [Unit({"position": slot}, everything, (slot,)) for slot in range(question.l_pre)]
         case "head x position":
             return [
                 Unit({"layer": i, "head": j, "position": slot}, ((i, j),), (slot,))
                 for i, j in everything
-                for slot in slots
+                for slot in range(question.l_pre)
             ]
     kinds = ("layer", "head", "kv", "position", "head x position")
     raise CircuitError(f"{one_of('kind of unit', over, kinds)}, or sets of heads by name")

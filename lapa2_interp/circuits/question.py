@@ -103,6 +103,21 @@ class Question:
         return cls(found, _in_order(words_by_name, found[0].names) if found else ())
 
     @property
+    def l_pre(self) -> int:
+        """Tokens of the prefix, the same in every case.
+
+        Raises:
+            CircuitError: Prefixes of several lengths, where their positions are compared.
+        """
+        found = sorted({case.layouts[0].l_pre for case in self.cases})
+        if len(found) > 1:
+            raise CircuitError(
+                f"prefixes of {', '.join(map(str, found))} tokens have no common positions; ask for"
+                " cases of one length at a time"
+            )
+        return found[0]
+
+    @property
     def prompts(self) -> tuple[str, ...]:
         """The prompt of each case: what is resampled."""
         return tuple(case.prompt for case in self.cases)

@@ -235,7 +235,7 @@ def select(
         )
     low, high = bounds(scores, np.arange(len(scores)))
     kept = _positions(model, question, positions, metric)
-    if kept is not None and len(kept) == question.cases[0].layouts[0].l_pre:
+    if kept is not None and len(kept) == question.l_pre:
         kept = None
     told = split_half(scores)
     card = model_card(model)
@@ -329,7 +329,7 @@ def _positions(
         return None
     if asked == "auto":
         return enough_tokens(model, question, metric)
-    n = question.cases[0].layouts[0].l_pre
+    n = question.l_pre
     chosen = tuple(int(each) for each in asked)
     if not chosen or any(not 0 <= each < n for each in chosen):
         raise CircuitError(
@@ -353,7 +353,7 @@ def enough_tokens(
         metric: By which control is measured.
     """
     question = Question.of(model, about, **settings)
-    n = question.cases[0].layouts[0].l_pre
+    n = question.l_pre
     every = units_everything(model)
     if n <= MOST_TOKENS:
         sizes = [list(combinations(range(n), size)) for size in range(1, n)]

@@ -24,10 +24,10 @@ from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
 from lapa2_interp.paper.output import write_item
 from lapa2_interp.paper.scripts import USUAL, ScriptOptions, add_scoring
-from lapa2_interp.paper.tables import at_few_steps, item_table
+from lapa2_interp.paper.tables import ARM, at_few_steps, item_table, wide
 from lapa2_interp.runs.read import Run, load_run
 from lapa2_interp.scoring import chosen_scorers
-from lapa2_interp.stats import paired_difference
+from lapa2_interp.stats import mean_interval, paired_difference
 from lapa2_interp.trace.tables import pooled, step_table
 
 if TYPE_CHECKING:
@@ -109,6 +109,44 @@ class Bench(Findings):
                     left,
                 )
         return table, at_few_steps(table)
+
+    def masses(
+        self, cells: pd.DataFrame, scores: pd.DataFrame, shown: Mapping[str, str]
+    ) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """The item's table with the mean attention on some keys beside each arm's scores, and the
+        same for reading.
+
+        Args:
+            cells, scores: As `table`; arms may have other names than in the run.
+            shown: Kinds of keys (`trace.tables.pooled`), and their columns for reading.
+        """
+        table = self.table(scores, cells)
+        arms = cells.set_index("key")["arm"]
+        of_run = self.cells[self.cells["key"].isin(arms.index)]
+        named = dict(zip(of_run["arm"], of_run["key"].map(arms), strict=True))
+        rows = []
+        for arm, trace, samples in self.curves(of_run):
+            for name in shown:
+                means = np.nanmean(pooled(trace, name)[0], axis=1)
+                found = mean_interval(means, samples["prompt"].to_numpy())
+                numbers = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+                rows.append(arm | {"arm": named[arm["arm"]], "metric": name} | numbers)
+        masses = pd.DataFrame(rows, columns=[*ARM, "metric", "mean", "low", "high", "n"])
+        beside = masses.assign(
+            cell=[
+                f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+                for mean, low, high in masses[["mean", "low", "high"]].to_numpy()
+            ]
+        ).pivot_table(
+            index=["task", "method", "arm"],
+            columns="metric",
+            values="cell",
+            aggfunc="first",
+            sort=False,
+        )
+        beside = beside.reset_index().rename(columns={"arm": "augmentation", **shown})
+        both = [table, masses.assign(attribute="all", state="finished")]
+        return pd.concat(both, ignore_index=True), wide(table).merge(beside, how="left").fillna("")
 
     def write(
         self, table: pd.DataFrame, notes: Sequence[str] = (), shown: pd.DataFrame | None = None
