@@ -44,7 +44,7 @@ class TransformersModel:
             n_key_value_heads=getattr(config, "num_key_value_heads", None) or n_heads,
             d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
             d_vocab=config.vocab_size,
-            n_ctx=config.max_position_embeddings,
+            n_ctx=context_of(config),
             dtype=network.dtype,
             device=network.device,
             model_name=name,
@@ -63,6 +63,35 @@ class TransformersModel:
     def W_E(self) -> Tensor:
         """Embeddings [vocab, d_model]."""
         return self.original_model.get_input_embeddings().weight
+
+
+UNNAMED = 2048
+"""Context of models that name none, such as Bloom: what transformer-lens takes."""
+
+
+def context_of(config: Any) -> int:
+    """Tokens that a transformers model can read: those it has positions for, or was trained on.
+
+    Models without a table of positions name no number, or only that of their training.
+    """
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        if isinstance(found := getattr(config, name, None), int) and found > 0:
+            return found
+    return UNNAMED
+
+
+def window_of(model: Model) -> int | None:
+    """Keys that a query sees in the layers with a sliding window; None where every layer sees all
+    keys."""
+    network = getattr(model, "original_model", None)
+    if network is None:
+        return model.cfg.window_size if getattr(model.cfg, "use_local_attn", False) else None
+    config = network.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    windowed = {"sliding_attention", "local"} & set(kinds) if kinds is not None else True
+    if not windowed or getattr(config, "use_sliding_window", None) is False:
+        return None
+    return getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
 
 
 def plain_network(model: Model) -> Any | None:

@@ -73,6 +73,21 @@ def test_a_masked_classifier_sees_none_of_the_words():
     assert cells["mean"].to_dict() == pytest.approx({"calm": 1.0, "angry": 0.0, "all": 2 / 3})
 
 
+def test_prefixes_without_words_of_their_own():
+    """There is nothing to say and nothing to hide: no number, rather than a wrong one."""
+    none = {"calm": (), "angry": ()}
+    inner = Seen()
+    masked = Masked(inner, none)
+    items = [Item("This film is fine.", attribute="calm")]
+    for scorer in (Echo(none), masked):
+        assert run_scorer(scorer, items)["skipped"].tolist() == [
+            "its prefix has no word of its own"
+        ]
+    assert inner.texts == []
+    assert masked.key(items[0]) != inner.key(items[0])
+    assert pd.isna(run_scorer(Echo({"calm": (), "angry": ("angry",)}), items)["echo"][0])
+
+
 def test_a_text_without_the_words_is_read_once():
     """Its key is the plain classifier's, so that its score is known."""
     inner = Seen()

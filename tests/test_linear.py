@@ -22,8 +22,14 @@ from lapa2_interp.scoring.linear import (
     train_linear,
 )
 from lapa2_interp.scoring.trained import WEIGHTS, tasks_in
-from lapa2_interp.scoring.training import pieces_of, read_graded, train_scorer
-from lapa2_interp.tasks.corpora import read_corpus
+from lapa2_interp.scoring.training import (
+    Graded,
+    make_scorer_files,
+    pieces_of,
+    read_graded,
+    train_scorer,
+)
+from lapa2_interp.tasks.corpora import apart, read_corpus
 
 GOOD, BAD = (
     ("fine warm film", "a kind story", "warm and kind", "fine"),
@@ -193,6 +199,56 @@ def test_training_from_files(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="is not a file of RealToxicityPrompts"):
         read_graded(tmp_path / "bad.jsonl", test=False)
+
+
+@pytest.mark.parametrize("labels", [("nontoxic", "toxic"), ("toxic", "nontoxic")])
+def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
+    rows = [
+        (f"{word} {i}", score) for i in range(30) for word, score in (("grim", 0.9), ("fine", 0.1))
+    ]
+    graded = Graded(*map(tuple, zip(*rows, strict=True)), "rtp")
+    card = train_scorer(
+        "mine", labels, [], [], tmp_path, graded=[(graded, 1.0)], graded_tests=[graded]
+    )
+    (grim,), (fine,) = (
+        run_scorer(LinearScorer("mine", tmp_path), [Item(text)])["toxic"] for text in ("grim 7", "fine 7")
+    )  # fmt: skip
+    assert grim > 0.7
+    assert fine < 0.3
+    assert reached(card, "rtp", "Spearman").value > 0.8
+
+
+def test_what_a_scorer_cannot_learn_is_refused(tmp_path):
+    file = tmp_path / "texts.csv"
+    file.write_text("text,label\n" + "".join(f"{t},warm\n" for t in GOOD))
+    out = tmp_path / "out"
+    for labels, graded, message in [
+        (["warm"], [], "a scorer tells labels apart; found warm alone"),
+        (
+            ["warm", "cold"],
+            ["rtp.jsonl"],
+            "one of them 'toxic'; found warm, cold: leave out --graded",
+        ),
+        (["a", "b", "toxic"], ["rtp.jsonl"], "need two labels.* found a, b, toxic"),
+    ]:
+        with pytest.raises(ScoringError, match=message):
+            make_scorer_files("mine", labels, [str(file)], [], graded, 1.0, out)
+
+
+def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
+    def write(name, good, bad):
+        rows = [*(f"{t},warm\n" for t in good), *(f"{t},cold\n" for t in bad)]
+        (tmp_path / name).write_text("text,label\n" + "".join(rows))
+        return str(tmp_path / name)
+
+    data = write("data.csv", GOOD, BAD)
+    with pytest.raises(DataError, match="all texts of data.csv with the label 'warm' are held out"):
+        make_scorer_files("mine", ["warm", "cold"], [data], [data], [], 1.0, tmp_path / "out")
+    test = write("test.csv", [GOOD[0], "a warm tale"], ["a cold tale", "grim"])
+    card = make_scorer_files("mine", ["warm", "cold"], [data], [test], [], 1.0, tmp_path / "out")
+    assert reached(card, "test.csv", "accuracy").n == 3
+    corpora = [read_corpus(each, ["warm", "cold"]) for each in (data, test)]
+    assert "left out: 1 that are trained on" in apart(corpora[:1], corpora[1:])[0].summary
 
 
 def test_linear_probabilities_sum_to_one():

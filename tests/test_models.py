@@ -12,6 +12,7 @@ from conftest import HAS_HOOKED, TINY, load
 from lapa2_interp import load_model, load_tokenizer, model_card, models
 from lapa2_interp.errors import ModelError
 from lapa2_interp.files import sha256_of
+from lapa2_interp.loaded import UNNAMED, context_of
 from lapa2_interp.models import load_transformers, smollm2
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
@@ -303,3 +304,12 @@ def test_a_device_that_is_not_there():
         with pytest.raises(ModelError, match=f"cannot use device '{device}'") as caught:
             models.move(network, device)
         assert "\n" not in str(caught.value)
+
+
+def test_the_context_of_models_that_name_none():
+    from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig
+
+    found = [context_of(kind()) for kind in (GPT2Config, LlamaConfig, MptConfig, BloomConfig)]
+    assert found == [1024, 2048, 2048, 2048]
+    assert context_of(MptConfig(max_seq_len=512)) == 512
+    assert context_of(GPT2Config(n_positions=-1)) == UNNAMED

@@ -508,6 +508,41 @@ def test_long_texts_give_their_first_pieces_first():
     ]
 
 
+def test_corpora_take_turns():
+    from lapa2_interp.tasks.corpora import Corpus
+
+    tokenizer = load_tokenizer("smollm2-135m")
+    corpora = [
+        Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name, "")
+        for name, n in (("A", 4), ("B", 2))
+    ]
+    found = [tokenizer.decode(ids) for ids in tokenise(tokenizer, corpora, "positive", 9, 5)]
+    assert found == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
+
+
+def test_a_text_behind_a_hard_prefix_has_the_tokens_it_is_generated_with():
+    """The space between them joins the text's first token; what is scored is the text alone."""
+    from lapa2_interp.layout import Layout
+    from lapa2_interp.prefixes.evaluation import behind_hard, score_texts
+
+    network, tokenizer, _ = load_transformers("smollm2-135m")
+    texts = [tokenizer(text).input_ids for text in ("The lake is cold.", "Nobody came.")]
+    for prefix in ("Very positive:", "Very positive: "):
+        for ids in texts:
+            before, text = behind_hard(tokenizer, prefix, ids)
+            whole = Layout.of(tokenizer, "Very positive:", prefix[14:] + tokenizer.decode(ids))
+            assert (*before, *text) == whole.ids[whole.n_bos :]
+            assert len(before) == whole.l_pre
+        totals, tokens = score_texts(network, tokenizer, texts, prefix)
+        for ids, total, n in zip(texts, totals, tokens, strict=True):
+            before, text = behind_hard(tokenizer, prefix, ids)
+            row = torch.tensor([[tokenizer.bos_token_id, *before, *text]])
+            with torch.no_grad():
+                nll = cross_entropy(network(row).logits[0, :-1], row[0, 1:], reduction="none")
+            assert total == pytest.approx(nll[len(before) :].sum().item(), rel=1e-4)
+            assert n == len(text)
+
+
 def test_treebank_sentences_are_written_as_people_do():
     from lapa2_interp.tasks.corpora import detokenise
 
@@ -526,12 +561,13 @@ def test_paradetox_pairs_are_labelled_texts(tmp_path):
         {"toxic": "a damn mess", "neutral": ["a mess", "a muddle"]},
         {"toxic": "shut up", "neutral": []},
         {"toxic": "what a fool", "neutral": "what a person"},
+        {"toxic": "damn it", "neutral": None},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found = read_corpus(str(file), ["nontoxic", "toxic"])
-    assert found.texts["toxic"] == ("a damn mess", "shut up", "what a fool")
+    assert found.texts["toxic"] == ("a damn mess", "shut up", "what a fool", "damn it")
     assert found.texts["nontoxic"] == ("a mess", "what a person")
-    assert found.blank == 1
+    assert found.blank == 2
 
 
 def test_corpora_report_what_they_leave_out(tmp_path):
@@ -546,6 +582,12 @@ def test_corpora_report_what_they_leave_out(tmp_path):
         found.summary
         == "texts.csv: 1 positive, 1 negative (left out: 2 blank, 1 repeated, 1 with another label)"
     )
+
+
+def test_labels_that_are_numbers(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n')
+    assert read_corpus(str(file), ["0", "1"]).texts == {"0": ("bad",), "1": ("good",)}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import generate, load, run_of, soft_prefix, soft_set
+from conftest import generate, load, plan, run_of, soft_prefix, soft_set
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented, load_task, methods
@@ -15,6 +15,7 @@ from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.files import sealed, unsealed
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import is_bridge
+from lapa2_interp.models import bridge_of, load_tokenizer
 from lapa2_interp.soft_prefix import find_prefix, load_prefix, save_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
@@ -31,6 +32,19 @@ def made(model, folder, name="prefix", **settings):
         ["The lake", "Once upon a time"],
         **({"length": 30} | settings),
     )
+
+
+def windowed(window=12):
+    """A tiny Mistral whose layers see the last `window` keys."""
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    config = MistralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return bridge_of(network, load_tokenizer("tiny-gpt2"), "tiny-mistral", "w")
 
 
 # --- in the network
@@ -307,3 +321,43 @@ def test_a_set_that_is_not_there():
             ["The lake"],
             length=20,
         )
+
+
+def test_a_sliding_window_does_not_count_padding():
+    """Padding stands between soft slots and text, where a window would count it: prompts of
+    different lengths get batches of their own, and rows that are padded nevertheless are
+    refused."""
+    model = windowed()
+    prefix = soft_prefix(model, slots=4)
+    long, short = (
+        Layout.of(model.tokenizer, None, prompt, soft=4) for prompt in ("efg hijk lmn", "jk")
+    )
+    with torch.no_grad():
+        alone = model(**soft_inputs(model, [short], [prefix]))[0, -1]
+        whole = model(**soft_inputs(model, [long], [prefix]))[0, -1]
+        wide = windowed(window=64)
+        assert (wide(**soft_inputs(wide, [long], [prefix]))[0, -1] - whole).abs().max() > 1e-4
+        with pytest.raises(LayoutError, match=r"17 slots exceed the sliding window of 12 tokens"):
+            model(**soft_inputs(model, left_pad([short, long]), [prefix] * 2))
+        both = wide(**soft_inputs(wide, left_pad([short, long]), [prefix] * 2))[:, -1]
+    assert (both[0] - alone).abs().max() < 1e-5
+
+
+def test_prompts_of_one_length_share_a_batch_under_a_sliding_window(tmp_path):
+    model = windowed()
+    folder = soft_set(tmp_path, model, SENTIMENT)
+    method = methods.get("prefix", prefixes=folder)
+    prompts, settings = ["efg hi", "jkl mn", "op"], {"length": 12, "samples": 2, "seed": 3}
+    together, alone = (
+        plan(model, method, SENTIMENT, "positive", prompts, None, trace="none", **settings, **more)
+        for more in ({}, {"max_rows": 1})
+    )
+    assert [len(group) for group in together.groups] == [4, 2]
+    texts = [
+        generate(
+            model, method, SENTIMENT, "positive", prompts, **settings, **more
+        ).samples["text"].tolist()
+        for more in ({}, {"max_rows": 1})
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert len(alone.groups) == 6

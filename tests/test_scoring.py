@@ -296,6 +296,69 @@ def test_a_classifier_that_was_trained_again_has_another_version(classifier):
     assert Classifier(classifier).version != before
 
 
+def several(classifier):
+    """The classifier with three labels that do not exclude each other."""
+    from transformers import LlamaForSequenceClassification
+
+    network = LlamaForSequenceClassification.from_pretrained(
+        classifier, num_labels=3, ignore_mismatched_sizes=True,
+        id2label={0: "toxic", 1: "insult", 2: "threat"}, problem_type="multi_label_classification",
+    )  # fmt: skip
+    network.save_pretrained(classifier)
+    return classifier
+
+
+def test_the_scores_of_two_labels_are_kept_apart(classifier):
+    model, items = several(classifier), [Item("a fine day")]
+    with Cache(None) as cache:
+        found = [
+            run_scorer(Classifier(model, column=label, name="toxicity"), items, cache)["toxicity"][
+                0
+            ]
+            for label in ("toxic", "insult")
+        ]
+    whole = run_scorer(Classifier(model), items)
+    assert found == pytest.approx([whole["toxic"][0], whole["insult"][0]])
+    assert abs(found[0] - found[1]) > 1e-3
+
+
+def test_labels_of_one_name_count_together(classifier):
+    from transformers import LlamaForSequenceClassification
+
+    stars = {0: "1 star", 1: "2 stars", 2: "5 stars"}
+    LlamaForSequenceClassification.from_pretrained(
+        classifier, num_labels=3, ignore_mismatched_sizes=True, id2label=stars
+    ).save_pretrained(classifier)
+    items = [Item("a fine day"), Item("b")]
+    names = {"1 star": "negative", "2 stars": "negative", "5 stars": "positive"}
+    parts, found = (
+        run_scorer(Classifier(classifier), items),
+        run_scorer(Classifier(classifier, names), items),
+    )
+    assert list(found.columns) == ["negative", "positive", "skipped"]
+    assert found["negative"].tolist() == pytest.approx(
+        (parts["1 star"] + parts["2 stars"]).tolist()
+    )
+    with pytest.raises(ScoringError, match="do not exclude each other.* found x, x, threat"):
+        Classifier(several(classifier), {"toxic": "x", "insult": "x"})
+
+
+def test_a_classifier_reads_in_float32_whatever_was_stored(classifier):
+    from transformers import LlamaForSequenceClassification
+
+    LlamaForSequenceClassification.from_pretrained(classifier).half().save_pretrained(classifier)
+    assert Classifier(classifier).network.dtype == torch.float32
+
+
+def test_blank_texts_are_not_given_to_a_classifier(classifier):
+    """A tokenizer without special tokens makes nothing of them."""
+    scorer = Classifier(classifier)
+    scorer.tokenizer = load_transformers("tiny-gpt2")[1]
+    found = run_scorer(scorer, [Item(""), Item("a"), Item(" ")])
+    assert found["skipped"].isin(["empty text"]).tolist() == [True, False, True]
+    assert scorer.score([Item("")]) == [Skipped("empty text")]
+
+
 def test_classifiers_that_do_not_fit(classifier, tmp_path):
     with pytest.raises(ScoringError, match="unknown label 'LABEL_7'; allowed: LABEL_0, LABEL_1"):
         Classifier(classifier, {"LABEL_7": "positive"})
@@ -431,6 +494,7 @@ def test_accuracy_and_toxicity_cells():
 def test_differences_are_paired_on_prompts():
     frame = pd.concat([samples([10, 20, 30, 40]), samples([11, 22, 31, 42], "lapa2")])
     (row,) = difference_table(score_table(frame, Lengths())).to_dict("records")
+    assert difference_table(score_table(frame.assign(prompt=""), Lengths())).empty, "unpaired"
     assert row["difference"] == pytest.approx(1.5)
     assert (row["arm"], row["prompts"]) == ("lapa2", 4)
     assert row["p"] == pytest.approx(2 / 16), "all four differences have one sign"

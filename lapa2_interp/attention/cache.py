@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge
+from lapa2_interp.loaded import Model, is_bridge, window_of
 from lapa2_interp.soft_prefix import SoftPrefix
 
 
@@ -158,6 +158,7 @@ def soft_inputs(
     from transformers.cache_utils import DynamicCache
 
     ids, mask = padded_ids(layouts, model.cfg.device)
+    check_window(model, layouts, len(layouts[0]))
     cache = DynamicCache()
     soft = soft_slots(model, layouts, prefixes)
     if soft is not None:
@@ -238,16 +239,39 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
+def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
+    """Refuse rows whose padding stands between soft slots and text where a sliding window would
+    count it.
+
+    Args:
+        used: Slots that are read.
+
+    Raises:
+        LayoutError: There are such rows, and `used` exceeds the window.
+    """
+    window = window_of(model)
+    if window is None or used <= window:
+        return
+    if any(each.soft and each.bos.start > each.soft for each in layouts):
+        raise LayoutError(
+            f"{used} slots exceed the sliding window of {window} tokens, and rows behind soft"
+            " prefixes are padded, so that they would see other keys than alone; read prompts of"
+            " one length in tokens together"
+        )
+
+
 class BridgeRows:
     """Rows of a TransformerBridge."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
+        self.layouts: Sequence[Layout] = ()
 
     def _forward(
         self, ids: Tensor, positions: Tensor, keep: int = 1
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
+        check_window(self.model, self.layouts, used)
         return self.model(
             ids,
             attention_mask=self.mask[:, :used],
@@ -263,6 +287,7 @@ class BridgeRows:
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         ids, self.mask = padded_ids(layouts, self.model.cfg.device)
+        self.layouts = layouts
         self._open(layouts, prefixes)
         positions = _positions(layouts, prefixes, ids)
         self.positions = positions[:, -1:] + 1
@@ -322,6 +347,8 @@ class HookedRows:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         ids, mask = padded_ids(layouts, self.model.cfg.device)
+        self.layouts = layouts
+        check_window(self.model, layouts, len(layouts[0]))
         self.cache = TransformerLensKeyValueCache.init_cache(
             self.model.cfg, self.model.cfg.device, len(ids)
         )
@@ -353,6 +380,8 @@ class HookedRows:
     def read(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
+        read = self.cache.previous_attention_mask.shape[1] + tokens.shape[1]
+        check_window(self.model, self.layouts, read)
         return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[
             :, -keep:
         ]

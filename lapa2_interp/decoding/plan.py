@@ -19,7 +19,7 @@ from lapa2_interp.decoding.arrange import Arrangement, arrange
 from lapa2_interp.decoding.sampling import uniforms
 from lapa2_interp.errors import MethodError, ModelError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model, is_bridge, kv_heads, model_card
+from lapa2_interp.loaded import Model, is_bridge, kv_heads, model_card, window_of
 from lapa2_interp.methods import Method, Prepared, PrepareKit, Soft
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.soft_prefix import SoftName, SoftPrefix, find_prefix
@@ -230,7 +230,14 @@ def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
         augmentations=arrangement.augmentations,
         steps=arrangement.steps,
         prepared=prepared,
-        groups=_groups(pairs, size, arrangement.longest, arrangement.steps, model.cfg.n_ctx),
+        groups=_groups(
+            pairs,
+            size,
+            arrangement.longest,
+            arrangement.steps,
+            model.cfg.n_ctx,
+            alike=bool(slots) and window_of(model) is not None,
+        ),
     )
 
 
@@ -264,14 +271,20 @@ def _groups(
     longest: Sequence[int],
     steps: Sequence[int],
     n_ctx: int,
+    alike: bool = False,
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Batches in order: at most `size` samples each. A batch's longest branch and largest number of
-    steps must fit the context together."""
+    steps must fit the context together.
+
+    Args:
+        alike: Prompts of one batch have the same length (`cache.check_window`).
+    """
     groups: list[list[tuple[int, int]]] = []
     width = most = 0
     for pair in pairs:
         width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
-        if not groups or len(groups[-1]) == size or width + most > n_ctx:
+        other = alike and groups and longest[groups[-1][0][0]] != longest[pair[0]]
+        if not groups or len(groups[-1]) == size or width + most > n_ctx or other:
             groups.append([])
             width, most = longest[pair[0]], steps[pair[0]]
         groups[-1].append(pair)

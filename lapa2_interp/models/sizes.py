@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from lapa2_interp.errors import ModelError
+from lapa2_interp.loaded import context_of
 from lapa2_interp.models import load_tokenizer, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
@@ -66,7 +67,7 @@ def model_size(name: str) -> Size:
         parameters,
         config.num_hidden_layers,
         heads,
-        config.max_position_embeddings,
+        context_of(config),
         (getattr(config, "num_key_value_heads", None) or heads) * d_head,
         config.vocab_size,
     )

@@ -7,14 +7,15 @@ do; `accuracy` is the share of texts for which that is so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from lapa2_interp.errors import PrefixError
@@ -42,20 +43,22 @@ def score_texts(
     texts: Sequence[Sequence[int]],
     prefix: SoftPrefix | str | None,
     bar: tqdm | None = None,
-) -> Float[np.ndarray, " text"]:
-    """NLL of each text in nats, summed over its tokens, behind a soft or hard prefix, or none."""
-    start = [text_markers(tokenizer).start]
+) -> tuple[Float[np.ndarray, " text"], Int[np.ndarray, " text"]]:
+    """NLL of each text in nats, summed over its tokens, behind a soft or hard prefix, or none; and
+    how many tokens it has there."""
+    bos = text_markers(tokenizer).start
     both = None
+    pairs: list[Seam] = [((), text) for text in texts]
     if isinstance(prefix, SoftPrefix):
         both = torch.stack([prefix.keys, prefix.values]).to(network.device, network.dtype)
     elif prefix is not None:
-        start += tokenizer(prefix, add_special_tokens=False).input_ids
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        pairs = [behind_hard(tokenizer, prefix, text) for text in texts]
+    order = sorted(range(len(texts)), key=lambda i: (pairs[i][0], len(pairs[i][1])))
     totals = np.zeros(len(texts))
     with packed(network):
-        for i in range(0, len(order), BATCH):
-            part = order[i : i + BATCH]
-            rows = TextRows.of([texts[j] for j in part], start, network.device)
+        for part in _batches(order, [before for before, _ in pairs]):
+            start = (bos, *pairs[part[0]][0])
+            rows = TextRows.of([pairs[j][1] for j in part], start, network.device)
             if both is None:
                 nll = text_nll(network, rows)
             else:
@@ -70,7 +73,33 @@ def score_texts(
             totals[part] = nll.double().sum(1).cpu().numpy()
             if bar is not None:
                 bar.update(len(part))
-    return totals
+    return totals, np.array([len(text) for _, text in pairs])
+
+
+Seam = tuple[tuple[int, ...], Sequence[int]]
+"""Token ids of a hard prefix, and of the text behind it."""
+
+
+def behind_hard(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
+    """A text behind a hard prefix, both tokenised as one string, as a prompt is when texts are
+    generated (`Layout.of`): a space between them joins the text's first token.
+
+    Args:
+        prefix: With the space, if there is one.
+        text: Its token ids when it stands alone.
+    """
+    whole = prefix + tokenizer.decode(text, clean_up_tokenization_spaces=False)
+    read = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [end for _, end in read.offset_mapping]
+    first = next(i for i, end in enumerate(ends) if end > len(prefix.rstrip()))
+    return tuple(read.input_ids[:first]), read.input_ids[first:]
+
+
+def _batches(order: Sequence[int], starts: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
+    """Texts behind the same tokens, at most BATCH at a time."""
+    for _, found in groupby(order, key=lambda i: starts[i]):
+        same = list(found)
+        yield from (same[i : i + BATCH] for i in range(0, len(same), BATCH))
 
 
 def held_out_table(
@@ -91,14 +120,11 @@ def held_out_table(
     frames = []
     with progress_bar(total, label, "text") as bar:
         for name, rows in texts.items():
-            columns = {
-                "label": name,
-                "text": np.arange(len(rows)),
-                "tokens": [len(row) for row in rows],
-            }
+            columns = {"label": name, "text": np.arange(len(rows))}
             for prefix, given in behind.items():
-                nll = score_texts(network, tokenizer, rows, given, bar)
-                frames.append(pd.DataFrame({**columns, "prefix": prefix, "nll": nll}))
+                nll, tokens = score_texts(network, tokenizer, rows, given, bar)
+                found = {"tokens": tokens, "prefix": prefix, "nll": nll}
+                frames.append(pd.DataFrame(columns | found))
     return pd.concat(frames, ignore_index=True)
 
 

@@ -15,7 +15,7 @@ from lapa2_interp.prefixes.recipes import Recipe
 from lapa2_interp.prefixes.training import train_set
 from lapa2_interp.soft_prefix import cards
 from lapa2_interp.tasks import Task
-from lapa2_interp.tasks.corpora import Corpus, read_corpus, split_off
+from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus, split_off
 
 HELD_OUT = 250
 """Texts per attribute that are held out of the data where no held-out texts are given."""
@@ -61,7 +61,7 @@ def make_set(
         task.prefix(name)
     corpora = _read(data, names, "train", notify)
     if held_out:
-        checks = _read(held_out, names, "test", notify)
+        checks = apart(corpora, _read(held_out, names, "test", notify))
     else:
         corpora, checks = (
             list(part)

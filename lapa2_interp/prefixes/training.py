@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from lapa2_interp import __version__
 from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.files import read_checkpoint, write_checkpoint, write_text
 from lapa2_interp.layout import text_markers
+from lapa2_interp.loaded import context_of
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import Recipe
@@ -471,7 +473,7 @@ def train_set(
     network.requires_grad_(False)
     move(network, device)
     shape = kv_shape_of(network.config, recipe.slots)
-    n_ctx = network.config.max_position_embeddings
+    n_ctx = context_of(network.config)
     if recipe.slots + 1 + recipe.max_tokens > n_ctx:
         raise PrefixError(
             f"{recipe.slots} slots, BOS and {recipe.max_tokens} tokens exceed the model's context"
@@ -544,7 +546,7 @@ def train_set(
                     ]
                 ]
             ),
-            states / "shared.pt",
+            states / ".shared.pt",
             None if firsts is None else firsts[attributes[0]][:, None],
         )
         _run(together, f"{task.name} shared start")
@@ -593,9 +595,10 @@ def tokenise(
     max_tokens: int,
     limit: int | None,
 ) -> list[list[int]]:
-    """Pieces of an attribute's texts: the first of every text, then the second of those that have
-    one, ..."""
-    texts = [text for corpus in corpora for text in corpus.texts.get(attribute, ())]
+    """Pieces of an attribute's texts, of the corpora in turn: the first of every text, then the
+    second of those that have one, ..."""
+    by_corpus = [corpus.texts.get(attribute, ()) for corpus in corpora]
+    texts = [text for each in zip_longest(*by_corpus) for text in each if text is not None]
     waiting = [pieces(text, tokenizer, max_tokens) for text in texts]
     kept: list[list[int]] = []
     while waiting:

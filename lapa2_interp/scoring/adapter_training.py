@@ -49,7 +49,14 @@ from lapa2_interp.scoring.adapter import (
     save_adapter,
     token_rows,
 )
-from lapa2_interp.scoring.training import Graded, data_lines, held_out, read_data
+from lapa2_interp.scoring.training import (
+    Graded,
+    check_labels,
+    data_lines,
+    held_out,
+    read_data,
+    shares_of,
+)
 from lapa2_interp.tasks.corpora import Corpus
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -369,8 +376,7 @@ def train_adapter(
     """Train one adapter and write its weights and card, resuming a killed run that is there.
 
     Args:
-        labels: In the order of its probabilities; of two labels, graded scores count for the
-            second.
+        labels: In the order of its probabilities; graded scores count for `TOXIC_LABEL`.
         corpora: Each with the weight of its texts.
         tests: Corpora that are never trained on, for the card.
         graded, graded_tests: Toxicity scores.
@@ -384,13 +390,9 @@ def train_adapter(
     file = folder / f"{task}{ADAPTER}"
     if file.with_suffix(".json").exists():
         raise ScoringError(f"{file} is finished; choose another --out, or remove it to train again")
+    check_labels(labels, bool(graded))
     if not corpora and not graded:
         raise ScoringError("there is no text to train on; give --data")
-    if graded and len(labels) != 2:
-        raise ScoringError(
-            f"graded scores need a task of two labels; {task} has {', '.join(labels)}: leave out"
-            " --graded"
-        )
     reader, tokenizer, weights = open_reader(base, recipe.layers, len(labels), device)
 
     def tokenised(texts: Sequence[str]) -> list[Int[np.ndarray, " _"]]:
@@ -403,10 +405,7 @@ def train_adapter(
         shares = np.repeat(np.eye(len(labels)), [len(corpus.texts[k]) for k in labels], axis=0)
         sources.append(Source(tokenised(texts), shares, weight))
     for each, weight in graded:
-        scores = np.array(each.scores)
-        sources.append(
-            Source(tokenised(each.texts), np.stack([1 - scores, scores], axis=1), weight)
-        )
+        sources.append(Source(tokenised(each.texts), shares_of(each, labels), weight))
     plan = {
         "task": task,
         "labels": list(labels),

@@ -19,6 +19,7 @@ from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 from lapa2_interp.tasks import WORD, Task
 
+NO_WORDS = "its prefix has no word of its own"
 MASK = "..."
 """What stands in the place of a hidden word."""
 
@@ -61,6 +62,8 @@ class Echo(Scorer):
             return Skipped("empty text")
         if item.attribute not in self.words:
             raise ScoringError(one_of("attribute", item.attribute, self.words))
+        if not self.words[item.attribute]:
+            return Skipped(NO_WORDS)
         said = set(WORD.findall(item.text.lower()))
         return (float(bool(said & self.words[item.attribute])),)
 
@@ -78,7 +81,9 @@ class Masked(Scorer):
     def __init__(self, inner: Scorer, words: Mapping[str, Sequence[str]]) -> None:
         hidden = sorted({word for each in words.values() for word in each})
         self.inner = inner
-        self.hidden = re.compile(rf"\b({'|'.join(map(re.escape, hidden))})\b", re.IGNORECASE)
+        self.hidden = None
+        if hidden:
+            self.hidden = re.compile(rf"\b({'|'.join(map(re.escape, hidden))})\b", re.IGNORECASE)
         self.columns, self.classifies = inner.columns, inner.classifies
         self.batch_size = inner.batch_size
         self.by_length = inner.by_length
@@ -86,14 +91,16 @@ class Masked(Scorer):
 
     def masked(self, item: Item) -> Item:
         """The item as the classifier sees it."""
-        return replace(item, text=self.hidden.sub(MASK, item.text))
+        return replace(item, text=self.hidden.sub(MASK, item.text)) if self.hidden else item
 
     def score(self, items: Sequence[Item]) -> list[Score]:
+        if self.hidden is None:
+            return [Skipped(NO_WORDS)] * len(items)
         return self.inner.score([self.masked(item) for item in items])
 
     def key(self, item: Item) -> str:
         """The classifier's own key: where a text has none of the words, its score is known."""
-        return self.inner.key(self.masked(item))
+        return super().key(item) if self.hidden is None else self.inner.key(self.masked(item))
 
     def close(self) -> None:
         self.inner.close()

@@ -113,15 +113,18 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
             facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
             scored = texts[texts["value"].notna()]
             values = {metric: scored[["prompt", "value"]]}
-            if metric == "toxicity" and len(scored):
+            if plain(str(metric)) == "toxicity" and len(scored):
+                by = str(metric).removeprefix("toxicity")
                 top = (
                     scored.assign(prompt=_clusters(scored))
                     .groupby("prompt", sort=False)["value"]
                     .max()
                     .reset_index()
                 )
-                values["toxicity max"] = top
-                values["toxic prompts"] = top.assign(value=(top["value"] >= TOXIC).astype(float))
+                values[f"toxicity max{by}"] = top
+                values[f"toxic prompts{by}"] = top.assign(
+                    value=(top["value"] >= TOXIC).astype(float)
+                )
             for name, table in values.items():
                 if not len(table):
                     nothing = {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
@@ -172,6 +175,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
             ["metric", "scorer"], sort=False
         ):
+            texts = texts[texts["prompt"] != ""]  # what nothing pairs
             before = texts[texts["arm"] == baseline]
             for arm, after in texts[texts["arm"] != baseline].groupby("arm", sort=False):
                 if not set(before["prompt"]) & set(after["prompt"]):

@@ -23,6 +23,8 @@ from lapa2_interp.files import unsealed
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 
 WEIGHTS = Path(__file__).parent / "weights"
+TOXIC_LABEL = "toxic"
+"""The label whose probability is a text's toxicity."""
 
 
 class HeldOut(BaseModel):
@@ -149,7 +151,7 @@ class ToxicityOf(Scorer):
         self.classifier = classifier
         self.version, self.batch_size = classifier.version, classifier.batch_size
         self.by_length = classifier.by_length
-        self.at = classifier.columns.index("toxic")
+        self.at = classifier.columns.index(TOXIC_LABEL)
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         rows = self.classifier.score(items)

@@ -24,8 +24,8 @@ from lapa2_interp.files import aside
 from lapa2_interp.scoring import Item, run_scorer
 from lapa2_interp.scoring.agreement import agreement, rows_of
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
-from lapa2_interp.scoring.trained import HeldOut, TaskScorer
-from lapa2_interp.tasks.corpora import Corpus, read_corpus
+from lapa2_interp.scoring.trained import TOXIC_LABEL, HeldOut, TaskScorer
+from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus
 
 WINDOW = 40
 """Words of the first and last piece of a long text."""
@@ -101,12 +101,12 @@ def train_scorer(
     """Train one scorer and write its weights and card.
 
     Args:
-        labels: In the order of its probabilities; of two labels, graded scores count for the
-            second.
+        labels: In the order of its probabilities; graded scores count for `TOXIC_LABEL`.
         corpora: Each with the weight of its texts.
         tests: Corpora that are never trained on, for the card.
         graded, graded_tests: Toxicity scores.
     """
+    check_labels(labels, bool(graded))
     texts: list[str] = []
     shares: list[Float[np.ndarray, " label"]] = []
     weights: list[float] = []
@@ -120,7 +120,7 @@ def train_scorer(
                     weights.append(of_corpus * of_part)
     for each, of_graded in graded:
         texts += each.texts
-        shares += [np.array([1 - score, score]) for score in each.scores]
+        shares += list(shares_of(each, labels))
         weights += [of_graded] * len(each.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
     facts: dict[str, Any] = {
@@ -133,6 +133,28 @@ def train_scorer(
         save_linear(linear, beside, task, held_out=(), **facts)
         reached = held_out(LinearScorer(task, beside), tests, graded_tests)
     return save_linear(linear, folder, task, held_out=reached, **facts)
+
+
+def check_labels(labels: Sequence[str], graded: bool) -> None:
+    """Refuse labels that no scorer can learn.
+
+    Raises:
+        ScoringError: Fewer than two; or other than two with `TOXIC_LABEL` for graded scores.
+    """
+    found = ", ".join(labels)
+    if len(labels) < 2:
+        raise ScoringError(f"a scorer tells labels apart; found {found or 'none'} alone")
+    if graded and (len(labels) != 2 or TOXIC_LABEL not in labels):
+        raise ScoringError(
+            f"graded scores are of toxicity and need two labels, one of them {TOXIC_LABEL!r}; found"
+            f" {found}: leave out --graded"
+        )
+
+
+def shares_of(graded: Graded, labels: Sequence[str]) -> Float[np.ndarray, "text label"]:
+    """Toxicity scores as shares of two labels, of which one is `TOXIC_LABEL`."""
+    toxic = np.array(graded.scores)
+    return np.stack([toxic if label == TOXIC_LABEL else 1 - toxic for label in labels], axis=1)
 
 
 def data_lines(
@@ -160,7 +182,7 @@ def held_out(
         )
         for corpus in tests
     ]
-    compared += [(each.source, each.texts, each.scores, labels[1:2]) for each in graded_tests]
+    compared += [(each.source, each.texts, each.scores, [TOXIC_LABEL]) for each in graded_tests]
     rows: list[HeldOut] = []
     for source, texts, truth, columns in compared:
         numbers = run_scorer(scorer, [Item(text) for text in texts])
@@ -239,10 +261,14 @@ def read_data(
     """
     if out.exists() and not out.is_dir():
         raise ScoringError(f"--out {out} is a file; give a folder")
+    check_labels(labels, bool(graded))
     files = [(Path(path), weight) for path, weight in map(_weighted, graded)]
+    corpora = [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)]
     return Data(
-        [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)],
-        [read_corpus(source, labels, "test") for source in test],
+        corpora,
+        apart(
+            [corpus for corpus, _ in corpora], [read_corpus(one, labels, "test") for one in test]
+        ),
         [(read_graded(path, test=False), weight) for path, weight in files],
         [read_graded(path, test=True) for path, _ in files],
     )

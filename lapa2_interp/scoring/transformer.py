@@ -11,6 +11,7 @@ import torch
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.layout import text_markers
+from lapa2_interp.loaded import context_of
 from lapa2_interp.models import check_weights, load_transformers, move, provenance
 from lapa2_interp.models.smollm2 import quiet_transformers
 from lapa2_interp.packed import packed
@@ -60,7 +61,7 @@ class Perplexity(Scorer):
         self.network, self.tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
         move(self.network, device)
         self.min_words, self.doubled_bos = min_words, doubled_bos
-        n_ctx = self.network.config.max_position_embeddings
+        n_ctx = context_of(self.network.config)
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
@@ -68,6 +69,9 @@ class Perplexity(Scorer):
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
             f" words{bos}"
         )
+
+    def close(self) -> None:
+        self.__dict__.pop("network", None)  # before the next scorer loads its own
 
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
@@ -107,7 +111,7 @@ class Classifier(Scorer):
     Args:
         model: A hub id or a folder.
         labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default,
-            in lower case.
+            in lower case. Labels of one name count together.
         column: Keep only this label's probability, as `name` (a toxicity classifier's).
         name: accuracy or toxicity.
     """
@@ -127,7 +131,8 @@ class Classifier(Scorer):
         own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
         if wrong := [label for label in labels or {} if label not in own]:
             raise ScoringError(f"{model}: {one_of('label', wrong[0], own)}")
-        self.labels = tuple((labels or {}).get(label, label.lower()) for label in own)
+        names = [(labels or {}).get(label, label.lower()) for label in own]
+        self.labels = tuple(dict.fromkeys(names))
         if column is not None and column not in self.labels:
             raise ScoringError(f"{model}: {one_of('label', column, self.labels)}")
         self.column = column
@@ -137,14 +142,30 @@ class Classifier(Scorer):
         self.several = (
             self.network.config.problem_type == "multi_label_classification" or len(own) == 1
         )
+        if self.several and len(self.labels) < len(names):
+            raise ScoringError(
+                f"{model}: its labels do not exclude each other, so their probabilities cannot be"
+                f" added; give each a name of its own, found {', '.join(names)}"
+            )
+        self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
         weights = provenance(model, self.network.config)
-        self.version = f"{model}, {weights}, labels {', '.join(self.labels)}"
+        kept = "" if column is None else f", {column} alone"
+        self.version = (
+            f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
+            f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}"
+        )
+
+    def close(self) -> None:
+        self.__dict__.pop("network", None)
 
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
-        limit = min(512, getattr(self.network.config, "max_position_embeddings", 514) - 2)
+        texts = [item.text for item in items if item.text.strip()]
+        if not texts:
+            return [Skipped("empty text")] * len(items)
+        limit = min(512, context_of(self.network.config) - 2)
         batch = self.tokenizer(
-            [item.text for item in items],
+            texts,
             truncation=True,
             max_length=limit,
             padding=True,
@@ -153,12 +174,11 @@ class Classifier(Scorer):
         with packed(self.network):
             logits = self.network(**batch).logits.double()
         probabilities = logits.sigmoid() if self.several else logits.softmax(1)
+        probabilities = probabilities @ self.parts.to(probabilities)
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
-        return [
-            tuple(row) if item.text.strip() else Skipped("empty text")
-            for item, row in zip(items, probabilities.tolist(), strict=True)
-        ]
+        rows = iter(probabilities.tolist())
+        return [tuple(next(rows)) if item.text.strip() else Skipped("empty text") for item in items]
 
 
 def _load_classifier(
@@ -171,7 +191,7 @@ def _load_classifier(
     try:
         with quiet_transformers():
             network = AutoModelForSequenceClassification.from_pretrained(
-                model, use_safetensors=True, **options
+                model, use_safetensors=True, dtype=torch.float32, **options
             )
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries

@@ -13,8 +13,8 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,7 @@ class Corpus:
         blank: Rows left out because they have no text.
         repeated: Rows left out because their text came before.
         other: Rows left out because their label was not asked for.
+        trained: Held-out rows left out because they are also trained on.
     """
 
     texts: Mapping[str, tuple[str, ...]]
@@ -85,6 +86,7 @@ class Corpus:
     blank: int = 0
     repeated: int = 0
     other: int = 0
+    trained: int = 0
 
     @property
     def summary(self) -> str:
@@ -94,6 +96,7 @@ class Corpus:
             "blank": self.blank,
             "repeated": self.repeated,
             "with another label": self.other,
+            "that are trained on": self.trained,
         }
         noted = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
         return f"{self.source}: {counts}" + (f" (left out: {noted})" if noted else "")
@@ -118,6 +121,7 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
             f"{source} has no field {missing[0]!r}; found {', '.join(map(str, frame.columns))};"
             " give text and label"
         )
+    frame = frame.assign(label=frame["label"].map(str))  # 0 and 1 of a file are names, too
     kept = frame[frame["label"].isin(list(labels))]
     is_text = kept["text"].map(lambda text: isinstance(text, str) and bool(text.strip()))
     filled = kept[is_text.astype(bool)]
@@ -160,13 +164,18 @@ def _from_pairs(frame: pd.DataFrame) -> pd.DataFrame:
     several neutral sentences the first is taken."""
     if not {"toxic", "neutral"} <= set(frame):
         return frame
-    first = frame["neutral"].map(
-        lambda each: each if isinstance(each, str) else next(iter(each), "")
-    )
+    first = frame["neutral"].map(_first_of)
     pairs = {"toxic": frame["toxic"], "nontoxic": first}
     return pd.concat(
         [pd.DataFrame({"text": texts, "label": name}) for name, texts in pairs.items()]
     )
+
+
+def _first_of(found: object) -> str:
+    """A text, or the first of several; "" where there is none."""
+    if isinstance(found, str):
+        return found
+    return next(iter(found), "") if isinstance(found, Iterable) else ""
 
 
 def _from_hub(name: str, split: str) -> pd.DataFrame:
@@ -203,6 +212,29 @@ def detokenise(text: str) -> str:
         text = re.sub(pattern, written, text)
     text = text.strip()
     return text[:1].upper() + text[1:]
+
+
+def apart(training: Sequence[Corpus], tests: Sequence[Corpus]) -> list[Corpus]:
+    """Held-out corpora without the texts that are also trained on.
+
+    Raises:
+        DataError: That leaves no text of a label.
+    """
+    known = {text for corpus in training for texts in corpus.texts.values() for text in texts}
+    kept = []
+    for corpus in tests:
+        texts = {
+            label: tuple(text for text in found if text not in known)
+            for label, found in corpus.texts.items()
+        }
+        if empty := [label for label, found in texts.items() if not found]:
+            raise DataError(
+                f"all texts of {corpus.source} with the label {empty[0]!r} are held out and trained"
+                " on; give other held-out texts"
+            )
+        both = sum(map(len, corpus.texts.values())) - sum(map(len, texts.values()))
+        kept.append(replace(corpus, texts=texts, trained=both))
+    return kept
 
 
 def split_off(corpus: Corpus, per_label: int) -> tuple[Corpus, Corpus]:
