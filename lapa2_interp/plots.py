@@ -7,7 +7,9 @@ across drawings.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import BytesIO
+from itertools import cycle
 
 import numpy as np
 import pandas as pd
@@ -15,6 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.")
+
+
+def styles() -> Iterator[tuple[str, str]]:
+    """Colour and dash of one curve after another, without an end: no curve is left out."""
+    return cycle((colour, dash) for dash in DASHES for colour in COLOURS)
 
 
 class Drawing(Figure):
@@ -50,11 +58,11 @@ def attention_curves(
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
-    for colour, (arm, curve) in zip(
-        COLOURS, steps[steps["name"] == name].groupby("arm", sort=False), strict=False
+    for (colour, dash), (arm, curve) in zip(
+        styles(), steps[steps["name"] == name].groupby("arm", sort=False), strict=False
     ):
         t = curve["step"].to_numpy()
-        axes.plot(t, curve["mean"], color=colour, lw=1.4, label=arm)
+        axes.plot(t, curve["mean"], color=colour, ls=dash, lw=1.4, label=arm)
         axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
         if fits is None:
             continue
@@ -124,8 +132,10 @@ def calibration_curves(curves: pd.DataFrame) -> Drawing:
     figure = new_figure(3.6, 3.6)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="#999999", lw=0.8, ls=":")
-    for colour, (scorer, curve) in zip(COLOURS, curves.groupby("scorer", sort=False), strict=False):
-        axes.plot(curve["prediction"], curve["truth"], color=colour, lw=1.2, label=scorer)
+    for (colour, dash), (scorer, curve) in zip(
+        styles(), curves.groupby("scorer", sort=False), strict=False
+    ):
+        axes.plot(curve["prediction"], curve["truth"], color=colour, ls=dash, lw=1.2, label=scorer)
         size = 4 + 60 * curve["n"] / curve["n"].sum()
         axes.scatter(curve["prediction"], curve["truth"], s=size, color=colour, lw=0)
     plain_axes(axes, "mean prediction", "mean truth")
@@ -145,7 +155,7 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     keys = list(dict.fromkeys(tokens["key"]))
     arms = list(dict.fromkeys(tokens["arm"]))
     names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
-    for i, (arm, colour) in enumerate(zip(arms, COLOURS, strict=False)):
+    for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):
         part = tokens[tokens["arm"] == arm].set_index("key").loc[keys]
         error = np.abs(part[["low", "high"]].to_numpy().T - part["mean"].to_numpy())
         x = np.arange(len(keys)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
@@ -156,6 +166,7 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
                 0.8 / len(arms),
                 yerr=error[:, chosen],
                 color=colour,
+                hatch=None if dash == "-" else "//" * DASHES.index(dash),
                 label=arm,
                 error_kw={"lw": 0.8},
             )

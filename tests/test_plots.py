@@ -42,3 +42,28 @@ def test_plots_draw_their_tables():
     first, second = plots.head_maps(heads).axes[:2]
     assert first.images[0].get_array().tolist() == [[0, 1], [1, 2]]
     assert second.images[0].get_array().tolist() == [[1, 1], [1, 1]]
+
+
+def test_no_arm_is_left_out():
+    """Of more arms than colours the next have another dash, or hatch."""
+    arms = [f"arm {i}" for i in range(16)]
+    numbers = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
+    steps = pd.DataFrame(
+        [
+            {"arm": arm, "name": "prefix", "step": step} | numbers
+            for arm in arms
+            for step in range(3)
+        ]
+    )
+    lines = plots.attention_curves(steps).axes[0].lines
+    assert [line.get_label() for line in lines] == arms
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 16
+    tokens = pd.DataFrame(
+        [{"arm": arm, "key": key} | numbers for arm in arms for key in ("BOS", "p1")]
+    )
+    bars = plots.prefix_token_bars(tokens).axes[1].containers
+    assert len([each for each in bars if hasattr(each, "patches")]) == 16
+    curves = pd.DataFrame(
+        [{"scorer": arm, "prediction": 0.5, "truth": 0.5, "n": 3} for arm in arms]
+    )
+    assert len(plots.calibration_curves(curves).axes[0].lines) == 1 + 16

@@ -6,7 +6,9 @@ import html as html_of
 import io
 import json
 import re
+import shutil
 import subprocess
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -20,9 +22,11 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cli import main
 from lapa2_interp.errors import CircuitError, RunError, TraceError
+from lapa2_interp.page import embedded
 from lapa2_interp.runs.read import FinishedCell
 from lapa2_interp.viewer import MODULE
 from lapa2_interp.viewer.packing import FLOOR, pack, precision, quantised, restored
+from lapa2_interp.viewer.reading import read_study
 
 HOSTILE = (
     "=1</script><script>document.title='x'</script><img src=x onerror=alert(1)>&amp; '\"\u2028"
@@ -159,6 +163,91 @@ def test_what_differs_from_the_recorded_attention_is_refused(run):
     }
     with pytest.raises(TraceError, match="differs from what the run recorded, by up to 0.01"):
         view(dataclasses.replace(run, held=held), model=model)
+
+
+def test_recorded_attention_that_is_no_number_is_refused(run):
+    held = {
+        key: FinishedCell(made.manifest, made.samples, made.trace.assign(bos=made.trace["bos"] * np.nan))
+        for key, made in run.held.items()
+    }  # fmt: skip
+    with pytest.raises(TraceError, match="differs from what the run recorded, by up to nan"):
+        view(dataclasses.replace(run, held=held), model=load("planted"))
+
+
+def test_attention_over_all_texts_is_over_steps_that_all_have(run):
+    """It falls with the step, so a text that ended early would look more controlled."""
+    model = load("planted")
+    found = view(run, model=model).found
+    length = len(found.readings[0].tokens)
+    assert found.steps == length
+
+    def cut(made, row, to):
+        tokens = [text[:to] if i == row else text for i, text in enumerate(made.samples["tokens"])]
+        parts = {name: made.trace[name].copy() for name in ("prefix", "bos", "prompt", "generated")}
+        for part in parts.values():
+            part[:, row, to:] = np.nan
+        return FinishedCell(
+            made.manifest, made.samples.assign(tokens=tokens), made.trace.assign(parts)
+        )
+
+    key = found.chosen.cells["alpha 0.5 paper"].key
+    held = run.held | {key: cut(cut(run.held[key], 3, 4), 1, 0)}
+    short = view(dataclasses.replace(run, held=held), model=model).found
+    assert short.steps == 4
+    for reading, cell, there in zip(
+        short.readings, short.chosen.cells.values(), (range(4), (0, 2, 3)), strict=True
+    ):
+        trace = run.trace(cell.key)["prefix"].sel(branch=short.branch).to_numpy()
+        prompts = run.held[cell.key].samples["prompt"].to_numpy()
+        means = [
+            np.mean([trace[i, :4].mean(0) for i in there if prompts[i] == prompt], axis=0)
+            for prompt in dict.fromkeys(prompts)
+        ]
+        assert np.allclose(reading.of_run["mean"], np.mean(means, axis=0), atol=1e-6)
+
+
+def test_arms_of_different_seeds_are_not_set_side_by_side(run):
+    other = run_of(
+        load("planted"), "prefix", "sentiment", ["positive"], ["The lake", "The book"],
+        length=14, samples=2, seed=4, trace="full", parameters={"prefixes": "hard"},
+    )  # fmt: skip
+    both = dataclasses.replace(run, plan=run.plan | other.plan, held=run.held | other.held)
+    with pytest.raises(TraceError, match=r"cells of several kinds \(seed: 3, 4\).*--only seed=3"):
+        view(both, model=load("planted"))
+    assert (
+        view(both, model=load("planted"), only={"seed": 4})
+        .data["facts"]["prompt"]
+        .endswith("seed 4)")
+    )
+
+
+def test_a_study_of_many_attributes_says_which_one_it_is_about(shown, study, tmp_path):
+    shutil.copytree(study, tmp_path / "study")
+    chosen = SimpleNamespace(
+        task=SimpleNamespace(name="sentiment", attributes=dict.fromkeys("abc"))
+    )
+    found = SimpleNamespace(model=shown.found.model, readings=shown.found.readings, chosen=chosen)
+    about = [each.about for each in read_study(tmp_path / "study", found).values()]
+    assert about
+    assert all(each.endswith(", a against the others") for each in about)
+    assert not any("against" in each.about for each in shown.heads.values())
+
+
+def test_numbers_that_are_not_finite_stay_out_of_the_page(shown):
+    found = shown.found
+    first = dataclasses.replace(
+        found.readings[0], control={"js": [np.inf] * len(found.readings[0].tokens)}
+    )
+    data = dataclasses.replace(shown, found=dataclasses.replace(found, readings=(first,))).data
+    assert set(data["arms"][0]["control"]["js"]) == {None}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embedded({"a": np.inf})
+
+
+def test_more_attention_than_memory_is_refused(run, monkeypatch):
+    monkeypatch.setattr("lapa2_interp.viewer.reading.memory", lambda: 1000)
+    with pytest.raises(TraceError, match="12 steps of all heads need .* memory.*show fewer steps"):
+        view(run, model=load("planted"))
 
 
 def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
@@ -496,7 +585,136 @@ def test_arms_of_unequal_lengths(browser, shown, tmp_path):
     browser.ask("new Promise(done => setTimeout(() => done(0), 100))")
     for panel in ("text", "map", "grid"):
         assert browser.ask(f"{VIEW}.viewer.file('{panel}', 'SVG').then(blob => blob.size)") > 1000
+
+    def table(panel):
+        text = browser.ask(f"{VIEW}.viewer.file('{panel}', 'CSV').then(blob => blob.text())")
+        return pd.read_csv(
+            io.StringIO(text.removeprefix("\ufeff")), keep_default_na=False, na_values=[""]
+        )
+
+    # The arm that has ended shows no other step's numbers, and means are over steps of both.
+    browser.ask(f"{VIEW}.viewer.set({{ colour: 'read' }})")
+    words = table("text")
+    assert (
+        words.loc[words["arm"] == "alpha 0.5 paper", "attention of the step's query"].isna().all()
+    )
+    means = table("grid")["mean over steps, difference"].to_numpy()
+    masses = [each.masses[0, :5].mean(0).ravel() for each in (first, second)]
+    assert np.allclose(means, masses[1] - masses[0], atol=1e-6)
     quiet(browser, place)
+
+
+def test_heads_without_a_number_are_sorted_last(browser, shown, tmp_path):
+    """Log-odds of a head that does not attend to the prefix at all."""
+    first, second = shown.found.readings
+    masses = second.masses.copy()
+    masses[0, :, 0, 1] = 0
+    found = dataclasses.replace(
+        shown.found, readings=(first, dataclasses.replace(second, masses=masses))
+    )
+    place = dataclasses.replace(shown, found=found).save(tmp_path / "view.html")
+    opened(browser, place, "grid=odds&order=1")
+    layers, heads = masses.shape[2:]
+    drawn = []
+    for column in range(heads):
+        browser.hover(*middle(browser, 5, 0, column, layers, heads))
+        drawn.append(told(browser)["head"])
+    odds = [np.log(each.masses[0, 0, 0] / each.masses[1:, 0, 0].sum(0)) for each in (first, second)]
+    rising = odds[1] - odds[0]
+    rising[1] = -np.inf
+    assert drawn == [f"0.{head}" for head in np.argsort(-rising, kind="stable")]
+
+
+def test_a_difference_below_the_rounding_is_drawn_as_none(browser, shown, tmp_path):
+    first, second = shown.found.readings
+    patterns = tuple(each * np.float32(1.001) for each in first.patterns)
+    same = dataclasses.replace(second, patterns=patterns, tokens=first.tokens)
+    found = dataclasses.replace(shown.found, readings=(first, same))
+    for bits, least in ((8, 0.0), (16, 1e-5)):
+        place = dataclasses.replace(shown, found=found, bits=bits).save(tmp_path / f"{bits}.html")
+        opened(browser, place, "head=1.2&step=3")
+        most = browser.ask(
+            "[...document.querySelectorAll('.map .most')].map(each => each.textContent)"
+        )
+        assert (float(most[2]) > least) == (bits == 16)
+        assert "(±" in browser.ask("document.querySelector('.readout').textContent")
+        quiet(browser, place)
+
+
+def test_a_mark_that_turns_text_around_does_not_turn_the_numbers(browser, shown, tmp_path):
+    data = dataclasses.replace(shown).data
+    data["arms"][0]["keys"][3] = data["arms"][1]["keys"][3] = "\u202eabc"
+    other = dataclasses.replace(shown)
+    other.__dict__["data"] = data
+    opened(browser, other.save(tmp_path / "view.html"), "key=3&step=4")
+    told_here = browser.ask("document.querySelector('.readout').textContent")
+    assert "“\u2068\\u202eabc\u2069”" in told_here
+    assert "\u202e" not in told_here
+
+
+def test_a_pixel_shows_the_largest_of_its_cells(browser, shown, tmp_path):
+    """More keys than pixels: one key of strong attention is not lost."""
+    first = shown.found.readings[0]
+    size, live, steps = first.masses.shape[2:], shown.found.layout.n_live, 400
+    patterns = []
+    for step in range(steps):
+        pattern = np.full((*size, live + step), 1e-4, np.float32)
+        pattern[..., 0] = 0.5  # a strong key in the first column, and one between pixels
+        pattern[..., min(203, live + step - 1)] = 0.9
+        patterns.append(pattern)
+    masses = np.full((4, steps, *size), 0.25, np.float32)
+    long = dataclasses.replace(
+        first, tokens=(70,) * steps, patterns=tuple(patterns), masses=masses, control={}
+    )
+    found = dataclasses.replace(shown.found, readings=(long,))
+    place = dataclasses.replace(shown, found=found, heads={}).save(tmp_path / "view.html")
+    opened(browser, place, "head=1.2")
+    drawn = ElementTree.fromstring(
+        browser.ask(f"{VIEW}.viewer.file('map', 'SVG').then(blob => blob.text())")
+    )
+    rects = [each.attrib for each in drawn.iter() if each.tag.endswith("rect")]
+    assert len(rects) < 130_000
+    assert not [each for each in rects if float(each["width"]) <= 0 or float(each["height"]) <= 0]
+    strong = [float(each["x"]) for each in rects if each["fill"] == "rgb(8,48,107)"]
+    assert len(strong) > 100
+    assert max(strong) - min(strong) > 50, "a band along the last key, then one column"
+
+
+def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
+    opened(browser, place, "head=1.2&pin=0.1&step=2")
+    steps, live = len(shown.found.readings[0].tokens), shown.found.layout.n_live
+    keys = live + steps - 1
+    browser.click(*middle(browser, 3, 6, 2, steps, keys))  # the pinned head's map
+    assert browser.ask("location.hash") == "#step=6&head=1.2&key=2&pin=0.1"
+    before = told(browser)
+    browser.hover(*middle(browser, 0, 0, keys - 1, steps, keys))  # no such key at this step
+    assert told(browser) == before
+    stopped = """(() => { const pressed = new KeyboardEvent('keydown', { key: 'p', ctrlKey: true, cancelable: true, bubbles: true });
+      document.querySelector('canvas').dispatchEvent(pressed); return pressed.defaultPrevented; })()"""
+    assert browser.ask(stopped) is False
+    assert browser.ask("location.hash") == "#step=6&head=1.2&key=2&pin=0.1"
+    browser.ask("history.replaceState = () => { throw new Error('too often'); }; 0")
+    browser.ask("document.querySelector('input[name=step]').focus()")
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert told(browser)["step"] == "8", "although the address could not be written"
+    quiet(browser, place)
+
+
+def test_the_focus_stays_where_a_table_is_sorted(browser, place):
+    opened(browser, place)
+    browser.ask("document.querySelector('.grid details').open = true; 0")
+    browser.ask("new Promise(done => setTimeout(() => done(0), 100))")
+    active = "document.activeElement.textContent"
+    browser.ask("document.querySelectorAll('.grid th button')[1].focus()")
+    name = browser.ask(active)
+    for _ in range(2):
+        browser.press("Enter")
+        assert browser.ask(active) == name
+    browser.ask("document.querySelectorAll('.grid tbody button')[5].focus()")
+    head = browser.ask(active)
+    browser.press("Enter")
+    assert (browser.ask(active), told(browser)["head"]) == (head, head)
 
 
 def test_hostile_text_does_not_act(browser, tmp_path):

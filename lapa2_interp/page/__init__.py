@@ -65,10 +65,14 @@ def template(name: str, folder: Path | None = None) -> Template:
 
 
 def embedded(data: Any) -> Markup:
-    """JSON that can stand in a script element whatever its strings are."""
+    """JSON that can stand in a script element whatever its strings are.
+
+    Raises:
+        ValueError: A number is not finite: JSON has no such numbers, and no browser would read it.
+    """
     from markupsafe import Markup
 
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return Markup(text)

@@ -128,7 +128,8 @@ def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
 
 
 def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
-    """Mean over steps and samples of every head's sums: columns arm, layer, head, then the sums."""
+    """Every head's sums, mean over each text's steps and then over texts: columns arm, layer, head,
+    then the sums."""
     at = _branch_number(trace, branch)
     if "head" not in trace["prefix"].dims:
         raise TraceError("this trace is pooled over heads; record it with --trace full")
@@ -137,7 +138,8 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         part = trace.isel(branch=at, sample=members.index.to_numpy())
         means = (
             part[list(SUMS)]
-            .mean(("sample", "step"))
+            .mean("step")
+            .mean("sample")
             .to_dataframe()
             .reset_index()[["layer", "head", *SUMS]]
         )

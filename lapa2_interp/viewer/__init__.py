@@ -161,8 +161,7 @@ def view(
         model=model,
         device=device,
     )
-    task = next(iter(chosen.cells.values())).task.name
-    heads = {} if circuits is None else read_study(Path(circuits), found, task)
+    heads = {} if circuits is None else read_study(Path(circuits), found)
     return View(found, heads, bits)
 
 
@@ -203,7 +202,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
             "method": cell.method + (f" ({cell.variant})" if cell.variant else ""),
             "branch": f"{found.branch} (of {', '.join(found.branches)})",
             "prefix": found.prefix or "none",
-            "prompt": f"{found.chosen.prompt} (sample {found.chosen.sample})",
+            "prompt": f"{found.chosen.prompt} (sample {found.chosen.sample}, seed {cell.seed})",
         },
         "same": len({each.tokens for each in found.readings}) == 1,
         "layers": n_layers,
@@ -213,6 +212,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
         "masses": list(MASSES),
         "arms": arms,
         "differences": {name: _plain(grid) for name, grid in found.differences.items()},
+        "runSteps": found.steps,
         "noControl": found.no_control,
         "study": {
             name: {
@@ -233,10 +233,10 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
 
 
 def _plain(values: np.ndarray) -> Any:
-    """An array as lists with seven digits; None where there is no number."""
+    """An array as lists with seven digits; None where there is no finite number."""
 
     def number(value: float) -> float | None:
-        return None if math.isnan(value) else float(f"{value:.7g}")
+        return float(f"{value:.7g}") if math.isfinite(value) else None
 
     if values.ndim == 1:
         return [number(float(value)) for value in values]

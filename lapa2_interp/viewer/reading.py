@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +31,20 @@ from lapa2_interp.kit import ModelKit
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.models import load_model
+from lapa2_interp.packed import memory
 from lapa2_interp.runs.attention import ALIKE
 from lapa2_interp.runs.read import FinishedCell, Run
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
+from lapa2_interp.tasks import Task
+from lapa2_interp.trace.recorder import trace_bytes
 
 MASSES = ("prefix", "bos", "prompt", "generated")
 SAME = {"float32": 1e-3, "float64": 1e-3}
 """How far attention that is read again may be from what the run recorded, by dtype."""
 SAME_IN_HALF = 0.1
+COPIES = 3
+"""Copies of the attention that exist together: as recorded, stacked, and packed."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ class Chosen:
     cells: Mapping[str, Cell]
     prompt: str
     sample: int
+
+    @property
+    def task(self) -> Task:
+        """The task of the cells."""
+        return next(iter(self.cells.values())).task
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,8 @@ class Reading:
         control: By metric, the control at every step in nats; empty where there is none.
         off: The largest difference from the sums that the run recorded; None where it recorded none
             of this text.
-        of_run: Attention on the part that is steered, mean over steps, over all texts of the cell:
-            mean, low and high [layer, head]; empty without a full trace.
+        of_run: Attention on the part that is steered, mean over the first `Found.steps` steps, over
+            all texts of the cell: mean, low and high [layer, head]; empty without a full trace.
     """
 
     arm: str
@@ -96,6 +107,7 @@ class Found:
         readings: One for every arm.
         no_control: Why there is no control; "" where there is.
         differences: `Reading.of_run` of the second arm minus the first, paired by prompt.
+        steps: Steps that every text of the arms has; texts without tokens are left out.
         model: The card's name, dtype and weights.
     """
 
@@ -107,6 +119,7 @@ class Found:
     readings: tuple[Reading, ...]
     no_control: str
     differences: Mapping[str, Float[np.ndarray, "layer head"]]
+    steps: int
     model: Mapping[str, str]
     tokenizer: Any
 
@@ -131,7 +144,7 @@ def choose(
     if not len(cells):
         told = " with " + " and ".join(f"{a}={b}" for a, b in only.items()) if only else ""
         raise TraceError(f"{run.name} has no finished cell{told}; `lapa2 runs` lists its cells")
-    for name in ALIKE:
+    for name in (*ALIKE, "seed"):
         values = list(dict.fromkeys(cells[name]))
         if len(values) > 1:
             raise TraceError(
@@ -143,7 +156,7 @@ def choose(
         raise TraceError(one_of("attribute", attribute, attributes))
     cells = cells[cells["attribute"] == (attribute or attributes[0])]
     by_arm: dict[str, Cell] = {}
-    for key in cells.sort_values("max_length", ascending=False, kind="stable")["key"]:
+    for key in cells["key"]:
         by_arm.setdefault(run.plan[key].arm, run.plan[key])
     others = [name for name in by_arm if name != "baseline"]
     if arm is not None and arm not in others:
@@ -223,6 +236,15 @@ def read_again(
     if same_text:
         rows = [rows[0]] * len(rows)
     size = (model.cfg.n_layers, model.cfg.n_heads)
+    longest = max(map(len, rows))
+    need = COPIES * trace_bytes(
+        "full", len(rows), longest, *size, math.prod(size), layouts[0].n_live + longest
+    )
+    if need > 0.9 * (there := memory()):
+        raise TraceError(
+            f"{longest} steps of all heads need about {need / 1e9:.0f} GB of memory, and here are"
+            f" {there / 1e9:.0f} GB; show fewer steps"
+        )
     trace = teacher_forced(
         model,
         layouts,
@@ -232,6 +254,11 @@ def read_again(
         branch=names[number],
         patterns=[(layer, head) for layer in range(size[0]) for head in range(size[1])],
     )
+    if not all(np.isfinite(trace[mass].to_numpy()[0, i, : len(tokens)]).all()
+               for i, tokens in enumerate(rows) for mass in MASSES):  # fmt: skip
+        raise TraceError("attention is not a number here; the model or its dtype overflows")
+    lengths = [run.cell(cell.key).samples["tokens"].map(len) for cell in chosen.cells.values()]
+    shared_steps = min(int(each[each > 0].min()) for each in lengths)
     readings, gaps, why = [], [], ""
     part = "prefix" if layouts[0].l_pre else "prompt"
     items = zip(chosen.cells.items(), plans, texts, rows, strict=True)
@@ -247,17 +274,28 @@ def read_again(
         made = run.cell(cell.key)
         if made.trace is not None and not (same_text and i):
             off = _off(made.trace, names[number], row, masses)
-            if off > SAME.get(cell.dtype, SAME_IN_HALF):
+            if not off <= SAME.get(cell.dtype, SAME_IN_HALF):
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
                     f" {off:.2g}; the model or its libraries are not those of the run"
                 )
-        values, why = _control(model, cell, chosen.prompt, tokens, todo, number)
-        by_prompt = _by_prompt(made, names[number], part)
+        values, none = _control(model, cell, chosen.prompt, tokens, todo, number)
+        why = why or none
+        by_prompt = _by_prompt(made, names[number], part, shared_steps)
         gaps.append(by_prompt)
         augmentation, mean = todo.augmentations[number], _interval(by_prompt)
         readings.append(
-            Reading(name, augmentation, tuple(tokens), end, patterns, masses, values, off, mean)
+            Reading(
+                name,
+                augmentation,
+                tuple(tokens),
+                "" if same_text and i else end,
+                patterns,
+                masses,
+                values,
+                off,
+                mean,
+            )
         )
     paired: dict[str, np.ndarray] = {}
     if len(gaps) == 2:
@@ -273,6 +311,7 @@ def read_again(
         tuple(readings),
         why,
         paired,
+        shared_steps,
         {"name": card.name, "dtype": card.dtype, "weights": card.weights},
         model.tokenizer,
     )
@@ -310,8 +349,8 @@ def _off(
     for name, again in zip(MASSES, masses, strict=True):
         there = part[name].to_numpy()[0, row, :steps]
         now = again if there.ndim == 3 else again.mean((1, 2))
-        worst = max(worst, float(np.abs(there - now).max()))
-    return worst
+        worst = np.maximum(worst, np.abs(there - now).max())  # NaN stays
+    return float(worst)
 
 
 def _control(
@@ -343,14 +382,19 @@ def _control(
 
 
 def _by_prompt(
-    made: FinishedCell, branch: str, part: str
+    made: FinishedCell, branch: str, part: str, steps: int
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
-    """By prompt, a cell's attention on a part, mean over texts and steps; empty without a full
-    trace."""
+    """By prompt, a cell's attention on a part, mean over its texts and the first steps; empty
+    without a full trace.
+
+    Attention falls with the step, so all texts give the same ones. A text without tokens gives
+    none.
+    """
     if made.trace is None or "head" not in made.trace[part].dims:
         return {}
-    values = np.nanmean(made.trace.sel(branch=[branch])[part].to_numpy()[0], axis=1)
-    prompts = made.samples["prompt"].to_numpy()
+    filled = (made.samples["tokens"].map(len) > 0).to_numpy()
+    recorded = made.trace.sel(branch=[branch])[part].to_numpy()[0, filled]
+    values, prompts = recorded[:, :steps].mean(1), made.samples["prompt"].to_numpy()[filled]
     return {str(text): values[prompts == text].mean(0) for text in dict.fromkeys(prompts)}
 
 
@@ -382,12 +426,11 @@ class HeadValues:
     high: Float[np.ndarray, "layer head"]
 
 
-def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
+def read_study(folder: Path, found: Found) -> dict[str, HeadValues]:
     """What a study's folder knows of every head: effect, write, and effect_lex where it has words.
 
     Args:
         folder: Written by `lapa2 circuits`.
-        task: The run's.
 
     Raises:
         CircuitError: The folder is no study, or one of another model or task.
@@ -395,6 +438,7 @@ def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
     try:
         settings = unsealed((folder / "question.json").read_text("utf-8"))[0]["settings"]
         there, about = settings["model"]["weights"], settings["task"]
+        target = settings["attribute"]
         tables = {"head": pd.read_csv(folder / "head.csv")}
         if (folder / "writes.csv").is_file():
             tables["writes"] = pd.read_csv(folder / "writes.csv")
@@ -403,6 +447,7 @@ def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
             f"{folder} is not a finished study ({type(error).__name__}: {error}); `lapa2 circuits"
             " MODEL --out FOLDER` makes one"
         ) from error
+    task = found.chosen.task.name
     if there != found.model["weights"] or about != task:
         raise CircuitError(
             f"{folder} is about {settings['model']['name']} and {about}, and the run about"
@@ -414,6 +459,9 @@ def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
         "effect_lex": ("head", "lex_effect", "lex_", "lex lost without the head", "nats a step"),
         "write": ("writes", "direct", "", "written from the prefix", "logits a step"),
     }
+    # Of two attributes, what one gains the other loses; of more, the study is about one of them.
+    names = found.chosen.task.attributes
+    of = f", {target or next(iter(names))} against the others" if len(names) > 2 else ""
     values = {}
     for name, (table, column, mark, about, unit) in wanted.items():
         if table not in tables or column not in tables[table]:
@@ -426,5 +474,5 @@ def read_study(folder: Path, found: Found, task: str) -> dict[str, HeadValues]:
                 raise CircuitError(f"{folder}/{table}.csv has heads that the model does not have")
             grid[rows["layer"], rows["head"]] = rows[each]
             grids.append(grid)
-        values[name] = HeadValues(about, unit, *grids)
+        values[name] = HeadValues(about + of, unit, *grids)
     return values

@@ -69,7 +69,10 @@ export async function unpack(data) {
     return on > 0 && off > 0 ? Math.log(on / off) : MISSING;
   }
 
-  return { n, first, row, mass, odds };
+  /** How far the difference of two numbers of rows may be from that of the attention. */
+  const unsure = (a, b) => data.precision * (a + b);
+
+  return { n, first, row, mass, odds, unsure };
 }
 
 // --- drawing
@@ -93,8 +96,8 @@ const inkOn = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#1f2328"
 
 /** A scale from numbers to colours: from 0 to max, from -max to max (`split`), or from min to max. */
 function scaleOf(max, split, log, theme, min = 0) {
-  const least = max * 1e-3;
-  const place = size => log && min === 0
+  const least = max * 1e-3, bent = Boolean(log) && min === 0;
+  const place = size => bent
     ? Math.log1p(size / least) / Math.log1p(max / least)
     : (size - min) / (max - min);
   const colour = value => {
@@ -102,7 +105,7 @@ function scaleOf(max, split, log, theme, min = 0) {
     if (!split) return mixed(RAMPS[theme], place(value));
     return mixed(SPLITS[theme], 0.5 + 0.5 * Math.sign(value) * Math.min(place(Math.abs(value)), 1));
   };
-  return { min: split ? -max : min, max, split, colour };
+  return { min: split ? -max : min, max, split, log: bent, colour };
 }
 
 /** What panels draw with, as SVG text. */
@@ -155,13 +158,17 @@ function drawPanel(ctx, panel, width, height, look, left = 0, top = 0) {
   const box = boxOf(panel, width, height);
   ctx.fillStyle = look.hole;
   ctx.fillRect(left + box.x(0), top + box.y(0), box.x(panel.cols) - box.x(0), box.y(panel.rows) - box.y(0));
+  const largest = new Map();  // where cells are more than pixels, a pixel shows the largest of its cells
   for (let r = 0; r < panel.rows; r++) {
     for (let c = 0; c < panel.cols; c++) {
-      const value = panel.value(r, c);
-      if (Number.isNaN(value)) continue;
-      ctx.fillStyle = css(panel.scale.colour(value));
-      ctx.fillRect(left + box.x(c), top + box.y(r), box.x(c + 1) - box.x(c), box.y(r + 1) - box.y(r));
+      const value = panel.value(r, c), place = box.y(r) * width + box.x(c), known = largest.get(place);
+      if (Number.isNaN(value) || known && Math.abs(known.value) >= Math.abs(value)) continue;
+      largest.set(place, { value, r, c });
     }
+  }
+  for (const { value, r, c } of largest.values()) {
+    ctx.fillStyle = css(panel.scale.colour(value));
+    ctx.fillRect(left + box.x(c), top + box.y(r), Math.max(1, box.x(c + 1) - box.x(c)), Math.max(1, box.y(r + 1) - box.y(r)));
   }
   for (const [c, stop, colour] of panel.strips) {
     ctx.fillStyle = colour;
@@ -178,7 +185,7 @@ function drawPanel(ctx, panel, width, height, look, left = 0, top = 0) {
   for (const [r, c, colour] of panel.marks) {
     ctx.strokeStyle = colour;
     const [r0, r1] = r === null ? [0, panel.rows] : [r, r + 1], [c0, c1] = c === null ? [0, panel.cols] : [c, c + 1];
-    ctx.strokeRect(left + box.x(c0) + 0.5, top + box.y(r0) + 0.5, box.x(c1) - box.x(c0) - 1, box.y(r1) - box.y(r0) - 1);
+    ctx.strokeRect(left + box.x(c0) + 0.5, top + box.y(r0) + 0.5, Math.max(1, box.x(c1) - box.x(c0) - 1), Math.max(1, box.y(r1) - box.y(r0) - 1));
   }
 }
 
@@ -192,7 +199,9 @@ const shown = (value, sign = false) => {
 };
 const within = each => each.low === null || each.low === undefined || Number.isNaN(each.low)
   ? "" : ` [${shown(each.low)}, ${shown(each.high)}]`;
-const quoted = text => `“${text.replace(/\n/g, "↵")}”`;
+/** Model text in a line of ours: in isolation, and with marks that would turn the line around made visible. */
+const quoted = text => `“\u2068${text.replace(/\n/g, "↵").replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
+  mark => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`)}\u2069”`;
 const csvCell = value => {
   if (typeof value === "number") return Number.isNaN(value) ? "" : String(value);
   // What a spreadsheet may run as a formula stands behind an apostrophe, as in scoring/human.py.
@@ -231,6 +240,7 @@ export async function render({ model, el, hash = false }) {
   }
   const numbers = await unpack(data), { n, first } = numbers, arms = data.arms, two = arms.length === 2;
   const steps = Math.max(...arms.map(arm => arm.steps)), keys = first + steps - 1;
+  const both = Math.min(...arms.map(arm => arm.steps));  // attention falls with the step: means are over the same ones
   const metrics = Object.keys(arms[0].control);
   const headName = head => head === "mean" ? "mean" : `${Math.floor(head / data.heads)}.${head % data.heads}`;
   const headOf = text => {
@@ -245,10 +255,10 @@ export async function render({ model, el, hash = false }) {
   colours.none = "nothing";
   const grids = {
     mass: `attention on the ${data.steered}, this step`,
-    text: `attention on the ${data.steered}, mean over this text`,
+    text: `attention on the ${data.steered}, mean over ${both === steps ? "this text" : `steps 0-${both - 1}, which both texts have`}`,
     odds: `log-odds of the ${data.steered}, this step`,
   };
-  if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run`;
+  if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run, steps 0-${data.runSteps - 1}`;
   for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
 
   const usual = { step: 0, head: "mean", key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
@@ -281,8 +291,10 @@ export async function render({ model, el, hash = false }) {
   const set = wanted => {
     take(wanted);
     hover = null;
-    if (hash) writeHash();
     show();
+    try {
+      if (hash) writeHash();
+    } catch { /* a browser that limits how often: the next move writes it */ }
   };
 
   // --- panels
@@ -292,6 +304,8 @@ export async function render({ model, el, hash = false }) {
     const style = getComputedStyle(root), read = name => style.getPropertyValue(name).trim();
     return { ink: read("--ink"), pale: read("--pale"), hole: read("--hole"), page: read("--page"), mark: read("--mark"), pin: read("--pin") };
   };
+  /** b - a, or 0 where it is not more than the numbers' rounding. */
+  const resolved = (a, b) => Math.abs(b - a) <= numbers.unsure(a, b) ? 0 : b - a;
   const masked = key => state.bos && partOf(key) === "bos";
 
   /** The ends of a panel's values; 0 is one of them unless the values have another lower end. */
@@ -310,7 +324,7 @@ export async function render({ model, el, hash = false }) {
     const shared = [Math.min(...all.map(ends => ends[0])), Math.max(...all.map(ends => ends[1]))];
     for (const panel of panels) {
       const [low, high] = panel.apart || state.scale === "own" ? endsOf(panel) : shared;
-      panel.scale = scaleOf(high, panel.split, log, theme(), low);
+      panel.scale = low > high ? scaleOf(MISSING, false, log, theme(), MISSING) : scaleOf(high, panel.split, log, theme(), low);
     }
     return panels;
   }
@@ -325,7 +339,7 @@ export async function render({ model, el, hash = false }) {
     const of = headOf(head), rows = arms.map((arm, i) => Array.from({ length: arm.steps }, (_, step) => numbers.row(i, step, of)));
     const cell = i => (step, key) => masked(key) ? MISSING : rows[i][step]?.[key] ?? MISSING;
     const panels = arms.map((arm, i) => ({ title: arm.name, value: cell(i), split: false }));
-    if (two) panels.push({ title: "difference", apart: true, value: (step, key) => cell(1)(step, key) - cell(0)(step, key), split: true });
+    if (two) panels.push({ title: "difference", apart: true, value: (step, key) => resolved(cell(0)(step, key), cell(1)(step, key)), split: true });
     for (const panel of panels) {
       Object.assign(panel, { rows: steps, cols: keys, strips, column: String, head, kind: "map" });
     }
@@ -346,8 +360,8 @@ export async function render({ model, el, hash = false }) {
       odds: (i, head) => state.step < arms[i].steps ? numbers.odds(i, state.step, head) : MISSING,
       text: (i, head) => {
         let sum = 0;
-        for (let step = 0; step < arms[i].steps; step++) sum += numbers.mass(i, data.steered, step, head);
-        return sum / arms[i].steps;
+        for (let step = 0; step < both; step++) sum += numbers.mass(i, data.steered, step, head);
+        return sum / both;
       },
     }[name];
     const found = arms.map((arm, i) => ({ title: arm.name, split: false, open: name === "odds", ...heads(head => read(i, head)) }));
@@ -355,12 +369,16 @@ export async function render({ model, el, hash = false }) {
     return found;
   }
 
+  /** Heads without a number come last, in their own order; 0 where both have one. */
+  const lacks = value => value === null || value === undefined || Number.isNaN(value);
+  const after = (values, a, b) => lacks(values[a]) - lacks(values[b]) || (lacks(values[a]) ? a - b : 0);
+
   function gridsOf() {
     const each = valuesOf(state.grid), lead = each[each.length - 1].mean;
     // By layer, the heads in the order in which they stand.
     const order = Array.from({ length: data.layers }, (_, layer) => {
       const heads = Array.from({ length: data.heads }, (_, head) => layer * data.heads + head);
-      return state.order ? heads.sort((a, b) => (lead[b] ?? -Infinity) - (lead[a] ?? -Infinity)) : heads;
+      return state.order ? heads.sort((a, b) => after(lead, a, b) || lead[b] - lead[a] || a - b) : heads;
     });
     return scaled(each.map(values => ({
       ...values, rows: data.layers, cols: data.heads, strips: [], kind: "grid", order,
@@ -371,8 +389,8 @@ export async function render({ model, el, hash = false }) {
 
   function columnsOf() {
     const found = {};
-    for (const name of Object.keys(grids).filter(name => name !== "text")) {
-      valuesOf(name).forEach((each, i) => { found[name + i] = { ...each, name, title: data.study[name] ? grids[name] : `${{ mass: "attention", odds: "log-odds", run: "all texts" }[name]}, ${each.title}` }; });
+    for (const name of Object.keys(grids)) {
+      valuesOf(name).forEach((each, i) => { found[name + i] = { ...each, name, title: data.study[name] ? grids[name] : `${{ mass: "attention", text: "mean over steps", odds: "log-odds", run: "all texts" }[name]}, ${each.title}` }; });
     }
     return found;
   }
@@ -427,10 +445,10 @@ export async function render({ model, el, hash = false }) {
   // --- what the page says about itself
 
   const facts = { ...data.facts };
-  arms.forEach(arm => { facts[arm.name] = `augmentation ${arm.rule}; ${arm.steps} tokens shown, the text ended by: ${arm.end}`; });
+  arms.forEach(arm => { facts[arm.name] = `augmentation ${arm.rule}; ${arm.steps} tokens shown${arm.end && `, the text ended by: ${arm.end}`}`; });
   about.append(make("dl", {}, ...Object.entries(facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])));
   const notes = [
-    `Attention on single keys was read again with the run's model, under the arm's augmentation at the same steps. It is stored in ${2 ** data.bits - 1} steps of a log scale from ${data.floor.toExponential(1)} to 1, so a number is right to ${(100 * data.precision).toPrecision(2)} % of itself; less is shown as 0. Attention on whole parts is stored as float32.`,
+    `Attention on single keys was read again with the run's model, under the arm's augmentation at the same steps. It is stored in ${2 ** data.bits - 1} steps of a log scale from ${data.floor.toExponential(1)} to 1, so a number is right to ${(100 * data.precision).toPrecision(2)} % of itself; less is shown as 0. A difference of two such numbers is uncertain by this part of their sum, and is drawn as 0 where it is not larger. Attention on whole parts is stored as float32.`,
     ...arms.map(arm => arm.off === null ? `${arm.name}: the run recorded no attention of this text to compare with.`
       : `${arm.name}: the largest difference from the attention that the run recorded is ${arm.off.toExponential(1)}.`),
     data.same ? "The arms have the same text." : "Each arm has a text of its own. At keys of the text a difference compares places, not words.",
@@ -489,10 +507,11 @@ export async function render({ model, el, hash = false }) {
     });
     canvas.addEventListener("pointerleave", () => { hover = null; tell(); });
     canvas.addEventListener("click", event => {
-      const found = place(event);
-      if (found) set(hovered(found));
+      const found = place(event), to = found && hovered(found);
+      if (to) set(found.panel.kind === "map" ? { step: to.step, key: to.key } : to);
     });
     canvas.addEventListener("keydown", event => {
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
       const { panel } = drawn.get(canvas), to = panel.kind === "map" ? movedInMap(event.key, panel) : movedInGrid(event.key, panel);
       if (!to) return;
       event.preventDefault();
@@ -501,8 +520,8 @@ export async function render({ model, el, hash = false }) {
     return make("figure", {}, make("figcaption", {}, make("b", {}),
       make("span", { className: "key" }, make("span", { className: "least" }), make("i", { className: "bar" }), make("span", { className: "most" }))), canvas);
   }
-  const hovered = ({ panel, cell: [r, c] }) => panel.kind === "map"
-    ? { step: r, key: Math.min(c, first + r - 1), head: panel.head } : { head: headName(panel.order[r][c]) };
+  const hovered = ({ panel, cell: [r, c] }) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
+    : c < first + r ? { step: r, key: c, head: panel.head } : null;
   function movedInMap(pressed, panel) {
     const { step, key } = state, last = first + step - 1;
     const moves = {
@@ -529,13 +548,13 @@ export async function render({ model, el, hash = false }) {
 
   // --- the text
 
-  const nothing = key => key.text === "" ? "·" : key.text.replace(/\n/g, "↵\n");
+  const nothing = key => key.text === "" ? "·" : key.text.replace(/\n/g, "↵");
   function wordsOf(i) {
     const arm = arms[i], head = headOf(state.head);
     return arm.keys.map((text, key) => {
-      const step = key - first, of = Math.min(state.step, arm.steps - 1);
+      const step = key - first;
       let value = MISSING;
-      if (state.colour === "read") value = key < first + of ? numbers.row(i, of, head)[key] : MISSING;
+      if (state.colour === "read") value = state.step < arm.steps && key < first + state.step ? numbers.row(i, state.step, head)[key] : MISSING;
       else if (step >= 0 && state.colour !== "none") {
         value = state.colour === "mass" ? numbers.mass(i, data.steered, step, head) : state.colour === "bos" ? numbers.mass(i, "bos", step, head)
           : arm.control[state.colour]?.[step] ?? MISSING;
@@ -564,8 +583,8 @@ export async function render({ model, el, hash = false }) {
         }
         if (word.key === at && state.step < arm.steps) token.setAttribute("aria-current", "step");
         token.setAttribute("aria-label", `${quoted(word.text)}, ${word.step >= 0 ? `step ${word.step}` : PARTS[word.part]}: ${shown(word.value)}`);
-        return token;
-      }));
+        return word.text.includes("\n") ? [token, make("br")] : [token];
+      }).flat());
       const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line,
         make("span", { className: "key" }, shown(scales[i].min), make("i", { className: "bar", style: `background: linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((scales[i].split ? SPLITS : RAMPS)[theme()], t))).join(",")})` }), shown(scales[i].max)));
       column.dataset.arm = i;
@@ -583,6 +602,7 @@ export async function render({ model, el, hash = false }) {
   });
   texts.addEventListener("pointerleave", () => { hover = null; tell(); });
   texts.addEventListener("keydown", event => {
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
     const to = { ArrowLeft: state.step - 1, ArrowRight: state.step + 1, Home: 0, End: steps - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
@@ -606,9 +626,19 @@ export async function render({ model, el, hash = false }) {
     return make("div", { className: "box", tabIndex: 0, role: "region", "aria-label": caption },
       make("table", {}, make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...body)));
   }
+  /** A table anew, with the place that was scrolled to and the element that had the focus. */
   function fill(details, build) {
-    details.querySelector(".box")?.remove();
-    if (details.open) details.append(build());
+    const old = details.querySelector(".box"), focusable = box => [box, ...box.querySelectorAll("button")];
+    const at = old ? focusable(old).indexOf(root.ownerDocument.activeElement) : -1, [top, left] = [old?.scrollTop, old?.scrollLeft];
+    const pressed = root.ownerDocument.activeElement?.getAttribute("aria-label");
+    old?.remove();
+    if (!details.open) return;
+    const box = build();
+    details.append(box);
+    if (!old) return;
+    [box.scrollTop, box.scrollLeft] = [top, left];
+    const same = pressed && [...box.querySelectorAll("button")].find(each => each.getAttribute("aria-label") === pressed);
+    if (at >= 0) (same ?? focusable(box)[at])?.focus({ preventScroll: true });
   }
   function mapRows() {
     const head = headOf(state.head), there = armsAt(state.step), rows = arms.map((arm, i) => there.includes(i) ? numbers.row(i, state.step, head) : null);
@@ -631,9 +661,8 @@ export async function render({ model, el, hash = false }) {
   function sortedHeads(columns) {
     const order = Array.from({ length: n }, (_, head) => head), sign = state.down ? -1 : 1;
     if (state.sort === "head") return state.down ? order.reverse() : order;
-    const value = head => columns[state.sort].mean[head];
-    const lacks = head => value(head) === null || Number.isNaN(value(head));
-    return order.sort((a, b) => lacks(a) - lacks(b) || (lacks(a) ? 0 : sign * (value(a) - value(b))) || a - b);
+    const { mean } = columns[state.sort];
+    return order.sort((a, b) => after(mean, a, b) || sign * (mean[a] - mean[b]) || a - b);
   }
 
   // --- the readout
@@ -644,11 +673,12 @@ export async function render({ model, el, hash = false }) {
     const masses = arms.map((arm, i) => there.includes(i) ? numbers.mass(i, data.steered, now.step, head) : MISSING);
     const odds = arms.map((arm, i) => there.includes(i) ? numbers.odds(i, now.step, head) : MISSING);
     const beside = (list, sign) => arms.map((arm, i) => `${arm.name} ${shown(list[i])}`).join(", ") + (two ? `, difference ${shown(list[1] - list[0], sign)}` : "");
+    const rounding = two && !Number.isNaN(values[1] - values[0]) ? ` (±${numbers.unsure(...values).toPrecision(1)})` : "";
     const named = i => arms[i].keys[key] ?? "", same = new Set(arms.map((arm, i) => named(i))).size === 1;
     const word = same ? quoted(named(0)) : arms.map((arm, i) => quoted(named(i))).join(" / ");
     const next = arms.map((arm, i) => there.includes(i) ? quoted(arm.keys[first + now.step]) : "none");
     const lines = [
-      `Step ${now.step} predicts ${new Set(next).size === 1 ? next[0] : next.join(" / ")}. ${head === "mean" ? "Mean of all heads" : `Head ${now.head}`}, key ${key} ${word} (${PARTS[partOf(key)]}): ${beside(values, true)}.`,
+      `Step ${now.step} predicts ${new Set(next).size === 1 ? next[0] : next.join(" / ")}. ${head === "mean" ? "Mean of all heads" : `Head ${now.head}`}, key ${key} ${word} (${PARTS[partOf(key)]}): ${beside(values, true)}${rounding}.`,
       `On the ${data.steered}: ${beside(masses, true)}. Log-odds: ${beside(odds, true)}.`,
     ];
     for (const metric of metrics) lines.push(`Control ${metric}: ${beside(arms.map(arm => arm.control[metric]?.[now.step] ?? MISSING), true)}.`);
@@ -705,12 +735,14 @@ export async function render({ model, el, hash = false }) {
         ...arms.flatMap((arm, i) => wordsOf(i).map(word => [arm.name, word.key, word.step < 0 ? "" : word.step, PARTS[word.part], word.text, word.value]))];
     }
     if (panel === "map") {
-      const rows = [["layer", "head", "arm", "step", "key", "part", "token", "attention"]];
+      const rows = [["layer", "head", "arm", "step", "key", "part", "token", "attention", ...(two ? ["difference from the other arm"] : [])]];
       for (const head of [state.head, ...(state.pin && state.pin !== state.head ? [state.pin] : [])]) {
         const names = head === "mean" ? ["mean", "mean"] : head.split(".").map(Number);
         arms.forEach((arm, i) => {
           for (let step = 0; step < arm.steps; step++) {
-            numbers.row(i, step, headOf(head)).forEach((value, key) => rows.push([...names, arm.name, step, key, PARTS[partOf(key)], arm.keys[key], value]));
+            const other = two && step < both ? numbers.row(1 - i, step, headOf(head)) : null;
+            numbers.row(i, step, headOf(head)).forEach((value, key) => rows.push([...names, arm.name, step, key, PARTS[partOf(key)], arm.keys[key],
+              masked(key) ? MISSING : value, ...(two ? [other && !masked(key) ? value - other[key] : MISSING] : [])]));
           }
         });
       }
@@ -757,19 +789,20 @@ export async function render({ model, el, hash = false }) {
     }
     const groups = panel === "grid" ? [["", gridsOf()]] : [[state.head, mapsOf(state.head)], ...(state.pin && state.pin !== state.head ? [[state.pin, mapsOf(state.pin)]] : [])];
     const w = 340, h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, across = groups[0][1].length;
-    const ctx = start(across * w + 10, groups.length * (h + 40) + 10);
+    const tall = h + 53, ctx = start(across * w + 10, groups.length * tall + 10);
     ctx.fillStyle = look.page;
-    ctx.fillRect(0, 0, across * w + 10, groups.length * (h + 40) + 10);
+    ctx.fillRect(0, 0, across * w + 10, groups.length * tall + 10);
     groups.forEach(([head, panels], g) => panels.forEach((each, i) => {
       ctx.font = bold;
       ctx.textAlign = "left";
       ctx.fillStyle = look.ink;
-      const what = panel === "grid" ? grids[state.grid] : head === "mean" ? "mean of all heads" : `head ${head}`;
-      ctx.fillText(data.study[state.grid] && panel === "grid" ? what : `${each.title}: ${what}`, 10 + i * w, 20 + g * (h + 40));
+      const what = panel === "grid" ? (data.study[state.grid] ? each.title : grids[state.grid]) : head === "mean" ? "mean of all heads" : `head ${head}`;
+      ctx.fillText(each.title, 10 + i * w, 20 + g * tall);
       ctx.font = "10px sans-serif";
       ctx.fillStyle = look.pale;
-      ctx.fillText(`colours from ${shown(each.scale.min)} to ${shown(each.scale.max)}${state.log ? ", log" : ""}`, 10 + i * w, 34 + g * (h + 40));
-      drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 38 + g * (h + 40));
+      const drawn = `colours from ${shown(each.scale.min)} to ${shown(each.scale.max)}${each.scale.log ? ", log" : ""}`;
+      [...(what === each.title ? [] : [what]), drawn].forEach((line, l) => ctx.fillText(line, 10 + i * w, 34 + 13 * l + g * tall));
+      drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 51 + g * tall);
     }));
     return ctx;
   }
