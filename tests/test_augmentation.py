@@ -148,8 +148,9 @@ def test_layers_and_heads_that_select_nothing():
 
 
 def test_malformed_json():
-    with pytest.raises(AugmentationError):
-        Augmentation.from_json('{"alpha": "much"}')
+    for text, message in (('{"alpha": "much"}', "alpha.*'much'"), ('{"alpha": 1', "JSON")):
+        with pytest.raises(AugmentationError, match=message):
+            Augmentation.from_json(text)
 
 
 def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():

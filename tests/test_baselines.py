@@ -7,6 +7,7 @@ import json
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 
 import networkx as nx
@@ -274,10 +275,11 @@ def test_models_whose_neurons_cannot_be_set_are_refused(monkeypatch):
         match=r"the model has no blocks.3.mlp.experts.hook_pre .* use a model with one MLP",
     ):
         assert_neurons_live(model)
-    monkeypatch.setattr(
-        neurons, "neuron_point", lambda model, layer, at="pre": f"blocks.{layer}.attn.hook_pattern"
-    )
-    monkeypatch.setattr(neurons, "STRONG", 0.0)
+    monkeypatch.undo()
+    assert_neurons_live(model)
+    monkeypatch.setattr(neurons, "with_neurons_set", lambda model, every: nullcontext())
+    with pytest.raises(DeadHookError, match=r"blocks.3.mlp.hook_pre does not move the logits"):
+        assert_neurons_live(model)
 
 
 def freectrl(word_file, **parameters):

@@ -67,6 +67,11 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
         "kv",
         "all_queries",
     )
+    flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
+    assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
+    (found,) = load_run(tmp_path / "other").cell().manifest.arms.values()
+    assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
+    assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
 
 
 def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
@@ -243,11 +248,11 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --method datg --top-k 0 --out OUT", "top_k must be at least 1, found 0"),
         (f"{GENERATE} --task nope --out OUT", "unknown task 'nope'"),
         (GENERATE.replace("positive", "nope") + " --out OUT", "unknown attribute 'nope'"),
-        (f"{GENERATE} --alpha -1 --out OUT", "alpha"),
-        (f"{GENERATE} --alpha nan --out OUT", "alpha"),
+        (f"{GENERATE} --alpha -1 --out OUT", "alpha of law 'log' should be .*, found -1"),
+        (f"{GENERATE} --alpha nan --out OUT", "alpha: input should be a finite number, found nan"),
         (f"{GENERATE} --law constant --out OUT", "needs l0"),
         (f"{GENERATE} --layers 9 --out OUT", "layer 9 does not exist"),
-        (f"{GENERATE} --layers middle --out OUT", "layers"),
+        (f"{GENERATE} --layers middle --out OUT", "layers: takes 'all', .* found 'middle'"),
         (f"{GENERATE} --layers 1,x --out OUT", "not a list such as 0,1,5"),
         (f"{GENERATE} --heads 1.9 --out OUT", "does not exist"),
         (f"{GENERATE} --heads 1-2 --out OUT", "not a list such as"),

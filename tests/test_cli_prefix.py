@@ -77,6 +77,43 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     assert "alpha must be above 0, found 0" in capsys.readouterr().err
 
 
+def test_the_scores_of_both_arms_are_told_apart(trained, monkeypatch):
+    """A stand-in finds the attribute in each text with LAPA2, and in none without."""
+    from lapa2_interp.runs import prefix_accuracy
+    from lapa2_interp.scoring.tables import score_table
+
+    def by_arm(texts, scorer):
+        found = score_table(texts, scorer)
+        return found.assign(value=(texts["alpha"] > 0).to_numpy(float))
+
+    monkeypatch.setattr(prefix_accuracy, "score_table", by_arm)
+    assert (
+        lapa2("prefix score --samples 1 --length 30 --dtype float32 --classifier linear", trained)
+        == 0
+    )
+    for name in ("positive", "negative"):
+        for found in load_prefix(trained, name).card.generated:
+            assert (found.baseline.mean, found.lapa2.mean) == (0.0, 1.0)
+
+
+def test_held_out_files_decide_when_to_stop(reviews, tmp_path):
+    """Other texts than those that are learned; what is in both is left out."""
+    own = tmp_path / "held.jsonl"
+    rows = [{"text": f"{word} at {i}.", "label": label} for i in range(6)
+            for word, label in (("Fine", "positive"), ("Grim", "negative"))]  # fmt: skip
+    shared = json.loads(reviews.read_text("utf-8").splitlines()[0])
+    own.write_text("".join(json.dumps(row) + "\n" for row in [*rows, shared]))
+    out = tmp_path / "set"
+    line = (
+        f"{TRAIN} --set max_tokens=16 --set check_every=4 --recipe small --parameterisation direct"
+    )
+    assert lapa2(line, "--data", reviews, "--held-out", own, "--out", out) == 0
+    card = load_prefix(out, "positive").card
+    assert card.held_out.data.startswith("held.jsonl")
+    assert card.held_out.accuracy_of_set.n == 12
+    assert card.training.texts == 36
+
+
 def test_a_trained_set_generates(trained, tmp_path):
     line = (
         "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake'"

@@ -111,7 +111,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     assert (run / "figures" / "deep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_windows_double_and_end_with_the_text(tmp_path):
+def test_a_run_without_the_grid_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"no grid 'deep'"):
         script("analyses", "deep", made(tmp_path, "long", LONG.replace("= 3", "= 1")))
 

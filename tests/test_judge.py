@@ -352,7 +352,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_the_attempts(server, ma
 
 def test_a_late_answer_is_made_up_for(server, make, waits):
     server.replies = [Reply(silent=True), Reply()]
-    judge = make(timeout=0.1)
+    judge = make(timeout=0.5)
     assert judge.score([item()]) == [(5.0, 4.0, 3.0)]
     assert (waits, judge.requests) == ([1.0], 2)
 

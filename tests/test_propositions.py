@@ -15,6 +15,7 @@ from lapa2_interp.paper.propositions import (
     by_alpha,
     curves,
     exponent_table,
+    head_kinds,
     head_table,
     local_table,
     pooled_table,
@@ -26,7 +27,7 @@ from lapa2_interp.paper.propositions import (
     thinned_steps,
     trace_verdicts,
 )
-from lapa2_interp.stats import tails
+from lapa2_interp.stats import bounds
 from lapa2_interp.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
 from lapa2_interp.theory import augmented_share, shifted_share
 
@@ -364,10 +365,7 @@ def test_intervals_cover_under_autocorrelated_noise():
     held = 0
     for seed in range(200):
         found = curves(by_alpha({0.0: made_trace(0.2, seed=seed, texts=20, steps=80)}), pooled=True)
-        values = found.growth()[0]
-        rng = np.random.default_rng(seed)
-        means = values[rng.integers(0, 20, (500, 20))].mean(1)
-        low, high = np.percentile(means, tails(20))
+        low, high = bounds(found.growth()[0], found.texts)  # as the tables take them
         held += low < 0.2 < high
     assert 0.88 <= held / 200 <= 0.98
 
@@ -386,6 +384,17 @@ def test_head_table_by_hand():
     assert row["R2"] == pytest.approx(1)
     assert row["exponent"] == pytest.approx(-1)
     assert row["kind"] == "mixed"
+    trace = made_trace(0.0, noise=0.0)
+    shape, dims = (*trace["bos"].shape[:-1], 5), trace["bos"].dims
+    trace = trace.isel(head=[0] * 5)
+    for name, values in {
+        "bos": (0.5, 0.1, 0.49, 0.2, 0.6),
+        "nearest_2": (0.5, 0.5, 0.49, 0.1, 0.3),
+        "prefix": (0.0, 0.4, 0.02, 0.5, 0.1),
+    }.items():
+        trace[name] = (dims, np.broadcast_to(np.array(values), shape))
+    kinds = head_kinds(by_alpha({0.0: trace}))["kind"].tolist()
+    assert kinds == ["sink", "local", "mixed", "prefix", "sink"]
 
 
 def test_bad_traces():

@@ -150,11 +150,12 @@ def test_perplexity_skips_short_and_empty_texts_and_counts_them():
 def test_a_very_long_text_is_scored_up_to_the_limit():
     scorer = Perplexity("tiny-gpt2")
     assert scorer.max_tokens == 254
-    long, cut = (
-        run_scorer(scorer, [Item(text)])["perplexity"][0]
-        for text in ("ab " * 100_000, "ab " * 84 + "ab")
+    text = " ".join(f"{i:x}" for i in np.random.default_rng(0).integers(0, 255, 20_000))
+    long, cut, half = (
+        run_scorer(scorer, [Item(part)])["perplexity"][0] for part in (text, text[:254], text[:127])
     )
-    assert long == pytest.approx(cut, rel=0.02)
+    assert long == pytest.approx(cut, rel=1e-6)  # a byte is a token
+    assert abs(half / cut - 1) > 0.01
 
 
 def test_the_version_says_when_a_model_scores_its_own_texts():
@@ -483,12 +484,15 @@ def test_accuracy_and_toxicity_cells():
         def score(self, items):
             return [(float(item.text),) for item in items]
 
-    found = cell_table(score_table(frame.assign(attribute="nontoxic"), Toxic())).set_index(
-        "metric"
-    )["mean"]
-    assert found.to_dict() == pytest.approx(
-        {"toxicity": 0.575, "toxicity max": 0.75, "toxic prompts": 1.0}
-    )
+    frame = pd.DataFrame({"text": ["0.9", "0.2", "0.49", "0.3", "0.5", "0.1"], "prompt": list("aabbcc"),
+                          "attribute": "nontoxic", "arm": "x"})  # fmt: skip
+    numbers = score_table(frame, Toxic())
+    found = cell_table(numbers).set_index("metric")["mean"]
+    expected = {"toxicity": 2.49 / 6, "toxicity max": 0.63, "toxic prompts": 2 / 3}
+    assert found.to_dict() == pytest.approx(expected)
+    second = cell_table(numbers.assign(metric="toxicity (linear)")).set_index("metric")["mean"]
+    named = {name + " (linear)": value for name, value in expected.items()}
+    assert second.to_dict() == pytest.approx(named)
 
 
 def test_differences_are_paired_on_prompts():

@@ -248,6 +248,12 @@ def test_tables_of_a_run_with_two_arms():
         assert np.allclose(found, expected, atol=1e-6)
     tokens = prefix_token_table(trace, samples)
     assert tokens["key"].tolist() == ["BOS", *(f"p{i}" for i in range(1, 15))] * 2
+    for arm, run in runs.items():
+        own = tokens[tokens["arm"] == arm].set_index("key")["mean"]
+        bos = np.nanmean(run.trace["bos"].to_numpy()[0], axis=(1, 2, 3)).mean()
+        assert own["BOS"] == pytest.approx(bos, rel=1e-5)
+        by_token = np.nanmean(run.trace["prefix_tokens"].to_numpy()[0], axis=1).mean(0)
+        assert own.to_numpy()[1:] == pytest.approx(by_token, rel=1e-5)
     trace["prefix_tokens"].load()[:, 0, :, -1] = np.nan  # a prefix that is a token shorter
     of_base = prefix_token_table(trace, samples).set_index(["arm", "key"]).loc["base", "n"]
     assert of_base["p14"] == of_base["p13"] - 1

@@ -12,6 +12,7 @@ from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.layout import Layout
+from lapa2_interp.paper import drawings
 from lapa2_interp.paper.study import Study, as_text, draw, run_study
 from lapa2_interp.runs.read import load_run
 
@@ -96,6 +97,27 @@ def test_figures_are_drawn_from_their_tables(folder):
     page = (folder / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(draw(tables))
     assert "Texts side by side" not in page
+    shares = tables["synthetic_shares"]
+    for panel in drawings.regimes(shares).axes:
+        part = shares[shares["alpha"] == float(panel.get_title().removeprefix("alpha = "))]
+        for family, curve in part.groupby("family", sort=False):
+            line = next(each for each in panel.lines if each.get_label() == family)
+            assert line.get_ydata() == pytest.approx(curve["mean"].to_numpy())
+        (closed,) = (each for each in panel.lines if each.get_label() == "Eq. 8")
+        assert closed.get_ydata() == pytest.approx(
+            part["predicted"].to_numpy()[: len(closed.get_ydata())]
+        )
+    found = next(table for name, table in tables.items() if name.endswith("predictions"))
+    for panel, (_, part) in zip(
+        drawings.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
+    ):
+        drawn = {each.get_label(): each.get_ydata() for each in panel.lines}
+        for label, column in (
+            ("baseline", "baseline"),
+            ("predicted from it", "predicted"),
+            ("measured", "measured"),
+        ):
+            assert drawn[label] == pytest.approx(part[column].to_numpy(), nan_ok=True)
 
 
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
