@@ -378,6 +378,22 @@ def test_options_of_the_other_kind_are_refused(settings, message, tmp_path, caps
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
 
 
+def test_options_of_adapters_reach_the_training(tmp_path, monkeypatch):
+    given = {}
+
+    def noted(task, labels, data, test, graded, out, recipe):
+        given.update(task=task, data=data, test=test, graded=graded, recipe=recipe)
+        raise ScoringError("enough")
+
+    monkeypatch.setattr("lapa2_interp.scoring.adapter_training.make_adapter_files", noted)
+    line = "scorers train --task detox --kind adapter --data a.csv=2 --test b.csv --graded c.jsonl"
+    settings = "--passes 2 --per-pass 7 --rank 3 --layers 9 --seed 5 --dtype bfloat16"
+    assert main(f"{line} {settings} --out {tmp_path}".split()) == 2
+    recipe = {"passes": 2, "per_pass": 7, "rank": 3, "layers": 9, "seed": 5, "dtype": "bfloat16"}
+    files = {"data": ("a.csv=2",), "test": ("b.csv",), "graded": ("c.jsonl",)}
+    assert given == {"task": "detox", **files, "recipe": recipe}
+
+
 def test_the_list_has_adapters(folder, monkeypatch, capsys):
     monkeypatch.setattr("lapa2_interp.scoring.trained.WEIGHTS", folder)
     assert main(["scorers", "list"]) == 0

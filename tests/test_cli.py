@@ -72,6 +72,10 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     (found,) = load_run(tmp_path / "other").cell().manifest.arms.values()
     assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
     assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
+    flags = "--law ratio --tau 0.3 --pooled"
+    assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
+    (found,) = load_run(tmp_path / "pooled").cell().manifest.arms.values()
+    assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
 
 
 def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):

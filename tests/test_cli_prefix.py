@@ -189,6 +189,10 @@ def test_import_and_lists(tmp_path, capsys):
     assert load_prefix(tmp_path / "b", "negative").card.set == "imported"
     assert lapa2(line, tmp_path / "a/positive.safetensors", "--out", tmp_path / "b") == 2
     assert "has a prefix 'negative' already" in capsys.readouterr().err
+    named = (tmp_path / "a/positive.safetensors", "--set-name", "mine", "--out", tmp_path / "c")
+    assert lapa2(line, *named) == 0
+    assert load_prefix(tmp_path / "c", "negative").card.set == "mine"
+    capsys.readouterr()
     assert lapa2("prefixes") == 0
     printed = capsys.readouterr().out
     assert "'Very positive:'" in printed

@@ -1,6 +1,7 @@
 """The score commands as a user meets them."""
 
 import json
+import re
 import shlex
 
 import pandas as pd
@@ -320,6 +321,13 @@ def test_train_a_scorer_with_weighted_data(tmp_path, capsys):
     assert "two=3.csv: 2 positive, 2 negative; weight 1" in printed, (
         "a file of that name is that file"
     )
+    pd.DataFrame(
+        [("so warm", "positive"), ("so cold", "negative"), ("so grim", "positive")],
+        columns=["text", "label"],
+    ).to_csv(tmp_path / "new.csv", index=False)
+    read = ("--data", tmp_path / "one.csv", "--test", tmp_path / "new.csv")
+    assert lapa2(line, *read, "--out", tmp_path / "tested") == 0
+    assert re.search(r"0\.667 .*accuracy, new.*, 3\n", capsys.readouterr().out)
     assert lapa2(line, "--data", f"{tmp_path / 'one.csv'}=-1", "--out", tmp_path / "x") == 2
     assert "must be a positive number" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@ all phases."""
 
 import copy
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -145,11 +146,7 @@ def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
     ],
 )
 @pytest.mark.parametrize("profile", ["paper", "released"])
-@pytest.mark.parametrize("phase", ["decode", "last_query", "all_queries"])
-@pytest.mark.parametrize("law", ["log", "linear", "sqrt", "constant"])
-@pytest.mark.parametrize("span", ["prefix", "prefix+bos", "bos", "released", ((0, 1), (3, 5))])
-@pytest.mark.parametrize("pad", [0, 5])
-def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, span, pad):
+def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
     llama = load_tokenizer("tiny-llama")
     found = {
         "gpt2 prefix": lambda: Layout.of(gpt2_tokenizer, "Very positive:", "The lake"),
@@ -160,36 +157,41 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile, phase, law, spa
         "llama doubled": lambda: Layout.of(llama, "ab:", "cde", doubled_bos=True),
         "llama base": lambda: Layout.of(llama, None, "cdefg"),
     }[branch]()
-    l0 = 128 if law == "constant" else None
-    augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law, l0=l0, span=span)
     total = len(found) + 6
-    expected = np.array(
-        oracle_bias(
-            n_bos=found.n_bos,
-            l_pre=found.l_pre,
-            l_pro=found.l_pro,
-            counted=found.counted,
-            total=total,
-            alpha=0.7,
-            law=law,
-            l0=l0,
-            span=span,
-            length=augmentation.length_rule,
-            phase=phase,
-            released=profile == "released",
-            soft=found.soft > 0,
+    phases, laws = ("decode", "last_query", "all_queries"), ("log", "linear", "sqrt", "constant")
+    spans = ("prefix", "prefix+bos", "bos", "released", ((0, 1), (3, 5)))
+    for phase, law, span, pad in product(phases, laws, spans, (0, 5)):
+        case = (phase, law, span, pad)
+        l0 = 128 if law == "constant" else None
+        augmentation = Augmentation(
+            alpha=0.7, profile=profile, phase=phase, law=law, l0=l0, span=span
         )
-    )
-    padded = found.padded(len(found) + pad)
-    live = np.delete(np.arange(pad + total), slice(found.soft, found.soft + pad))
-    bias = padded.bias(augmentation, live)
-    keys = np.zeros(pad + total)
-    for start, stop in padded.spans(augmentation.span):
-        keys[start:stop] = 1
-    assert keys.sum() == keys[live].sum(), "no padding is boosted"
-    keys = keys[live]
-    assert np.abs(bias[:, None] * keys - expected).max() < 1e-12
-    assert expected.any()
+        expected = np.array(
+            oracle_bias(
+                n_bos=found.n_bos,
+                l_pre=found.l_pre,
+                l_pro=found.l_pro,
+                counted=found.counted,
+                total=total,
+                alpha=0.7,
+                law=law,
+                l0=l0,
+                span=span,
+                length=augmentation.length_rule,
+                phase=phase,
+                released=profile == "released",
+                soft=found.soft > 0,
+            )
+        )
+        padded = found.padded(len(found) + pad)
+        live = np.delete(np.arange(pad + total), slice(found.soft, found.soft + pad))
+        bias = padded.bias(augmentation, live)
+        keys = np.zeros(pad + total)
+        for start, stop in padded.spans(augmentation.span):
+            keys[start:stop] = 1
+        assert keys.sum() == keys[live].sum(), f"{case}: no padding is boosted"
+        assert np.abs(bias[:, None] * keys[live] - expected).max() < 1e-12, case
+        assert expected.any(), case
 
 
 def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_tokenizer):

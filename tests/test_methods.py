@@ -15,14 +15,13 @@ from lapa2_interp.errors import MethodError, TaskError
 from lapa2_interp.methods import assign
 from lapa2_interp.methods.base import FLOOR
 
-RNG = np.random.default_rng(7)
 STEPS = 3
 TOKENS = [3, 1, 4]
 
 
-def distributions(*names, samples=2, scale=2.0):
+def distributions(*names, samples=2, scale=2.0, seed=7):
     """Random next-token probabilities: step, then branch, [sample][token]."""
-    logits = RNG.normal(0, scale, (STEPS, len(names), samples, 5))
+    logits = np.random.default_rng(seed).normal(0, scale, (STEPS, len(names), samples, 5))
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     return [dict(zip(names, step, strict=True)) for step in p]
 
@@ -302,7 +301,7 @@ def test_reductions():
 def distributions_with(base):
     return [
         each | {"base": p}
-        for each, p in zip(distributions("base", "target", "other"), base, strict=True)
+        for each, p in zip(distributions("base", "target", "other", seed=8), base, strict=True)
     ]
 
 
