@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE ?= $(if $(filter paper,$(SCALE))$(filter prefixes,$(MAKECM
 demo: $(VENV)/.run-installed
 	@$(VENV)/bin/python analyses/demo.py --out results/demo
 
-# Every figure and table. SCALE=tiny: half an hour, far too small to tell; quick: a day of two cores (`lapa2 grids` estimates it); paper:
+# Every figure and table. SCALE=tiny: up to half an hour, far too small to tell; quick: a day of two cores (`lapa2 grids` estimates it); paper:
 # GPUs. Stop and repeat as you like.
 SCALE ?= quick
 reproduce: $(VENV)/.run-installed
@@ -108,7 +108,7 @@ hashes: $(TOOLS)/.installed
 			--no-deps --generate-hashes --no-annotate --no-header -); \
 		old=$$(grep -E '^(#|-r )' $$lock); printf '%s\n' "$$old" "$$new" > $$lock; done
 
-# The soft prefixes that ship for SmolLM2, two hours on two cores: what is interrupted goes on where it was. Corpora come from
+# The soft prefixes that ship for SmolLM2, and a contrastive set for detox that does not, two hours on two cores: what is interrupted goes on where it was. Corpora come from
 # the hub; other files, and Jigsaw's comments, are given as SENTIMENT="--data FILE --held-out FILE" and so on.
 SENTIMENT ?= --data sst2 --data imdb
 TOPIC ?= --data agnews
@@ -208,7 +208,7 @@ endif
 
 $(VENV)/.run-installed: requirements-run.lock requirements-torch.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lapa2_interp needs Python 3.11 or newer; set PYTHON=")'
-	@echo "Installing into $(VENV) (once): the packages, about 300 MB ..."
+	@echo "Installing into $(VENV) (once): the packages, a download of about 300 MB ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(call get,$(VENV),$(call locked,requirements-run.lock))
 	@index=; if [ -z "$(TORCH_INDEX)" ]; then echo "torch, from the plain index (on Linux with the libraries of GPUs, gigabytes) ..."; \
@@ -220,7 +220,7 @@ $(VENV)/.run-installed: requirements-run.lock requirements-torch.lock pyproject.
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.run-installed requirements.lock
-	@echo "Installing into $(VENV) (once): what tests and tools need, about 150 MB ..."
+	@echo "Installing into $(VENV) (once): what tests and tools need, a download of about 150 MB ..."
 	@$(call get,$(VENV),$(call locked,requirements.lock))
 	@touch $@
 

@@ -34,9 +34,9 @@ Two named conventions fill the fields that are not given:
 profile    span      length_rule  phase       source
 =========  ========  ===========  ==========  ==============================================
 paper      prefix    paper        last_query  Algorithm 1
-released   released  kv           decode      the released code: keys 0..n-1, which are BOS
-                                              and all but the last prefix token; every law
-                                              is 0 where l <= n
+released   released  kv           decode      the released code: keys 0..n-1, BOS and, with
+                                              GPT-2, all but the last prefix token; every
+                                              law is 0 where l <= n
 =========  ========  ===========  ==========  ==============================================
 """
 

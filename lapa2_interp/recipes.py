@@ -135,7 +135,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "lapa2-released": Recipe(
         _released,
-        "what LaPA2's released code adds: BOS and all but the last prefix token, all keys counted",
+        "what LaPA2's released code adds: BOS and, with GPT-2, all but the last prefix token; all"
+        " keys counted",
         f"{LAPA2_SOURCE}, its released code",
         "alpha: 2 in all released scripts",
     ),

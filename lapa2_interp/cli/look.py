@@ -53,7 +53,8 @@ def models(*, as_json: AsJson = False) -> None:
         {
             "name": PLANTED,
             "ready": True,
-            "what": "a known circuit for sentiment, 2 layers, 4 heads; planted:3 has seed 3",
+            "what": "a known circuit for sentiment, 2 layers, 4 heads; planted:3 has seed 3; also"
+            " planted-gpt2, -gain, -backup, -spread",
         },
     ]
     if as_json:
@@ -229,7 +230,10 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
         print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.needs)])}")
         print(f"  source      {found.source}")
         print(f"  defaults    {found.defaults}\n")
-    print(f"every recipe takes {', '.join(WHERE)}; tokens are positions within the prefix, from 0")
+    print(
+        f"every recipe takes {', '.join(WHERE)}; tokens are positions within the prefix, from 0"
+        " (lapa2-released has a span of its own and takes none)"
+    )
     print("--augmentation instaboost:M=5,heads=3.1/4.0,steps=0:16 chooses one with its parameters;")
     print('--augmentation "lapa2:tokens=1 + lapa2:tokens=2,alpha=1" lets several act together')
 

@@ -30,9 +30,9 @@ class AugmentationOptions:
     """Recipes of `lapa2 recipes` instead of the options below, as NAME:PARAMETER=VALUE,...; several
     joined by +, such as "lapa2:tokens=1 + instaboost:M=5,steps=0:16"."""
     alpha: float | None = None
-    """Strength of the bias, >= 0; 0 is the base method. By default the paper's value for the method
-    (`layout`: 0.5). Of laws cut, target and ratio at most 1; of law scale the bias itself, of any
-    sign."""
+    """Strength of the bias, >= 0; 0 is the base method. By default the value that `lapa2 methods`
+    shows (`layout`, `chat`: 0.5). Of laws cut, target and ratio at most 1; of law scale the bias
+    itself, of any sign."""
     profile: Literal["paper", "released"] = "paper"
     """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its
     released code computes."""

@@ -76,7 +76,7 @@ def score(
         lengths: Score a run's texts as they were at these lengths.
         parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
-        judge_url: Base URL of the judge's endpoint.
+        judge_url: Base URL of the judge's endpoint; by default OPENAI_BASE_URL, or OpenAI's.
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
         max_cost: Stop the judge before it has cost more US dollars than this (needs
             --judge-prices). What was paid for is kept; the same command goes on with the rest, for

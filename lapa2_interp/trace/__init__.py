@@ -11,7 +11,7 @@ Per branch, sample, step, layer and head, the attention summed over (docs/method
 definitions")
 
     bos, prefix, prompt, generated    the four parts of the context; they add up to 1
-    released_slice                    the slots the released code boosts: BOS and all but the last prefix token
+    released_slice                    the slots the released code boosts (GPT-2: BOS and all but the last prefix token)
     nearest_2, _4, _6, _8             the last k live keys outside the prefix, the query's own included
 
 and, averaged over layers and heads, `prefix_tokens`: the attention on each prefix token by itself.
