@@ -826,6 +826,16 @@ def test_cases_that_cannot_be_read_are_refused():
         control(model, [long])
     with pytest.raises(CircuitError, match="texts has none for the prompt 'The sea'"):
         make_cases(model, "sentiment", prompts=["The lake", "The sea"], texts={"The lake": [[70]]})
+    with pytest.raises(CircuitError, match="texts has none for the prompt 'The lake'"):
+        make_cases(model, "sentiment", prompts=["The lake"], texts={"The lake": []})
+    with pytest.raises(CircuitError, match="there is no prompt; give at least one"):
+        control(model, "sentiment", prompts=[])
+    soft = Layout.of(model.tokenizer, None, "efg hi", soft=case.layouts[0].l_pre)
+    with pytest.raises(CircuitError, match="the layouts have 6, 0 slots, the prefixes 0, 0"):
+        Case(case.prompt, case.names, (soft, case.layouts[1]), case.text)
+    own = soft_prefix(model, slots=soft.soft)
+    with pytest.raises(CircuitError, match="has soft and hard prefixes, so that the branches"):
+        Case(case.prompt, case.names, (soft, case.layouts[1]), case.text, prefixes=(own, None))
 
 
 def test_raw_texts_of_other_lengths_are_read_apart():
@@ -874,3 +884,116 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
     with pytest.raises(CircuitError, match="'mine' is a function of your own; give it again"):
         joint_curve(model, own, sizes=(1,))
+    parts = knock_out(model, asked, over="head x position", also=())
+    twice = knock_out(model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], also=())
+    for several in (parts, twice):
+        with pytest.raises(CircuitError, match="needs knock-outs of single heads"):
+            joint_curve(model, several, sizes=(1,))
+
+
+def test_a_joint_curve_takes_heads_by_prompts():
+    """Nine texts of one prompt are no more than one of another."""
+    model = load("tiny-llama")
+    one, two, three, four = (cases_of(model, prompts=(each,))[0] for each in ("a", "b", "c", "d"))
+    asked = Question((*[one] * 9, two, three, four), words_of(model))
+    units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
+    table = knock_out(model, asked, units=units, metric="lex", also=())
+    effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
+    found = joint_curve(model, replace(table, effects=effects), sizes=(1,), seeds=1).table
+    left = found[found["kind"] == "without"]["left"].iloc[0]
+    whole = asked.by_prompt(table.whole[:, None])[:, 0]
+    rest = asked.by_prompt(table.whole[:, None] - table.effects)
+    assert left == pytest.approx((rest[[1, 3], 1].sum() + rest[[0, 2], 0].sum()) / whole.sum())
+
+
+def test_a_key_knows_where_a_prefix_ends():
+    model = load("tiny-llama")
+    text = [70, 71]
+    one = Case.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, " p", text)
+    two = Case.of(model.tokenizer, {"a": "ab", "b": "cd"}, " p", text, join=":")
+    assert [each.ids for each in one.layouts] == [each.ids for each in two.layouts]
+    assert Question((one,)).key(model) != Question((two,)).key(model)
+
+
+def test_noise_is_that_of_the_metric():
+    model = load("tiny-llama")
+    asked = question(model)
+    both = knock_out(model, asked, metric="js", also=["lex"])
+    alone = knock_out(model, asked, metric="lex", also=())
+    assert both.noise != both.with_metric("lex").noise == alone.noise
+    assert both.with_metric("lex").with_metric("js").noise == both.noise
+
+
+def test_what_moved_the_control_moves_no_effect(tmp_path):
+    """A file begun in another precision: new units are told apart from the control of today."""
+    from lapa2_interp.files import sealed, unsealed
+
+    model, file = load("tiny-gpt2"), tmp_path / "units"
+    asked = question(model)
+    fresh = knock_out(model, asked, also=())
+    knock_out(model, asked, over="layer", also=(), file=file)
+    lines = file.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines[1:], 1) if unsealed(line)[0]["unit"] == "")
+    line, _ = unsealed(lines[at])
+    line["values"]["js"] = [1.009 * value for value in line["values"]["js"]]
+    lines[at] = sealed(line, indent=None).rstrip("\n")
+    file.write_text("\n".join(lines) + "\n")
+    found = knock_out(model, asked, also=(), file=file)
+    np.testing.assert_allclose(found.whole, 1.009 * fresh.whole, rtol=1e-6)
+    np.testing.assert_allclose(found.effects, fresh.effects, atol=1e-3 * fresh.whole.max() / 100)
+
+
+def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
+    from lapa2_interp.circuits import attribution, writes
+
+    model = load("tiny-gpt2")  # its released span ends inside the prefix
+    asked = question(model)
+    for span in ("bos", "released", ((0, 2),)):
+        rule = Augmentation(alpha=0.5, span=span, phase="all_queries")
+        for instrument in (control, attribution, writes):
+            with pytest.raises(
+                CircuitError, match="acts on queries inside it .phase 'all_queries'"
+            ):
+                instrument(model, asked, augmentation=rule)
+        control(model, asked, augmentation=Augmentation(alpha=0.5, span=span))
+    control(
+        model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="all_queries")
+    )
+    pooled = Augmentation(alpha=1, law="ratio", tau=0.3, pooled=True)
+    for instrument in (control, attribution, writes):
+        with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
+            instrument(model, asked, augmentation=pooled)
+
+
+def test_a_recipe_is_an_augmentation_everywhere():
+    from lapa2_interp.circuits import alpha_at_mass, attribution, mean_mass, writes
+    from lapa2_interp.recipes import recipe
+
+    model, rule = load("tiny-llama"), Augmentation(alpha=0.5)
+    asked = question(model)
+    assert isinstance(recipe("lapa2"), tuple)
+    one, two = (attribution(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
+    assert np.array_equal(one.cut_hats, two.cut_hats)
+    one, two = (writes(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
+    assert np.array_equal(one.direct, two.direct, equal_nan=True)
+    goal = mean_mass(model, asked, recipe("lapa2"))
+    assert alpha_at_mass(model, asked, goal, recipe("lapa2")) == pytest.approx(0.5, rel=0.02)
+    with pytest.raises(CircuitError, match="alpha is that of one augmentation; found 2"):
+        alpha_at_mass(model, asked, goal, (rule, rule))
+
+
+def test_texts_of_any_source_have_a_mass():
+    from lapa2_interp.circuits import mean_mass
+
+    model = load("tiny-llama")
+    raw, human = (
+        [replace(case, source=source) for case in cases_of(model)] for source in ("raw", "human")
+    )
+    assert mean_mass(model, human) == mean_mass(model, raw)
+
+
+def test_many_metrics_have_a_panel_each(tmp_path):
+    model = load("tiny-llama")
+    metrics = {f"m{i}": METRICS["js"] for i in range(9)}
+    figure = control(model, cases_of(model), metrics=metrics).plot()
+    assert [axes.get_title() for axes in figure.axes] == list(metrics)

@@ -154,11 +154,22 @@ def test_every_head_gets_the_mass_it_had_near():
         ({"heads": {"x": ((9, 9),)}}, "head .9, 9. of 'x' does not exist"),
         ({"random": 2, "heads": {}}, "random sets are as large as the first of `heads`"),
         ({"heads": {"all heads": ((0, 0),)}}, "'all heads' is there anyway"),
+        ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
     ],
 )
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
         fading(load("planted"), "sentiment", **({"filler": (4,), "tokens": 2} | settings))
+
+
+def test_a_window_that_hides_keys_is_refused(monkeypatch):
+    from lapa2_interp.circuits import fading as function
+
+    module = __import__("sys").modules[function.__module__]
+    monkeypatch.setattr(module, "window_of", lambda model: 30)
+    found_of(filler=(8,))
+    with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):
+        found_of(filler=(40,))
 
 
 def test_short_texts_are_refused():
@@ -202,3 +213,17 @@ def test_control_that_grows_has_not_faded(planted_fading):
     row = grown.frame().iloc[0]
     assert (row["verdict"], grown.verdict()) == ("no fade", "no fade")
     assert np.isnan(row["share"])
+    # A fade that no interval tells from 0, and may be large, is no absence of one.
+    for size, verdict in ((0.05, "no fade"), (1.0, "inconclusive")):
+        gaps = size * np.resize([1, -1], n)
+        unsure = replace(grown, far={8: near - gaps}, changed={(8, ALL, "hold"): near})
+        assert unsure.verdict() == verdict
+    # Few prompts never tell, however large the fade.
+    for prompts in (1, 2):
+        cases = {name: planted_fading.question.cases[i] for i, name in enumerate("ab"[:prompts])}
+        few = replace(
+            grown, question=replace(planted_fading.question, cases=tuple(cases.values())),
+            near=np.full(prompts, 1.0), far={8: np.arange(prompts) - 0.9},
+            changed={(8, ALL, "hold"): np.full(prompts, 0.95)},
+        )  # fmt: skip
+        assert few.verdict() == "inconclusive"

@@ -154,6 +154,16 @@ def test_a_selection_carries_it_to_generate(tmp_path):
         ("prefix", {}, "prefix has no raw branch with a switch pro_aug.* air-decoding"),
         ("palette", {}, "palette has no raw branch with a switch pro_aug"),
         ("air-decoding", {"prompts": ["The lake"]}, "1 prompts are too few to decide by"),
+        ("air-decoding", {"prompts": ["The lake"] * 8}, "1 prompts are too few to decide by"),
+        ("air-decoding", {"prompts": "The lake"}, "1 prompts are too few to decide by"),
+        ("air-decoding", {"heads": ()}, "are none, or not all of this model; give .* up to .1, 3"),
+        ("air-decoding", {"heads": ((-1, 0),)}, "not all of this model"),
+        ("air-decoding", {"texts": {}}, "texts has none for the prompt"),
+        (
+            "air-decoding",
+            {"prompts": PROMPTS, "texts": {each: [[3], [3, 4]] for each in PROMPTS}},
+            "have .1, 2. tokens; those of a prompt need one length",
+        ),
         ("air-decoding", {"metric": "from_raw"}, "which the bias changes; use js"),
     ],
 )

@@ -125,6 +125,7 @@ def test_tokens_that_are_given(question):
         ({"by": "cat"}, "unknown score 'cat'; allowed: cut"),
         ({"heads": -1}, "heads must be at least 1, or 0 for all"),
         ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
+        ({"positions": "first"}, "unknown choice of positions 'first'; allowed: all, auto"),
         ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
         ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
     ],

@@ -85,6 +85,18 @@ class Case:
             )
         if not self.prefixes:
             object.__setattr__(self, "prefixes", (None,) * len(self.names))
+        slots = [0 if each is None else len(each) for each in self.prefixes]
+        if slots != [each.soft for each in self.layouts]:
+            raise CircuitError(
+                f"layouts and soft prefixes must go together; the layouts have"
+                f" {', '.join(str(each.soft) for each in self.layouts)} slots, the prefixes"
+                f" {', '.join(map(str, slots))}"
+            )
+        if len({each.soft for each in self.layouts}) > 1:
+            raise CircuitError(
+                "a case has soft and hard prefixes, so that the branches differ by positions, too;"
+                " give prefixes of one kind"
+            )
 
     @property
     def n(self) -> int:
@@ -169,7 +181,7 @@ def make_cases(
 
     Raises:
         TaskError: Unknown, or without opposite attributes.
-        CircuitError: As `Case`; or no tokens or samples are asked for.
+        CircuitError: As `Case`; or no prompts, tokens or samples are asked for.
     """
     chosen = load_task(task) if isinstance(task, str) else task
     target = next(iter(chosen.attributes)) if attribute is None else attribute
@@ -177,15 +189,10 @@ def make_cases(
     if isinstance(prompts, str):
         prompts = [prompts]
     asked = chosen.prompts.texts if prompts is None else tuple(prompts)
-    if tokens < 1 or samples < 1:
-        raise CircuitError(
-            f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
-        )
+    check_asked(asked, tokens, samples, texts)
     prefixes = {name: chosen.prefix(name) for name in names}
     for prompt in asked:  # what is refused is refused before texts are written
         Case.of(model.tokenizer, prefixes, prompt, [0])
-    if texts is not None and (without := [prompt for prompt in asked if prompt not in texts]):
-        raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
     if texts is None:
         texts = write_texts(model, chosen, source, asked, tokens=tokens, samples=samples, seed=seed)
     return [
@@ -193,6 +200,23 @@ def make_cases(
         for prompt in asked
         for ids in texts[prompt]
     ]
+
+
+def check_asked(
+    prompts: Sequence[str],
+    tokens: int,
+    samples: int,
+    texts: Mapping[str, Sequence[Sequence[int]]] | None,
+) -> None:
+    """Refuse no prompts, no tokens, and texts that lack a prompt's."""
+    if not prompts:
+        raise CircuitError("there is no prompt; give at least one")
+    if tokens < 1 or samples < 1:
+        raise CircuitError(
+            f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
+        )
+    if texts is not None and (without := [each for each in prompts if not texts.get(each)]):
+        raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
 
 
 def prefix_texts(tokenizer: PreTrainedTokenizerBase, case: Case) -> dict[str, str]:

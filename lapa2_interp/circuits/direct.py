@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN, augmented
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Rules, several
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.circuits.edits import one_pass
 from lapa2_interp.circuits.question import About, Question
@@ -203,7 +203,7 @@ def writes(
     about: About,
     *,
     along: Along = "lex",
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     progress: tqdm | None = None,
     **settings: Any,
 ) -> Writes:
@@ -229,7 +229,7 @@ def writes(
         raise CircuitError(one_of("direction", along, get_args(Along)))
     if along == "lex" and len(question.words) < 2:
         raise CircuitError("along lex needs the words of each attribute; give along='text'")
-    one_pass(augmentation, "what heads write is read from")
+    one_pass(augmentation, question.cases, "what heads write is read from")
     shape = (len(question.cases), len(question.cases[0].names), max(c.n for c in question.cases))
     heads = (model.cfg.n_layers, model.cfg.n_heads)
     arrays = {
@@ -307,7 +307,7 @@ def whole(case: Case) -> tuple[list[Layout], list[SoftPrefix | None]]:
     return layouts, list(case.prefixes)
 
 
-def _read(model: Model, case: Case, augmentation: Augmentation | None) -> _Reading:
+def _read(model: Model, case: Case, augmentation: Rules) -> _Reading:
     layouts, prefixes = whole(case)
     inputs = soft_inputs(model, layouts, prefixes)
     own = case.layouts[0]
@@ -354,7 +354,7 @@ def _read(model: Model, case: Case, augmentation: Augmentation | None) -> _Readi
         ("ln_final.hook_in", _named(add, "final")),
         ("ln_final.hook_scale", _named(add, "scale")),
     ]
-    with augmented(model, augmentation, list(case.layouts)), model.hooks(fwd_hooks=hooks):
+    with augmented(model, several(augmentation), list(case.layouts)), model.hooks(fwd_hooks=hooks):
         logits = _wide(model(**inputs)[:, -case.n :])
     return _Reading(
         parts, mass, seen["mlp"], seen["embedding"], seen["final"], seen["scale"], logits

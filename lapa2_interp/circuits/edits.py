@@ -104,7 +104,8 @@ def read(
         Logits by branch, the target first; and those without a prefix, where they are asked for.
 
     Raises:
-        CircuitError: The cases have several shapes, or the model is a HookedTransformer.
+        CircuitError: The cases have several shapes; the model is a HookedTransformer; or an
+            augmentation acts inside the prefix, or is pooled.
     """
     if not is_bridge(model):
         raise CircuitError(
@@ -142,13 +143,9 @@ def _read_rows(
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
         cuts = (edit.rule,) if cut and edit is not None else ()
         rules.append((*several(augmentation), *cuts))
-    if any(rule.phase == "every_query" for row in rules for rule in row) or any(
-        edit is not None and edit.phase == "every_query" for _, edit, _ in rows
-    ):
-        raise CircuitError(
-            "circuits read a prefix by itself before anything acts, so phase 'every_query' has no"
-            " meaning there; use 'all_queries'"
-        )
+    for layout, row in zip(layouts, rules, strict=True):
+        for rule in row:
+            _check_rule(rule, layout)
     direct = any(rule.phase == "query" for row in rules for rule in row) or any(
         edit is not None and edit.phase == "query" for _, edit, _ in rows
     )
@@ -185,6 +182,22 @@ def _read_rows(
     return logits[: len(rows)]
 
 
+def _check_rule(rule: Augmentation, layout: Layout) -> None:
+    """Refuse what cannot act here: the prefix is read by itself and the text in one pass."""
+    inside = 0 if layout.soft else layout.prefix.stop
+    if rule.phase == "every_query" or layout.acts(rule, np.arange(inside)).any():
+        raise CircuitError(
+            f"circuits read a prefix by itself before anything acts, and {rule.label} acts on"
+            f" queries inside it (phase {rule.phase!r}, span {rule.span!r}); use phase"
+            " 'last_query' or 'decode', or phase 'all_queries' with span 'prefix'"
+        )
+    if rule.pooled:
+        raise CircuitError(
+            f"{rule.label} reads one attention for all queries of a pass, and circuits read a whole"
+            " text in one pass, so a step would depend on what comes after it; leave out `pooled`"
+        )
+
+
 def front_of(layout: Layout) -> Layout:
     """A layout up to the end of its prefix."""
     n = 0 if layout.soft else layout.n_bos + layout.l_pre
@@ -204,17 +217,20 @@ def _read_directly(state: BridgeRows, tokens: Tensor, keep: int) -> Float[Tensor
     return torch.cat(found, dim=1)
 
 
-def one_pass(augmentation: Augmentation | None, what: str) -> None:
-    """Refuse phases that one pass of prefix, prompt and text has not.
+def one_pass(augmentation: Rules, cases: Sequence[Case], what: str) -> None:
+    """Refuse what one pass of prefix, prompt and text has not, and what `read` refuses.
 
     Raises:
-        CircuitError: Phase "query", under which every step is a pass of its own, or "every_query".
+        CircuitError: Phase "query", under which every step is a pass of its own; or as `read`.
     """
-    if augmentation is not None and augmentation.phase in ("query", "every_query"):
-        raise CircuitError(
-            f"under phase {augmentation.phase!r} prefix and text are not read in one pass, and"
-            f" {what} such a pass; use phase 'last_query', 'decode' or 'all_queries'"
-        )
+    for rule in several(augmentation):
+        if rule.phase == "query":
+            raise CircuitError(
+                f"under phase {rule.phase!r} prefix and text are not read in one pass, and {what}"
+                " such a pass; use phase 'last_query', 'decode' or 'all_queries'"
+            )
+        for layout in {layout for case in cases for layout in case.layouts}:
+            _check_rule(rule, layout)
 
 
 def read_raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:

@@ -46,14 +46,14 @@ from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, front_of
 from lapa2_interp.circuits.knockout import Kept, check_same, units_everything, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
-from lapa2_interp.circuits.question import FEW, About, Question, rows_at_once
+from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.decoding.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.errors import CircuitError
-from lapa2_interp.loaded import Model, is_bridge, packed_model
+from lapa2_interp.loaded import Model, is_bridge, packed_model, window_of
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
-from lapa2_interp.stats import bounds
+from lapa2_interp.stats import FEW, bounds
 
 Bias = Literal["dilution", "hold", "lapa2", "removed"]
 BIASES: tuple[Bias, ...] = ("dilution", "hold", "lapa2", "removed")
@@ -66,8 +66,8 @@ VERDICTS = {
     "mass mediates": "holding the mass brings back all but a fifth of the fade, or more",
     "mass does not": "it brings back a fifth of the fade at most",
     "in part": "it brings back more than a fifth, and less than four fifths",
-    "no fade": "there is no fade to explain",
-    "inconclusive": "the interval covers two of these",
+    "no fade": "there is no fade to explain: less than a fifth of the control near, or none",
+    "inconclusive": "the intervals do not tell, or there are fewer than 8 prompts",
 }
 """Verdicts on a share of the fade, and what they mean."""
 
@@ -122,7 +122,7 @@ class Fading:
         over prompts, a ratio of means; verdict (one of `VERDICTS`); prompts. Where the interval of
         the fade does not lie above 0 there is nothing to share: then the numbers are NaN.
         """
-        faded = {row["filler"]: row["fade_low"] > 0 for row in self.fades().to_dict("records")}
+        fades = {row["filler"]: row for row in self.fades().to_dict("records")}
         rows = []
         for (filler, name, bias), values in self.changed.items():
             fade = self.question.by_prompt(self.near - self.far[filler])
@@ -130,10 +130,11 @@ class Fading:
             share, low, high = share_interval(self.question.by_prompt(before)[:, None], fade)
             row = {"filler": filler, "heads": name, "n_heads": len(self.sets[name]), "bias": bias}
             numbers = [float(each[0]) for each in (share, low, high)]
-            if not faded[filler]:
+            if not fades[filler]["fade_low"] > 0:
                 numbers = [np.nan] * 3
             row |= dict(zip(("share", "low", "high"), numbers, strict=True))
-            row["verdict"] = _verdict(numbers[1], numbers[2], faded[filler], len(fade))
+            none = fades[filler]["fade_high"] < MARGIN * fades[NEAR]["control"]
+            row["verdict"] = _verdict(numbers[1], numbers[2], bool(none), len(fade))
             rows.append(row | {"prompts": len(fade)})
         return pd.DataFrame(rows)
 
@@ -187,10 +188,12 @@ class Fading:
         return figure
 
 
-def _verdict(low: float, high: float, faded: bool, prompts: int) -> str:
-    if not faded:
+def _verdict(low: float, high: float, none: bool, prompts: int) -> str:
+    if prompts < FEW:
+        return "inconclusive"
+    if none:
         return "no fade"
-    if prompts < FEW or np.isnan(low):
+    if np.isnan(low):
         return "inconclusive"
     if low >= 1 - MARGIN:
         return "mass mediates"
@@ -238,8 +241,8 @@ def fading(
         settings: For a task, as `make_cases`.
 
     Raises:
-        CircuitError: No filler, texts that are too short, heads the model does not have, a file of
-            another question, or as `control`.
+        CircuitError: No filler, texts that are too short, texts longer than a sliding window of the
+            model, heads the model does not have, a file of another question, or as `control`.
     """
     lengths = sorted(set(filler) - {NEAR})
     if not lengths or lengths[0] < NEAR or tokens < 1:
@@ -262,10 +265,20 @@ def fading(
             f"the text behind {short.prompt!r} has {short.n} tokens; filler and scored tokens need"
             f" {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
         )
+    longest = max(len(case.layouts[0]) for case in question.cases) + whole - 1
+    if (window := window_of(model)) is not None and longest > window:
+        raise CircuitError(
+            f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
+            f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
+        )
     sets = _sets(model, question, dict(heads or {}), random, seed)
     if metric is None:
         metric = "lex" if question.words else "js"
     name, measure = next(iter(metrics_by_name(metric).items()))
+    if name == "from_raw":
+        raise CircuitError(
+            "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
+        )
     store = Kept(
         file,
         question.key(
@@ -396,7 +409,8 @@ class _Seen:
         log_odds: logit(A), A being the attention on the prefix.
         sink: Log of BOS's weight. `rest`: of the sum over the keys that are neither BOS's nor the
             prefix's.
-        n: Tokens of the prefix. `l`: keys of each query, BOS and its own included.
+        n: Tokens of the prefix. `l`: keys of each query, BOS and its own included. `others`: those
+            that are neither BOS nor the prefix's.
     """
 
     log_odds: Float[Tensor, "row head query"]
@@ -404,6 +418,7 @@ class _Seen:
     rest: Float[Tensor, "row head query"]
     n: int
     l: Float[Tensor, " query"]
+    others: Float[Tensor, " query"]
 
 
 _Rule = Callable[[int, _Seen], Tensor]
@@ -419,9 +434,8 @@ def _dilution(more: int) -> _Rule:
     """What undoes so many more keys."""
 
     def rule(_layer: int, seen: _Seen) -> Tensor:
-        others = seen.l - seen.n - 1
-        mean = seen.rest - others.log()
-        without = torch.logaddexp(seen.sink, mean + (others - more).log())
+        mean = seen.rest - seen.others.log()
+        without = torch.logaddexp(seen.sink, mean + (seen.others - more).log())
         return torch.logaddexp(seen.sink, seen.rest) - without
 
     return rule
@@ -508,4 +522,5 @@ class _Reading:
         rest = wide[..., keys].logsumexp(3)
         log_odds = wide[..., inside].logsumexp(3) - torch.logaddexp(sink, rest)
         n = self.prefix.stop - self.prefix.start
-        return _Seen(log_odds, sink, rest, n, self.l.to(wide))
+        l = self.l.to(wide)
+        return _Seen(log_odds, sink, rest, n, l, l - n - (self.bos.stop - self.bos.start))

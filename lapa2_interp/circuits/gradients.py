@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import PATTERN, SCORES, augmented
-from lapa2_interp.augmentation import Augmentation, Phase
+from lapa2_interp.augmentation import Phase, Rules, several
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, one_pass, read_raw
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
@@ -162,7 +162,7 @@ def attribution(
     about: About,
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     at_once: int = 1,
     progress: tqdm | None = None,
     **settings: Any,
@@ -183,9 +183,10 @@ def attribution(
         CircuitError: As `control`; the model has no hooks, or is in half precision; the
             augmentation has phase "query"; or the metric has no gradient.
     """
-    check_gradients(model, augmentation)
+    check_gradients(model)
     name, function = one_metric(metric)
     question = Question.of(model, about, **settings)
+    one_pass(augmentation, question.cases, "gradients are taken through")
     n, n_layers, n_heads = len(question.cases), model.cfg.n_layers, model.cfg.n_heads
     longest = max(case.layouts[0].l_pre for case in question.cases)
     whole = np.zeros(n)
@@ -222,7 +223,7 @@ def integrated(
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
     nodes: int = 5,
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     at_once: int = 8,
     progress: tqdm | None = None,
     **settings: Any,
@@ -247,11 +248,12 @@ def integrated(
     Raises:
         CircuitError: As `attribution`; unknown heads, none, or no nodes.
     """
-    check_gradients(model, augmentation)
+    check_gradients(model)
     if nodes < 1:
         raise CircuitError(f"an integral needs at least one node; found nodes={nodes}")
     name, function = one_metric(metric)
     question = Question.of(model, about, **settings)
+    one_pass(augmentation, question.cases, "gradients are taken through")
     (unit,) = units_of(model, question, {"heads": heads})
     if not unit.heads:
         raise CircuitError("an integral needs at least one head; found none")
@@ -413,7 +415,7 @@ def prefiltered(
     how: str = "cut",
     phase: Phase = "all_queries",
     also: Sequence[str] | None = None,
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     file: str | Path | None = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
@@ -441,7 +443,7 @@ def prefiltered(
             f"a prefilter keeps at least one head, and draws 0 or more; found n={n},"
             f" random={random}"
         )
-    check_gradients(model, augmentation)
+    check_gradients(model)
     question = Question.of(model, about, **settings)
     found = attribution(
         model, question, metric=metric, augmentation=augmentation, progress=progress
@@ -467,7 +469,7 @@ def prefiltered(
     return Prefiltered(exact, found, len(chosen))
 
 
-def check_gradients(model: Model, augmentation: Augmentation | None = None) -> None:
+def check_gradients(model: Model) -> None:
     """Refuse what has no gradients."""
     if not is_bridge(model) or plain_network(model) is not None:
         raise CircuitError(
@@ -480,7 +482,6 @@ def check_gradients(model: Model, augmentation: Augmentation | None = None) -> N
             f"gradients in {name} are mostly rounding; allowed: float32, float64; load the model"
             ' with dtype="float32"'
         )
-    one_pass(augmentation, "gradients are taken through")
 
 
 def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
@@ -504,7 +505,7 @@ def _read(
     model: Model,
     cases: Sequence[Case],
     biases: Float[Tensor, "layer item head position"],
-    augmentation: Augmentation | None,
+    augmentation: Rules,
 ) -> tuple[Float[Tensor, "branch item step vocab"], list[Float[Tensor, "row head query key"]]]:
     """Every step of some texts of one shape, in every branch, in one pass that keeps no cache.
 
@@ -541,7 +542,7 @@ def _read(
         for layout, (case, _) in zip(layouts, rows, strict=True)
     ]
     inputs = soft_inputs(model, whole, [case.prefixes[branch] for case, branch in rows])
-    with augmented(model, augmentation, layouts), model.hooks(fwd_hooks=hooks):
+    with augmented(model, several(augmentation), layouts), model.hooks(fwd_hooks=hooks):
         logits = model(**inputs, logits_to_keep=n)[:, -n:]
     return logits.unflatten(0, (n_branches, len(cases))), patterns
 

@@ -21,17 +21,17 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp.augmentation import Augmentation, Phase
+from lapa2_interp.augmentation import Phase, Rules
 from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.question import FEW, About, Question, answers
+from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, counted, one_of
@@ -39,10 +39,8 @@ from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
-from lapa2_interp.stats import bounds
+from lapa2_interp.stats import FEW, bounds
 
-Over = Literal["layer", "head", "kv", "position", "head x position"]
-"""Kinds of units; sets of heads are given by name instead."""
 NULL = "nothing"
 """The null unit: nothing is changed, and every head's output is moved by one rounding step."""
 
@@ -163,7 +161,7 @@ class KnockOut:
         whole: The control itself, by case: its mean over steps.
         effects: What is lost without each unit, by case: its mean over steps.
         noise: The largest effect of the null unit in a case: effects below it are rounding.
-        others: Effects in further metrics, by name, as (whole, effects).
+        others: The same in further metrics, by name, as (whole, effects, noise).
     """
 
     question: Question
@@ -174,8 +172,8 @@ class KnockOut:
     whole: Float[np.ndarray, " case"]
     effects: Float[np.ndarray, "case unit"]
     noise: float
-    others: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    augmentation: Augmentation | None = None
+    others: Mapping[str, tuple[np.ndarray, np.ndarray, float]] = field(default_factory=dict)
+    augmentation: Rules = None
 
     @property
     def n_prompts(self) -> int:
@@ -192,10 +190,12 @@ class KnockOut:
             return self
         if metric not in self.others:
             raise CircuitError(one_of("metric", metric, [self.metric, *self.others]))
-        whole, effects = self.others[metric]
-        others = dict(self.others) | {self.metric: (self.whole, self.effects)}
+        whole, effects, noise = self.others[metric]
+        others = dict(self.others) | {self.metric: (self.whole, self.effects, self.noise)}
         del others[metric]
-        return replace(self, metric=metric, whole=whole, effects=effects, others=others)
+        return replace(
+            self, metric=metric, whole=whole, effects=effects, noise=noise, others=others
+        )
 
     def frame(self) -> pd.DataFrame:
         """A row for every unit, largest effect first.
@@ -315,7 +315,7 @@ def knock_out(
     phase: Phase = "all_queries",
     metric: str | Metric | Mapping[str, Metric] = "js",
     also: Sequence[str] | None = None,
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     file: str | Path | None = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
@@ -335,7 +335,8 @@ def knock_out(
         also: Further metrics, from the same passes; by default lex where there are words.
         augmentation: What acts in every branch besides.
         file: Where finished units are kept, a line each; the same question goes on from there. The
-            control itself is read again, and must be the one that is kept.
+            control itself is read again, and must be the one that is kept but for rounding: what
+            moved it moves what is measured now.
         at_once: Texts read together; changes nothing but memory and time.
 
     Raises:
@@ -358,15 +359,16 @@ def knock_out(
             model, how=how, phase=phase, metrics=list(chosen), augmentation=str(augmentation)
         ),
     )
-    names = [NULL, "", *(unit.name for unit in wanted)]
+    names = ["", NULL, *(unit.name for unit in wanted)]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
-    keys = [NULL, "", *(unit.key for unit in wanted)]
+    keys = ["", NULL, *(unit.key for unit in wanted)]
     kept = store.take("")
+    moved = dict.fromkeys(chosen, np.zeros(1))  # of the control, since the file was begun
     todo: list[Sequence[Edit | None]] = [
+        [None],  # first, as all others are told apart from it
         [Edit(units_everything(model), how="null")],
-        [None],
         *edits,
     ]
     steps = sum(case.n * len(case.names) for case in question.cases)
@@ -386,16 +388,19 @@ def knock_out(
                 of_unit[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
             awaited[i] -= len(group)
             if not awaited[i]:
+                done = found.pop(i)
                 if keys[i] == "" and kept:
-                    check_same(file, kept, found.pop(i))
+                    check_same(file, kept, done)
+                    moved = {name: kept[name] - done[name] for name in chosen}
                     store.done[""] = kept
                 else:
-                    store.add(keys[i], found.pop(i))
+                    store.add(keys[i], {name: done[name] + moved[name] for name in chosen})
     whole = {name: store[""][name] for name in chosen}
     effects = {
         name: np.stack([whole[name] - store[unit.key][name] for unit in wanted], axis=1)
         for name in chosen
     }
+    noise = {name: float(np.abs(whole[name] - store[NULL][name]).max()) for name in chosen}
     return KnockOut(
         question,
         tuple(wanted),
@@ -404,8 +409,8 @@ def knock_out(
         first,
         whole[first],
         effects[first],
-        float(np.abs(whole[first] - store[NULL][first]).max()),
-        {name: (whole[name], effects[name]) for name in chosen if name != first},
+        noise[first],
+        {name: (whole[name], effects[name], noise[name]) for name in chosen if name != first},
         augmentation,
     )
 
@@ -579,7 +584,8 @@ def joint_curve(
                 f"the table's metric {metric!r} is a function of your own; give it again as metric"
             )
     name_of = next(iter(metrics_by_name(metric)))
-    if table.n_prompts < 2 or any(len(unit.heads) != 1 for unit in table.units):
+    single = all(len(unit.heads) == 1 and unit.positions is None for unit in table.units)
+    if table.n_prompts < 2 or not single or len({u.heads for u in table.units}) < len(table.units):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = units_everything(model)
     asked = sizes
@@ -590,14 +596,15 @@ def joint_curve(
             f" {', '.join(map(str, asked)) or 'none'}"
         )
     prompts = list(dict.fromkeys(table.question.prompts))
+    by_prompt = table.question.by_prompt(table.effects)
     names: list[tuple[str, int, int]] = []
     left: dict[tuple[str, int, int], dict[str, float]] = {}
     wholes: dict[str, float] = {}
     for fold in (0, 1):
         held = set(prompts[fold::2])
-        chosen_by = [i for i, case in enumerate(table.question.cases) if case.prompt not in held]
+        chosen_by = [i for i, prompt in enumerate(prompts) if prompt not in held]
         judged = [case for case in table.question.cases if case.prompt in held]
-        order = np.argsort(-table.effects[chosen_by].mean(0), kind="stable")
+        order = np.argsort(-by_prompt[chosen_by].mean(0), kind="stable")
         best = [table.units[i].heads[0] for i in order]
         rng = np.random.default_rng(fold)
         sets: dict[tuple[str, int, int], Heads] = {}

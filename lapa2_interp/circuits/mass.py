@@ -12,13 +12,13 @@ layers and heads of the model, steps and texts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from lapa2_interp.augmentation import BOUNDS, Augmentation, Rules
-from lapa2_interp.circuits.cases import RAW
 from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError
@@ -33,7 +33,7 @@ def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings
     """The attention on the prefix, from 0 to 1: its mean over layers, heads, steps, branches and
     texts.
 
-    A text that was written behind a prefix (`source`) is read behind this one alone, a raw text
+    A text that was written behind a prefix (`source`) is read behind this one alone, another text
     behind all.
 
     Args:
@@ -48,7 +48,7 @@ def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings
         (case, branch)
         for case in question.cases
         for branch, name in enumerate(case.names)
-        if case.source in (RAW, name)
+        if case.source == name or case.source not in case.names
     ]
     trace = teacher_forced(
         model,
@@ -65,7 +65,7 @@ def alpha_at_mass(
     model: Model,
     about: About,
     mass: float,
-    augmentation: Augmentation | None = None,
+    augmentation: Rules = None,
     *,
     most: float = 8.0,
     **settings: Any,
@@ -79,15 +79,18 @@ def alpha_at_mass(
     Args:
         model, about, settings: As `mean_mass`. Texts of the baseline are fair to all arms.
         mass: The mean attention, above that without a bias.
-        augmentation: What acts, whatever its alpha; by default LaPA2 in all heads.
+        augmentation: What acts, one alone, whatever its alpha; by default LaPA2 in all heads.
         most: The largest alpha that is tried, above 0.
 
     Raises:
-        CircuitError: The mass is not above that without a bias, or it is above what `most` gives;
-            the message names what can be reached.
+        CircuitError: The mass is not above that without a bias, or it is above what `most` gives
+            (the message names what can be reached); or several augmentations.
     """
     question = Question.of(model, about, **settings)
-    rule = augmentation or Augmentation(alpha=1)
+    given = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
+    if len(given) != 1:
+        raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
+    rule = given[0] or Augmentation(alpha=1)
     high = BOUNDS.get(rule.law, (0.0, math.inf))[1]
     if not 0 < most < math.inf:
         raise CircuitError(f"most must be a finite number above 0; found {most:g}")

@@ -27,17 +27,17 @@ from torch import Tensor
 
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import on_scores
-from lapa2_interp.circuits.cases import RAW, attribute_words, write_texts
+from lapa2_interp.circuits.cases import RAW, attribute_words, check_asked, write_texts
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import check_gradients, one_metric, recorded_gradients
+from lapa2_interp.circuits.knockout import head_pairs, units_everything
 from lapa2_interp.circuits.metrics import Metric, Predictions
-from lapa2_interp.circuits.question import FEW
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model
 from lapa2_interp.methods import FLOOR, Branch, Method, Prepared, Soft, Start, for_task, load_task
 from lapa2_interp.soft_prefix import SoftPrefix, find_prefix
-from lapa2_interp.stats import bounds
+from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks import Task
 
 ROUNDING = 1e-6
@@ -103,7 +103,8 @@ def prompt_slope(
 
     Raises:
         CircuitError: The method has no raw branch that Pro-Aug reaches, prepares for its prompts or
-            reads texts anew; fewer than 8 prompts; as `attribution`.
+            reads texts anew; fewer than 8 different prompts; texts of several lengths behind one;
+            heads that the model does not have; as `attribution`.
     """
     check_gradients(model)
     chosen = load_task(task) if isinstance(task, str) else task
@@ -112,7 +113,10 @@ def prompt_slope(
     names = (target, *chosen.others(target))
     branches = {name: decoder.branches(chosen, name) for name in names}
     _check_method(decoder, branches[target])
-    asked = tuple(chosen.prompts.texts if prompts is None else prompts)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    asked = tuple(dict.fromkeys(chosen.prompts.texts if prompts is None else prompts))
+    check_asked(asked, tokens, samples, texts)
     if len(asked) < FEW:
         raise CircuitError(
             f"{len(asked)} prompts are too few to decide by; give at least {FEW}, better 32"
@@ -126,9 +130,21 @@ def prompt_slope(
             "metric from_raw compares with the raw model, which the bias changes; use js, lex, llr"
             " or kl"
         )
+    every = units_everything(model)
+    chosen_heads = every if heads is None else head_pairs(heads)
+    if not chosen_heads or not set(chosen_heads) <= set(every):
+        raise CircuitError(
+            f"heads {chosen_heads} are none, or not all of this model; give (layer, head) pairs up"
+            f" to {every[-1]}, or None for all"
+        )
     given = texts or write_texts(
         model, chosen, RAW, asked, tokens=tokens, samples=samples, seed=seed
     )
+    if uneven := next((each for each in asked if len(set(map(len, given[each]))) > 1), None):
+        raise CircuitError(
+            f"the texts behind {uneven!r} have {sorted(set(map(len, given[uneven])))} tokens; those"
+            " of a prompt need one length"
+        )
     soft = {
         branch: find_prefix(model, chosen.name, branch.prefix.set, branch.prefix.attribute)
         for of_name in branches.values()
@@ -140,7 +156,7 @@ def prompt_slope(
         rows = torch.tensor(given[prompt], device=model.cfg.device)
         with recorded_gradients():
             b = torch.zeros((), dtype=model.cfg.dtype, device=rows.device, requires_grad=True)
-            found = _Readings(model, prompt, rows, soft, b, heads)
+            found = _Readings(model, prompt, rows, soft, b, chosen_heads)
             logits = torch.stack([found.steered(decoder, branches[each]) for each in names])
             control = measure(Predictions(logits, rows, None, words)).mean()
             (slope,) = torch.autograd.grad(control, [b])
@@ -186,12 +202,12 @@ class _Readings:
         texts: Tensor,
         soft: Mapping[Branch, SoftPrefix],
         b: Tensor,
-        heads: Heads | None,
+        heads: Heads,
     ) -> None:
         self.model, self.prompt, self.texts = model, prompt, texts
         self.soft, self.b = soft, b
         chosen = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=b.dtype, device=b.device)
-        for layer, head in heads or [(i, j) for i, j in np.ndindex(*chosen.shape)]:
+        for layer, head in heads:
             chosen[layer, head] = 1
         self.chosen = chosen
         self.done: dict[Any, tuple[Tensor, Tensor]] = {}

@@ -30,8 +30,6 @@ LOGITS = 2**28
 """Bytes of logits that are held at once."""
 SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples", "seed")
 """What can be asked of a task's cases, as `make_cases` takes it."""
-FEW = 8
-"""Fewer prompts give numbers and no claims."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +137,16 @@ class Question:
     def metrics(self) -> tuple[str, ...]:
         """The metrics that can be computed."""
         raw = all(case.raw is not None for case in self.cases)
-        return (
-            ("js", "lex", "llr", "kl", "from_raw")[: 5 if raw else 4]
-            if self.words
-            else (("js", "llr", "kl", "from_raw")[: 4 if raw else 3])
-        )
+        return "js", *(("lex",) if self.words else ()), "llr", "kl", *(("from_raw",) if raw else ())
 
     def key(self, model: Model, **more: Any) -> str:
         """What identifies this question to this model."""
         cases = [
-            [case.names, case.source, case.text, [[each.soft, each.ids] for each in case.layouts]]
+            [
+                [case.names, case.source, case.text],
+                [[each.soft, each.n_bos, each.l_pre, each.ids] for each in case.layouts],
+                None if case.raw is None else case.raw.ids,
+            ]
             for case in self.cases
         ]
         soft = {id(each): each for case in self.cases for each in case.prefixes if each is not None}
@@ -240,4 +238,4 @@ def _value(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item
     return value
 
 
-__all__ = ["FEW", "RAW", "About", "Question", "answers", "rows_at_once"]
+__all__ = ["RAW", "About", "Question", "answers", "rows_at_once"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class Control:
         shown = list(self.values) if metrics is None else list(metrics)
         figure = new_figure(2.6 * len(shown), 2.3)
         for axes, metric, colour in zip(
-            np.atleast_1d(figure.subplots(1, len(shown))), shown, COLOURS, strict=False
+            np.atleast_1d(figure.subplots(1, len(shown))), shown, cycle(COLOURS), strict=False
         ):
             curve = self.interval(metric)
             axes.plot(curve["step"], curve["mean"], color=colour, lw=1.4)

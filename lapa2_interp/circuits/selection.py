@@ -45,13 +45,13 @@ from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import Unit, knock_out, prefix_mass, units_everything
 from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
-from lapa2_interp.circuits.question import FEW, About, Question
+from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.errors import CircuitError, first_problem, one_of
 from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Method
-from lapa2_interp.stats import bounds
+from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks import Task
 
 By = Literal["cut", "slope", "dla", "mass", "random"]
@@ -329,6 +329,10 @@ def _positions(
         return None
     if asked == "auto":
         return enough_tokens(model, question, metric)
+    if isinstance(asked, str):
+        raise CircuitError(
+            f"{one_of('choice of positions', asked, ('all', 'auto'))}, or numbers such as (0, 1)"
+        )
     n = question.l_pre
     chosen = tuple(int(each) for each in asked)
     if not chosen or any(not 0 <= each < n for each in chosen):

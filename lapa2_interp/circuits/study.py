@@ -50,7 +50,7 @@ from lapa2_interp.circuits.knockout import (
     units_of,
     write_heads,
 )
-from lapa2_interp.circuits.question import FEW, RAW, Question
+from lapa2_interp.circuits.question import RAW, Question
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.errors import CircuitError, counted
@@ -59,6 +59,7 @@ from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import shown_time
+from lapa2_interp.stats import FEW
 from lapa2_interp.tasks import Task
 
 BEST = 24
