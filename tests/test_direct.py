@@ -170,10 +170,14 @@ def test_what_cannot_be_attributed_is_refused():
         writes(model, question(model))
 
 
-@pytest.mark.parametrize("phase", ["query", "every_query"])
-def test_phases_of_several_passes_are_refused(phase):
-    with pytest.raises(
-        CircuitError, match=f"under phase '{phase}' prefix and text are not read in"
-    ):
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ("query", "under phase 'query' prefix and text are not read in one pass"),
+        ("every_query", "acts on queries inside it .phase 'every_query'"),
+    ],
+)
+def test_phases_of_several_passes_are_refused(phase, message):
+    with pytest.raises(CircuitError, match=message):
         writes(load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase),
                prompts=["The lake"], tokens=4)  # fmt: skip
