@@ -50,12 +50,15 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
         _curves(left, part, same, looks, title)
         shown = same.loc[same["metric"].isin(list(SHOWN)), ["difference_low", "difference_high"]]
         reach = [-1.0, 1.0, *shown.to_numpy()[shown.notna().to_numpy()]]
-        for panel, ratio in zip(right, ratios, strict=True):
+        there = list(dict.fromkeys(same["ratio"]))  # barred words are compared at one alone
+        for panel, ratio in zip(right, there, strict=False):
             _differences(panel, same[same["ratio"] == ratio], looks)
             panel.set_xlim(min(reach) - 1, max(reach) + 1)
             panel.set_title(f"at {ratio:g} times the perplexity", fontsize=8)
         for panel in right[1:]:
             panel.set_yticklabels([])
+        for panel in right[len(there) :]:
+            panel.set_visible(False)
     legend_below(figure, [("", panel, curves) for panel in panels[:, 0]], 5)
     return figure
 
