@@ -51,14 +51,46 @@ def test_train_writes_a_set_and_shows_what_it_learned(trained, capsys):
     assert "NLL per token of the held-out texts" in printed.out
     assert "the same with hard prefixes, all:" in printed.out
     card = load_prefix(trained, "positive").card
-    assert card.held_out.accuracy_of_set.n == 14, "a fifth of each class was held out"
-    assert card.training.texts == 29
+    assert card.training.texts == 29, "a fifth of each class was held out"
+    assert card.held_out.accuracy_of_set.n == 6, "half of that is measured"
+    assert card.held_out.data.startswith("reviews.jsonl, held out (sha256")
     assert lapa2("prefixes", trained) == 0
     printed = capsys.readouterr().out
     assert "tiny-llama" in printed
     assert f"{card.held_out.nll['positive'].mean:.3f}" in printed
     assert lapa2("prefixes --json", trained) == 0
     assert json.loads(capsys.readouterr().out)["soft"][0]["attribute"] == "negative"
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["split off", "given"])
+def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, monkeypatch, given):
+    from lapa2_interp import load_task
+    from lapa2_interp.prefixes import make
+    from lapa2_interp.prefixes.recipes import recipe
+
+    texts = {}
+    monkeypatch.setattr(make, "train_set", lambda *found, **more: texts.update(train=found[2:4]))
+
+    def measure(folders, task, corpora, **more):
+        texts["test"] = corpora
+        return pd.DataFrame()
+
+    monkeypatch.setattr(make, "evaluate_sets", measure)
+    held_out = [str(reviews)] if given else []
+    data = tmp_path / "others.jsonl" if given else reviews
+    if given:
+        words = [(f"{label} {word}", label) for label in ("positive", "negative") for word in "abc"]
+        pd.DataFrame(words, columns=["text", "label"]).to_json(data, orient="records", lines=True)
+    make.make_set(
+        "tiny-llama", load_task("sentiment"), tmp_path, [str(data)], held_out, recipe("small")
+    )
+    trained, deciding, measured = (
+        {text for corpus in corpora for text in corpus.texts["positive"]}
+        for corpora in (*texts["train"], texts["test"])
+    )
+    assert not deciding & measured
+    assert not trained & (deciding | measured)
+    assert (len(trained), len(deciding), len(measured)) == ((3, 18, 18) if given else (29, 4, 3))
 
 
 def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
@@ -110,7 +142,7 @@ def test_held_out_files_decide_when_to_stop(reviews, tmp_path):
     assert lapa2(line, "--data", reviews, "--held-out", own, "--out", out) == 0
     card = load_prefix(out, "positive").card
     assert card.held_out.data.startswith("held.jsonl")
-    assert card.held_out.accuracy_of_set.n == 12
+    assert card.held_out.accuracy_of_set.n == 6, "of the 6 of each label that are not trained on"
     assert card.training.texts == 36
 
 
@@ -226,7 +258,7 @@ def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     rows = [
         {"text": f"text {i}", "label": label}
         for label in ("positive", "negative")
-        for i in range(9)
+        for i in range(12)
     ]
     pd.DataFrame(rows).assign(text=lambda t: t["text"] + t["label"]).to_json(
         "x.jsonl", orient="records", lines=True

@@ -76,8 +76,8 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     assert "cannot write /proc/none/words.json" in capsys.readouterr().err
     assert main(["words", "--task", "topic", *line[3:], "--force"]) == 2
     assert (
-        "has no text with label 'world'; its labels are 'positive', 'negative'"
-        in capsys.readouterr().err
+        "has no text with label 'world' (blank ones and repetitions left out); its labels are"
+        " 'positive', 'negative'" in capsys.readouterr().err
     )
     assert json.loads(out.read_text()) == stored, "a refusal changes nothing"
     assert main([*line, "--force", "--least", "1", "--n", "1"]) == 0

@@ -52,8 +52,9 @@ def train(
         data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
             with fields text and label, whose labels are the task's attributes; repeat the option
             for more.
-        held_out: The same, never trained on: its loss decides when to stop, and its texts give the
-            cards' numbers. By default 250 texts per attribute are held out of the data.
+        held_out: The same, never trained on: the loss of one half decides when to stop, the other
+            half gives the cards' numbers. By default 250 texts per attribute are held out of the
+            data.
         model: A name of `lapa2 models`, a hub id or a folder.
         task: A task of `lapa2 tasks`, or the path of a task file.
         attribute: Train only this one; repeat for more.

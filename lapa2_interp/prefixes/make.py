@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -44,7 +44,7 @@ def make_set(
         out: The set's folder.
         data: Corpora, as `corpora.read_corpus` takes them.
         held_out: Corpora that are never trained on; by default HELD_OUT texts per attribute of the
-            data.
+            data. One half decides when to stop, the other gives the cards' numbers.
         attributes: Train only these; all of the task by default.
         start_from: Begin with the prefixes of this set.
         notify: Told what was read.
@@ -63,15 +63,13 @@ def make_set(
     if held_out:
         checks = apart(corpora, _read(held_out, names, "test", notify))
     else:
-        corpora, checks = (
-            list(part)
-            for part in zip(*(split_off(each, HELD_OUT) for each in corpora), strict=True)
-        )
+        corpora, checks = _parts(split_off(each, HELD_OUT, at_least=2) for each in corpora)
+    deciding, measured = _parts(split_off(each, HELD_OUT, one_in=2) for each in checks)
     train_set(
         model,
         task,
         corpora,
-        checks,
+        deciding,
         out,
         recipe,
         attributes=names,
@@ -82,7 +80,7 @@ def make_set(
     return evaluate_sets(
         [out],
         task,
-        checks,
+        measured,
         limit=100,
         max_tokens=recipe.max_tokens,
         dtype=recipe.dtype,
@@ -140,6 +138,12 @@ def measure_sets(
         device=device,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _parts(split: Iterable[tuple[Corpus, Corpus]]) -> tuple[list[Corpus], list[Corpus]]:
+    """The first parts of all, and the second."""
+    first, second = zip(*split, strict=True)
+    return list(first), list(second)
 
 
 def _read(

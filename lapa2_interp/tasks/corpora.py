@@ -130,8 +130,8 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     empty = [label for label, found in texts.items() if not found]
     if empty:
         raise DataError(
-            f"{source} has no text with label {empty[0]!r}; its labels are"
-            f" {', '.join(map(repr, frame['label'].unique()[:9]))}"
+            f"{source} has no text with label {empty[0]!r} (blank ones and repetitions left"
+            f" out); its labels are {', '.join(map(repr, frame['label'].unique()[:9]))}"
         )
     digest = hashlib.sha256()
     for label, found in texts.items():
@@ -237,22 +237,31 @@ def apart(training: Sequence[Corpus], tests: Sequence[Corpus]) -> list[Corpus]:
     return kept
 
 
-def split_off(corpus: Corpus, per_label: int) -> tuple[Corpus, Corpus]:
-    """(rest, held out): of each label the `per_label` texts, a fifth at most, whose sha256 is
-    smallest."""
+HELD = ", held out"
+
+
+def split_off(
+    corpus: Corpus, per_label: int, one_in: int = 5, at_least: int = 1
+) -> tuple[Corpus, Corpus]:
+    """(rest, held out): of each label the `per_label` texts, one in `one_in` at most, whose sha256
+    is smallest.
+
+    Raises:
+        DataError: That is fewer than `at_least` texts of a label.
+    """
     rest, held = {}, {}
     for label, texts in corpus.texts.items():
         order = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
-        chosen = set(order[: min(per_label, len(texts) // 5)])
+        chosen = set(order[: min(per_label, len(texts) // one_in)])
         held[label] = tuple(text for text in texts if text in chosen)
         rest[label] = tuple(text for text in texts if text not in chosen)
-        if not held[label]:
+        if len(chosen) < at_least:
             raise DataError(
                 f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give"
-                " at least 5"
+                f" at least {one_in * at_least}"
             )
     return Corpus(rest, corpus.source, corpus.sha256), Corpus(
-        held, f"{corpus.source}, held out", corpus.sha256
+        held, f"{corpus.source.removesuffix(HELD)}{HELD}", corpus.sha256
     )
 
 
