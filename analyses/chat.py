@@ -73,7 +73,7 @@ for speaker, (topic, words) in list(CHATS.items())[: options.chats]:
     layouts.append(Layout.of_chat(model.tokenizer, messages, span="system"))
     either = words.replace("*", r"\w*").replace(" ", "|")
     patterns.append(re.compile(rf"\b({either})\b", re.IGNORECASE))
-print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]).replace("Ġ", " "))
+print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]))
 
 # %% [markdown]
 # End tokens are never drawn, so that every text has the same length.

@@ -91,12 +91,46 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
 
 
+def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> list[str]:
+    """The text each token adds; joined, they are the text of the tokens behind the prompt.
+
+    A character whose bytes are spread over several tokens belongs to the last of them; those before
+    it add "".
+
+    Args:
+        prompt: What the tokens continue.
+        tokens: New tokens only.
+
+    Returns:
+        As many as tokens.
+    """
+
+    def text(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all
+    # of them would.
+    window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
+    known, found = len(window), []
+    for i, token in enumerate(tokens):
+        window.append(token)
+        before, after = text(window[:known]), text(window)
+        if after.endswith("\ufffd") and i < len(tokens) - 1:
+            found.append("")
+            continue
+        found.append(after[len(before) :])
+        window, known = window[known:], len(window) - known
+    return found
+
+
 @dataclass(frozen=True)
 class Layout:
     """The keys of one branch up to the end of its prompt.
 
     Attributes:
-        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their strings.
+        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their texts, as of `pieces`.
         n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA
             scripts).
         l_pre: Prefix length, soft or hard; 0 on the raw model.
@@ -195,7 +229,7 @@ class Layout:
         crosses = l_pre > 0 and stops[l_pre] > seam
         return cls(
             ids=ids,
-            tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
+            tokens=tuple(pieces(tokenizer, "", ids)),
             n_bos=n_bos,
             l_pre=soft or l_pre,
             l_pro=l_pro,
@@ -304,7 +338,7 @@ class Layout:
         n_bos = min(begin, 1)
         return cls(
             ids=ids,
-            tokens=tuple(tokenizer.convert_ids_to_tokens(ids)),
+            tokens=tuple(pieces(tokenizer, "", ids)),
             n_bos=n_bos,
             l_pre=end - begin,
             l_pro=len(ids) - end,

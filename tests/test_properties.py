@@ -200,6 +200,7 @@ def test_any_text_is_laid_out_in_every_family_of_tokenizers(tokenizer, prefix, p
     assert found.bos.stop == found.prefix.start
     assert found.prefix.stop == found.prompt.start
     assert (found.l_pre > 0) == bool(prefix)
+    assert "".join(found.tokens[found.n_bos :]) == (prefix or "") + prompt
 
 
 @settings(max_examples=150)

@@ -14,9 +14,10 @@ import pytest
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import unsealed
+from lapa2_interp.layout import pieces
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.paper.claims import Finding
-from lapa2_interp.report import UNIT, _forest, _scale, pieces, run_report
+from lapa2_interp.report import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST

@@ -55,6 +55,7 @@ from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.errors import CircuitError, counted
 from lapa2_interp.files import sealed, unsealed, whole_file
+from lapa2_interp.layout import pieces
 from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
@@ -422,7 +423,7 @@ def patterns(model: Model, case: Case, heads: Heads) -> dict[str, Any]:
     with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
         model(**inputs)
     soft = [f"soft {i + 1}" for i in range(layouts[0].soft)]
-    tokens = [*soft, *model.tokenizer.convert_ids_to_tokens(list(layouts[0].ids))]
+    tokens = [*soft, *pieces(model.tokenizer, "", layouts[0].ids)]
     attention = [np.round(kept[layer][head], 4).tolist() for layer, head in heads]
     names = [f"{layer}.{head}" for layer, head in heads]
     return {"tokens": tokens, "heads": names, "attention": attention}
@@ -716,10 +717,7 @@ def _tokens(case: Case) -> list[str]:
     if own.soft:
         return [f"soft {i + 1}" for i in range(own.soft)]
     by_branch = [each.tokens[each.n_bos : each.n_bos + each.l_pre] for each in case.layouts]
-    return [
-        " / ".join(dict.fromkeys(repr(token.replace("Ġ", " ")) for token in at))
-        for at in zip(*by_branch, strict=True)
-    ]
+    return [" / ".join(dict.fromkeys(map(repr, at))) for at in zip(*by_branch, strict=True)]
 
 
 def _together(curve: JointCurve) -> pd.DataFrame:

@@ -27,6 +27,7 @@ import pandas as pd
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
+from lapa2_interp.layout import pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
 from lapa2_interp.paper.claims import behind, disagreement, disputed, read_claims, short_name
@@ -451,40 +452,6 @@ def _forest(found: Mapping[str, float], least: float, most: float, verdict: str)
 
 
 # --- texts
-
-
-def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> list[str]:
-    """The text each token adds; joined, they are the text of the tokens behind the prompt.
-
-    A character whose bytes are spread over several tokens belongs to the last of them; those before
-    it add "".
-
-    Args:
-        prompt: What the tokens continue.
-        tokens: New tokens only.
-
-    Returns:
-        As many as tokens.
-    """
-
-    def text(ids: Sequence[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all
-    # of them would.
-    window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
-    known, found = len(window), []
-    for i, token in enumerate(tokens):
-        window.append(token)
-        before, after = text(window[:known]), text(window)
-        if after.endswith("\ufffd") and i < len(tokens) - 1:
-            found.append("")
-            continue
-        found.append(after[len(before) :])
-        window, known = window[known:], len(window) - known
-    return found
 
 
 def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:

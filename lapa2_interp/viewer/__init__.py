@@ -25,9 +25,9 @@ import numpy as np
 from lapa2_interp.augmentation import several
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
+from lapa2_interp.layout import pieces
 from lapa2_interp.loaded import Model
 from lapa2_interp.page import embedded, template
-from lapa2_interp.report import pieces
 from lapa2_interp.runs.read import Run, load_run
 from lapa2_interp.viewer.packing import FLOOR, Bits, pack, precision, quantised
 from lapa2_interp.viewer.reading import (
