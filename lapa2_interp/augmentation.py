@@ -62,6 +62,7 @@ from pydantic import (
 from lapa2_interp.errors import AugmentationError, first_problem
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
+PAPER_LAWS = ("log", "linear", "sqrt", "constant")
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
 Phase = Literal["decode", "last_query", "all_queries", "every_query", "query"]
@@ -436,6 +437,13 @@ def several(rules: Rules) -> tuple[Augmentation, ...]:
     """The augmentations of a row that add something."""
     given = rules if isinstance(rules, Sequence) else (rules,)
     return tuple(rule for rule in given if rule is not None and rule.acts)
+
+
+def share_steps(one: Augmentation, other: Augmentation) -> bool:
+    """Whether two rules act at one step; without `steps` a rule acts at all."""
+    if one.steps is None or other.steps is None:
+        return True
+    return max(one.steps[0], other.steps[0]) < min(one.steps[1], other.steps[1])
 
 
 def joint(rules: Rules) -> Joint:

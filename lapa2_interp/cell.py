@@ -187,6 +187,12 @@ class Cell(BaseModel):
             facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
         chosen_task.prefix(attribute)
         branches = method.branches(chosen_task, attribute)
+        names = [branch.name for branch in branches]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise MethodError(
+                f"{method.name} has two branches {twice[0]!r} for {attribute!r}; give its text in"
+                f" task {chosen_task.name!r} another name"
+            )
         assign(method, branches, augmentation)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)

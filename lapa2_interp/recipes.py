@@ -97,7 +97,7 @@ def _spotlight_per_head(tau: float = 0.2) -> Made:
 
 
 def _split_softmax(k: float = 0.75) -> Made:
-    if not 0 < k <= 1:
+    if _number(k, "k") > 1:
         raise AugmentationError(f"k of split-softmax should be above 0 and at most 1, found {k:g}")
     return Augmentation(alpha=1 / k - 1, law="power", phase="all_queries")
 
@@ -107,9 +107,13 @@ def _set_point(tau: float = 0.2, floor: bool = True) -> Made:
 
 
 def _log(value: float, name: str) -> float:
-    if not 0 < value < math.inf:
-        raise AugmentationError(f"{name} should be above 0, found {value:g}")
-    return math.log(value)
+    return math.log(_number(value, name))
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise AugmentationError(f"{name} should be above 0, found {value!r}")
+    return value
 
 
 LAPA2_SOURCE = "LaPA2, arXiv 2508.04047"

@@ -323,27 +323,26 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
 
 
 def set_folder(model: str, task: str, which: str) -> Path:
-    """Folder of a set of soft prefixes: the path given, or the shipped set for a model (by name)
-    and task.
+    """Folder of a set of soft prefixes: the shipped set for a model (by name) and task, or the path
+    given (`./mle` where a folder has the name of a shipped set).
 
     Raises:
         PrefixError: No such set.
     """
+    folder = SHIPPED / model / f"{task}-{which}"
+    if "/" not in which and folder.is_dir():
+        return folder
     if Path(which).is_dir():
         return Path(which)
-    folder = SHIPPED / model / f"{task}-{which}"
-    if not folder.is_dir():
-        have = [
-            each.name.removeprefix(f"{task}-")
-            for each in sorted((SHIPPED / model).glob(f"{task}-*"))
-        ]
-        raise PrefixError(
-            f"no soft prefixes {which!r} of task {task} for {model}; "
-            + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
-            + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task"
-            f" {task}` makes them"
-        )
-    return folder
+    have = [
+        each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))
+    ]
+    raise PrefixError(
+        f"no soft prefixes {which!r} of task {task} for {model}; "
+        + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
+        + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task"
+        f" {task}` makes them"
+    )
 
 
 def cards(folder: Path) -> list[PrefixCard]:

@@ -12,7 +12,6 @@ therefore exact at every l, where A itself only approaches its power of l.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,54 +85,6 @@ def exponent(
     with np.errstate(divide="ignore", invalid="ignore"):
         # At r = 1 the rest is 0 and r / (r - 1) infinite; their product tends to 1.
         return np.asarray(np.where(r > 1, rest * (alpha - r / (r - 1)), -1.0))
-
-
-def crossover(l_pre: int, alpha: float, tolerance: float = 0.05) -> float:
-    """The length from which the exponent of A' stays within `tolerance` of its limit; infinite
-    beyond 10^30 * l_pre.
-
-    Shorter texts cannot show the regime's exponent, whatever the logits: l_pre = 20 and alpha = 3/4
-    need l = 3,318.
-    """
-    from scipy.optimize import brentq
-
-    limit = alpha - 1 if alpha < 1 else 0.0
-
-    def gap(log_r: float) -> float:
-        return abs(float(exponent(math.exp(log_r) * l_pre, l_pre, alpha)) - limit) - tolerance
-
-    grid = np.concatenate([np.linspace(1e-6, 3, 4000), np.linspace(3, 69, 4000)[1:]])
-    outside = np.flatnonzero([gap(x) > 0 for x in grid])
-    if not len(outside):
-        return float(l_pre)
-    last = int(outside[-1])
-    return (
-        math.inf
-        if last == len(grid) - 1
-        else float(l_pre * math.exp(brentq(gap, grid[last], grid[last + 1])))
-    )
-
-
-def turning_point(l_pre: int, alpha: float) -> float:
-    """For alpha > 1: the length at which A' is smallest, l_pre * alpha / (alpha - 1); it falls
-    before and rises after."""
-    return l_pre * alpha / (alpha - 1)
-
-
-def logit_ratio(
-    share: Float[np.ndarray, "*shape"] | float,
-    l: Real[np.ndarray, "*#shape"] | float | int,
-    l_pre: Real[np.ndarray, "*#shape"] | int,
-) -> Float[np.ndarray, "*shape"]:
-    """e_P / e_R, how much larger the average exponentiated logit of prefix keys is than that of the
-    others.
-
-    Args:
-        share: A, in [0, 1).
-        l: Keys that softmax ran over, BOS included, > l_pre.
-    """
-    share = np.asarray(share, dtype=np.float64)
-    return np.asarray(share / (1 - share) * (np.asarray(l) / l_pre - 1))
 
 
 def ratio_bound(

@@ -122,6 +122,19 @@ def test_no_text_says_a_word_whatever_the_method(method, attribute):
     assert said_by[True] == 0 < said_by[False]
 
 
+def test_a_truncated_branch_is_not_filled_up_with_what_is_refused():
+    """DATG's sentence has one branch, whose nucleus would be the refused token alone."""
+    method = methods.get("datg", form="P")
+    assert [branch.name for branch in method.branches(LETTERS, "a")] == ["target"]
+    p = torch.tensor([[0.95, 0.02, 0.01, 0.01, 0.006, 0.004]]).log()
+    refused = loop.without_refused(
+        {"target": p}, lambda each: each.index_fill(1, torch.tensor(0), -torch.inf)
+    )
+    weights = method.combine(refused, None).softmax(1)[0]
+    assert weights[0] == 0
+    assert weights[1] > weights[2] > 0
+
+
 def test_soft_prefixes_bar_the_words_of_the_hard_one(tmp_path):
     model = load("tiny-gpt2")
     method = methods.get("prefix", prefixes=soft_set(tmp_path / "set", model, LETTERS))

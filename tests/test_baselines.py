@@ -451,6 +451,7 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
         ("the lake " * 7, False),
         ("a\nb", True),
         ("a\nb\nc", False),
+        ("\n ", True),
     ):
         assert released.accepts(known, text, tokens) == said
         assert dataclasses.replace(released, accept="score").accepts(known, text, tokens)

@@ -91,7 +91,7 @@ def gedi_by_loops(p, classes, history, n, written, *, omega, filter_p, target_p,
         added += math.exp(z[x]) / total
         if added < filter_p and d[x] < math.log(target_p):
             dropped.add(x)
-    z = [-10000.0 if x in dropped else z[x] for x in range(5)]
+    z = [z[x] - 10000.0 * (x in dropped) for x in range(5)]
     z = [each - max(z) + 10 for each in z]
     for x in written:
         z[x] /= repetition
@@ -222,6 +222,21 @@ def test_gedi_always_keeps_the_most_desirable_token():
         assert z.argmax() in d.topk(5).indices, (
             "in float32 the best log P(target) round to the same"
         )
+
+
+@pytest.mark.parametrize("omega", [30.0, 3000.0, 1e5])
+def test_gedi_never_draws_what_it_dropped(omega):
+    """However far the discriminator moves what is kept."""
+    log_probs = as_logs(
+        {
+            "base": [[0.4, 0.3, 0.2, 0.1]],
+            "target": [[0.1, 0.2, 0.3, 0.4]],
+            "other": [[0.4, 0.3, 0.2, 0.1]],
+        }
+    )
+    (weights,) = normalised(methods.get("gedi", omega=omega).combine(log_probs, None))
+    assert weights[:2] == pytest.approx([0, 0])
+    assert weights[3] > weights[2]
 
 
 def test_rose_keeps_impossible_tokens_impossible():

@@ -8,12 +8,13 @@ import pytest
 import torch
 from conftest import generate, load, real_once, soft_set
 
-from lapa2_interp import Augmentation, load_task, methods, model_card
+from lapa2_interp import Augmentation, Cell, load_task, methods, model_card
 from lapa2_interp.decoding.loop import EmptyGenerationError
 from lapa2_interp.decoding.sampling import draw
 from lapa2_interp.errors import MethodError, TaskError
 from lapa2_interp.methods import assign
 from lapa2_interp.methods.base import FLOOR
+from lapa2_interp.tasks import MethodSettings
 
 STEPS = 3
 TOKENS = [3, 1, 4]
@@ -234,6 +235,14 @@ def test_palette(names, strengths):
                 m2 = (2 + math.exp(-1)) * 0.1 * len(names)
                 z.append(main / m1 + 0.05 * comp / m2)
             assert found[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
+
+
+def test_a_text_of_a_task_does_not_replace_the_raw_model():
+    task = load_task("sentiment")
+    texts = {"positive": {"main": "A happy text.", "base": "Another."}}
+    other = task.model_copy(update={"methods": {"palette": MethodSettings(texts=texts)}})
+    with pytest.raises(MethodError, match="two branches 'base' for 'positive'"):
+        Cell.of("tiny-gpt2", method="palette", task=other, attribute="positive")
 
 
 def test_palettes_complementary_strength_cancels():

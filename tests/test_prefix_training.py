@@ -398,6 +398,25 @@ def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatc
     assert rates[0] < rates[warm - 1] > rates[-1]
 
 
+def test_without_early_stopping_the_last_step_is_kept(tmp_path, reviews, monkeypatch):
+    """As the literature's recipes do, also where an earlier step was better."""
+    made = {}
+    for patience, sign in ((None, 1), (6, 1), (6, -1)):
+        monkeypatch.setattr(Job, "held_out_loss", lambda self, sign=sign: float(sign * self.step))
+        made[patience, sign], _ = train_set(
+            "tiny-llama",
+            SENTIMENT,
+            corpus(reviews),
+            corpus(reviews),
+            tmp_path / f"{patience}{sign}",
+            recipe("small", **SMALL | {"patience": patience}),
+        )
+    steps = {key: prefix.card.training.best_step for key, prefix in made.items()}
+    assert steps == {(None, 1): 4, (6, 1): 0, (6, -1): 4}
+    assert torch.equal(made[None, 1].keys, made[6, -1].keys)
+    assert not torch.equal(made[None, 1].keys, made[6, 1].keys)
+
+
 def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     """From texts to files: the network is untouched, the sets hold what was best, and a second call
     finishes the first."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from conftest import MODEL_CLASSES, cell_of, generate, load
 
-from lapa2_interp import Augmentation, Cell, Layout, augmented
+from lapa2_interp import Augmentation, Cell, Layout, augmented, methods
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.augmentation import joint
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import AugmentationError, LayoutError
@@ -279,16 +280,39 @@ def test_controls_switched_at_a_step_act_in_their_steps_only(model_class):
     assert made.trace.sizes["step"] >= 4
 
 
-def test_beside_a_raw_branch_tokens_become_the_whole_prompt():
-    """Pro-Aug: the raw model has no prefix tokens."""
-    rules = read_recipes("pasta:tokens=1")
+@pytest.mark.parametrize(
+    ("asked", "on_prompt"),
+    [
+        ("lapa2:tokens=1", recipe("lapa2")[0]),
+        ("lapa2-sqrt:alpha=.1", recipe("lapa2-sqrt", alpha=0.1)[0]),
+        ("lapa2 + set-point:tau=.2,steps=4:9", recipe("lapa2")[0]),
+        ("pasta:tokens=1", None),
+        ("instaboost", None),
+        ("set-point:tokens=1,tau=.2 + set-point:tokens=2,tau=.3", None),
+    ],
+)
+def test_pro_aug_takes_the_laws_of_the_paper(asked, on_prompt):
+    """The raw model has no prefix tokens: those of the prefix become the whole prompt."""
+    rules = read_recipes(asked)
     method = for_task("air-decoding", load_task("sentiment"))
     branches = method.branches(load_task("sentiment"), "positive")
     by_name = dict(
         zip([each.name for each in branches], assign(method, branches, rules), strict=True)
     )
-    assert by_name["target"] == rules
-    assert [rule.span for rule in by_name["base"]] == ["input", "prefix"]
+    assert by_name["target"] == joint(rules)
+    assert by_name["base"] == on_prompt
+
+
+def test_a_prompt_is_not_strengthened_once_for_every_token():
+    branches = for_task("air-decoding", load_task("sentiment")).branches(
+        load_task("sentiment"), "positive"
+    )
+    two = read_recipes("lapa2:tokens=1,alpha=1 + lapa2:tokens=2,alpha=0.5")
+    with pytest.raises(AugmentationError, match="pro_aug=false"):
+        assign(methods.get("air-decoding"), branches, two)
+    assert assign(methods.get("air-decoding", pro_aug=False), branches, two)[:2] == (None, two)
+    apart = read_recipes("lapa2:tokens=1,steps=0:4 + lapa2:tokens=2,steps=4:9")
+    assert len(assign(methods.get("air-decoding"), branches, apart)[0]) == 2
 
 
 def test_names_of_augmentations():

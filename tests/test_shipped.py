@@ -2,6 +2,7 @@
 say."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from conftest import generate, load
 
 from lapa2_interp import Augmentation, load_task, methods, model_card
 from lapa2_interp.errors import PrefixError
-from lapa2_interp.soft_prefix import SHIPPED, cards, find_prefix, load_prefix
+from lapa2_interp.soft_prefix import SHIPPED, cards, find_prefix, load_prefix, set_folder
 
 
 def test_what_ships():
@@ -110,6 +111,14 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
     share = likeliest(table, {name: name for name in prefixes}).mean()
     expected = held.accuracy_of_set.mean
     assert abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / (n * len(prefixes)))
+
+
+def test_a_folder_with_the_name_of_a_set_is_asked_for_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mle").mkdir()
+    assert set_folder("smollm2-135m", "topic", "mle").parent == SHIPPED / "smollm2-135m"
+    assert set_folder("smollm2-135m", "topic", "./mle") == Path("mle")
+    assert set_folder("tiny-gpt2", "topic", "mle") == Path("mle")
 
 
 def test_a_set_that_is_not_there():

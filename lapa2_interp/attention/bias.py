@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapa2_interp.augmentation import CAP, Augmentation
+from lapa2_interp.augmentation import CAP, Augmentation, share_steps
 from lapa2_interp.errors import AugmentationError, LayoutError
 from lapa2_interp.layout import Layout
 
@@ -163,8 +163,7 @@ class Bias:
     def _meet(self, several: Sequence[Augmentation]) -> bool:
         """Whether any two of a row's augmentations can act at one query of one head."""
         return any(
-            _overlap(one.steps, other.steps)
-            and (one.selects(*self.size) & other.selects(*self.size)).any()
+            share_steps(one, other) and (one.selects(*self.size) & other.selects(*self.size)).any()
             for one, other in combinations(several, 2)
         )
 
@@ -335,11 +334,6 @@ class Bias:
         """Where these rows stand in a pass of `n_rows`."""
         copies = n_rows // self.n_rows
         return [row * copies + i for row in rows for i in range(copies)]
-
-
-def _overlap(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
-    """Whether two ranges of steps share one; None is all steps."""
-    return one is None or other is None or max(one[0], other[0]) < min(one[1], other[1])
 
 
 def _add(

@@ -14,7 +14,7 @@ if it makes any, and is observed by the trace recorder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +36,7 @@ from lapa2_interp.decoding.sampling import NOTHING, draw
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import EmptyDistributionError, ModelError
 from lapa2_interp.loaded import Model, model_card, packed_model
-from lapa2_interp.methods import PrepareKit, Start
+from lapa2_interp.methods import LogProbs, PrepareKit, Start
 from lapa2_interp.progress import no_progress, progress_bar
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -255,10 +255,7 @@ def _decode(
     ):
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, branches)  # by branch: sample vocab
-            # A method that keeps the likeliest tokens must not fill up with what is refused.
-            known = dict(log_probs)
-            if "base" in known:
-                known["base"] = refuse(known["base"])
+            known = without_refused(log_probs, refuse)
             log_weights = refuse(method.combine(known, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
@@ -279,6 +276,15 @@ def _decode(
             with with_neurons_set(model, method.intervene(state), len(branches)):
                 # sample -> row 1 -> row vocab
                 logits = rows.read(tokens.repeat(len(branches))[:, None])[:, -1]
+
+
+def without_refused(log_probs: LogProbs, refuse: Callable[[Tensor], Tensor]) -> LogProbs:
+    """The raw branch, or the only one, without what is refused: a method that keeps the likeliest
+    tokens must not fill up with tokens that are never drawn."""
+    kept = next(iter(log_probs)) if len(log_probs) == 1 else "base"
+    if kept not in log_probs:
+        return log_probs
+    return {**log_probs, kept: refuse(log_probs[kept])}
 
 
 def _check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from itertools import combinations
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lapa2_interp.augmentation import Joint, Rules, joint, several
+from lapa2_interp.augmentation import PAPER_LAWS, Joint, Rules, joint, several, share_steps
 from lapa2_interp.errors import AugmentationError, MethodError, TaskError, first_problem, one_of
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
@@ -151,15 +152,26 @@ def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> t
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
     the method has it on.
 
-    An explicit span counts the keys of prefix branches, so beside those the base branch gets its
-    profile's span.
+    Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 9): a knock-out of the prefix,
+    or a share of attention that it shall have, says nothing of the prompt. Explicit slots and
+    positions count the keys of prefix branches, so the base branch gets the profile's span instead.
 
     Raises:
-        AugmentationError: There is no branch for the augmentation to act on.
+        AugmentationError: There is no branch for the augmentation to act on, or several rules for
+            parts of the prefix would all act on the whole prompt.
     """
-    steered = any(branch.prefix is not None for branch in branches)
     rules = several(augmentation)
-    on_prompt = tuple(rule.with_profile_span() if steered else rule for rule in rules)
+    on_prompt = rules
+    if any(branch.prefix is not None for branch in branches):
+        copied = [rule for rule in rules if rule.law in PAPER_LAWS]
+        on_prompt = tuple(rule.with_profile_span() for rule in copied)
+        of_parts = [rule for rule in copied if not isinstance(rule.span, str)]
+        if method.pro_aug and any(share_steps(a, b) for a, b in combinations(of_parts, 2)):
+            raise AugmentationError(
+                f"{len(of_parts)} rules act on parts of the prefix at the same steps, and"
+                f" {method.name}'s Pro-Aug would add all of them on the prompt; give --set"
+                " pro_aug=false, or one rule"
+            )
     of_branches = tuple(
         joint(rules if branch.prefix is not None else on_prompt if method.pro_aug else None)
         for branch in branches

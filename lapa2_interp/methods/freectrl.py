@@ -297,7 +297,7 @@ class FreeCtrl(Method):
         if self.accept == "score":
             return True
         words = Counter(text.split())
-        return max(words.values()) < MOST_REPEATED and text.count("\n") < MOST_LINES
+        return max(words.values(), default=0) < MOST_REPEATED and text.count("\n") < MOST_LINES
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         if state is None:

@@ -114,7 +114,7 @@ class Gedi(Method):
         mass = z.softmax(dim=1).gather(1, ids).cumsum(dim=1)
         dropped = (mass < self.filter_p) & (ascending < math.log(self.target_p))
         dropped[:, -1] = False  # mass may end just below filter_p = 1
-        z = z.scatter(1, ids, z.gather(1, ids).masked_fill(dropped, FLOOR))
+        z = z.scatter_add(1, ids, FLOOR * dropped.to(z.dtype))
         z = z - z.max(dim=1, keepdim=True).values + 10
         if state is not None and state.written is not None:
             z = z / self.repetition**state.written

@@ -65,7 +65,8 @@ class Recipe(BaseModel):
     check_every: Annotated[int, Field(ge=1)] = 25
     """Steps between held-out losses; a checkpoint is written at each."""
     patience: Annotated[int, Field(ge=1)] | None = 6
-    """Held-out losses without a new best before training stops; None never stops early."""
+    """Held-out losses without a new best before training stops; the best step is kept. None trains
+        to the end and keeps the last step, as the literature's recipes do."""
     seed: int = 42
     dtype: Dtype = "bfloat16"
     """Precision of the network; the prefix is trained in float32."""
@@ -146,6 +147,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "max_tokens": 512,
         "warmup": 0.0,
         "patience": None,
+        "seed": 101,
         "dtype": "float32",
     },
 }

@@ -359,9 +359,16 @@ class Job:
         best = min(self.losses, key=lambda step: self.losses[step])
         return sum(step > best for step in self.losses) >= self.recipe.patience
 
+    @property
+    def kept_step(self) -> int:
+        """The latest step of the least held-out loss; the last step where nothing stops early."""
+        if self.recipe.patience is None:
+            return max(self.losses)
+        return min(reversed(self.losses), key=lambda step: self.losses[step])
+
     def _check(self) -> None:
         self.losses[self.step] = self.held_out_loss()
-        if self.losses[self.step] <= min(self.losses.values()):
+        if self.kept_step == self.step:
             self.best = self.folded()
         self._save()
 
@@ -576,7 +583,7 @@ def train_set(
                     texts=len(texts[name]),
                     tokens=job.tokens,
                     steps=job.step,
-                    best_step=min(job.losses, key=lambda step: job.losses[step]),
+                    best_step=job.kept_step,
                     losses={step: round(loss, 5) for step, loss in job.losses.items()},
                     seconds=round(job.seconds, 1),
                     lapa2_interp=__version__,
