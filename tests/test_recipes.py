@@ -359,6 +359,12 @@ def test_what_cannot_be_is_refused_by_name(text):
         read_recipes(text)
 
 
+@pytest.mark.parametrize(("name", "parameter"), [("instaboost", "M"), ("split-softmax", "k")])
+def test_a_number_in_quotes_is_refused_by_name(name, parameter):
+    with pytest.raises(AugmentationError, match=f"{parameter} should be above 0, found '0.5'"):
+        recipe(name, **{parameter: "0.5"})
+
+
 def test_pooled_belongs_to_ratio():
     with pytest.raises(AugmentationError, match="pooled belongs to law ratio"):
         Augmentation(alpha=1, pooled=True)
