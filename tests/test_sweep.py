@@ -1049,6 +1049,23 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
 
 
+def test_a_stop_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    write_text(tmp_path / "run" / "file", "old")
+    rename = os.rename
+
+    def stopped(source, target, **settings):
+        rename(source, target, **settings)
+        if Path(target).name == "before":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run" / "file").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 # --- reading
 
 
