@@ -251,6 +251,7 @@ def test_import_and_lists(tmp_path, capsys):
         ("prefix train --data x.jsonl --out x --objective mse", "mse"),
         ("prefix train --data x.jsonl --out x --attribute calm", "unknown attribute 'calm'"),
         ("prefix train --data x.jsonl --out x --set lr", "'lr' is not of the form NAME=VALUE"),
+        ("prefix train --data x --out x --set lr=1 --set lr=2", "--set gives lr twice, 1 and 2"),
         (
             "prefix train --data x.jsonl --out x --set start=set",
             "start 'set' needs the folder of a set",

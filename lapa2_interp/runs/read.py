@@ -346,8 +346,7 @@ class Run:
         for column, value in wanted.items():
             if column not in table:
                 raise RunError(one_of("column", column, table.columns))
-            values = value if isinstance(value, list | tuple | set) else [value]
-            chosen &= is_any_of(table[column], values)
+            chosen &= is_any_of(table[column], as_list(value))
         return list(table["key"][chosen])
 
     def save(self, folder: str | Path, force: bool = False) -> Run:
@@ -383,6 +382,19 @@ class Run:
                 " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def as_list(value: Any) -> list[Any]:
+    """What a column may have: one value, or one of several."""
+    return list(value) if isinstance(value, list | tuple | set) else [value]
+
+
+def shown_only(only: Mapping[str, Any] | None) -> str:
+    """A choice of rows or cells in words."""
+    return " and ".join(
+        f"{column}={' or '.join(map(str, as_list(value)))}"
+        for column, value in (only or {}).items()
+    )
 
 
 def is_any_of(column: pd.Series, values: Iterable[Any]) -> pd.Series:

@@ -17,7 +17,7 @@ from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
-from lapa2_interp.runs.read import load_run
+from lapa2_interp.runs.read import load_run, shown_only
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, split_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
@@ -59,7 +59,7 @@ def score(
     judge_url: str | None = None,
     judge_prices: tuple[float | None, float | None] = (None, None),
     max_cost: float | None = None,
-    only: Mapping[str, str] | None = None,
+    only: Mapping[str, Any] | None = None,
     cache: Path | None = None,
     dtype: str = "float32",
     device: str | None = None,
@@ -73,7 +73,7 @@ def score(
         scorers: As `scoring.chosen_scorers` takes them.
         out: Also write scores.parquet, table.csv and differences.csv into this new folder.
         labels: Names for a classifier's labels.
-        only: Only texts whose columns have these values.
+        only: Only texts whose columns have these values (a list: one of them).
         notify: Told what is scored, and what scorers have to say.
         force, column, attribute, task, lengths, parts, judge_url, judge_prices, max_cost, cache,
             dtype, device, trust_remote_code: As the options of `lapa2 score`.
@@ -126,8 +126,7 @@ def score(
             f"the run's texts have {', '.join(short)} tokens; {min(lengths or [0])} is longer"
         )
     if not sets:
-        wanted = " and ".join(f"{name}={value}" for name, value in (only or {}).items())
-        raise ScoringError(f"no text of {source} has {wanted}")
+        raise ScoringError(f"no text of {source} has {shown_only(only)}")
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
     with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:

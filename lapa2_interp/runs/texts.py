@@ -15,7 +15,7 @@ from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.read import LISTING, Run, is_any_of, load_run
+from lapa2_interp.runs.read import LISTING, Run, as_list, is_any_of, load_run
 from lapa2_interp.tasks import Task
 
 READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -162,7 +162,7 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
 
 
 def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows whose columns have these values, as numbers or as text.
+    """The rows whose columns have these values (a list: one of them), as numbers or as text.
 
     Raises:
         ScoringError: No such column.
@@ -170,5 +170,5 @@ def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
     for column, value in only.items():
         if column not in samples:
             raise ScoringError(one_of("column", column, samples.columns))
-        samples = samples[is_any_of(samples[column], [value])]
+        samples = samples[is_any_of(samples[column], as_list(value))]
     return samples
