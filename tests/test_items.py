@@ -364,6 +364,23 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     assert len(bars) == len(set(bars)) == 4
 
 
+def test_the_arms_of_human_answers(tmp_path):
+    """Of a run: task, method, arm, and variant and model where they differ; else as they are."""
+    arms = {
+        "A": ("", "", "A", "", ""),
+        "1": ("", "", "1", "", ""),
+        "topic prefix alpha 1 paper": ("topic", "prefix", "alpha 1 paper", "", ""),
+        "topic prefix a | eos block @ m/n": ("topic", "prefix", "a", "eos block", "m/n"),
+        "topic prefix baseline @ m": ("topic", "prefix", "baseline", "", "m"),
+    }
+    (tmp_path / "human").mkdir()
+    rows = pd.DataFrame({"arm": list(arms)}).assign(metric="fluency", rating=3, prompt="p")
+    for chosen in (rows[:1], rows):
+        chosen.to_csv(tmp_path / "human" / "answers.csv", index=False)
+        found = stored_ratings(tmp_path)[["task", "method", "arm", "variant", "model"]]
+        assert list(found.itertuples(index=False, name=None)) == list(arms.values())[: len(chosen)]
+
+
 def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "gap")
     shutil.rmtree(copy / "tables", ignore_errors=True)

@@ -385,6 +385,8 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert pd.read_csv(tmp_path / "cut" / "table.csv")[["length", "n"]].to_numpy().tolist() == [
         [16, 1]
     ]
+    assert main([*line, str(tmp_path / "some"), "--lengths", "16"]) == 0
+    assert "length 16: only of the longer texts, of 14, 18 tokens" in capsys.readouterr().err
     assert main([*line, str(tmp_path / "long"), "--lengths", "20"]) == 2
     assert "the run's texts have 14, 18 tokens; 20 is longer" in capsys.readouterr().err
     assert main([*line, str(tmp_path / "none"), "--lengths", "0"]) == 2

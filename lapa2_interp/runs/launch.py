@@ -119,7 +119,14 @@ def _engine(
     pack: str,
 ) -> Engine:
     if name == "ray":
-        return Cluster(workers, device, threads, address, 1.0 if gpus_per_worker is None else gpus_per_worker, pack)
+        return Cluster(
+            workers,
+            device,
+            threads,
+            address,
+            1.0 if gpus_per_worker is None else gpus_per_worker,
+            pack,
+        )
     if name != "local":
         raise RunError(f"unknown engine {name!r}; allowed: {', '.join(ENGINES)}")
     return local_engine(workers, device, threads, pack)
