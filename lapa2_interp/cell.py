@@ -305,7 +305,7 @@ class Cell(BaseModel):
 
     @property
     def variant(self) -> str:
-        """What differs from the task's usual parameters, wording and draw, and from the usual way to
+        """What differs from the task's usual parameters and wording and from the usual way to
         generate, in words; usually empty.
 
         Of a method of one's own these are all its parameters: reading a run imports no module that

@@ -314,7 +314,7 @@ def _variance_inside(values: Float[np.ndarray, " n"], cells: Int[np.ndarray, " n
 
 
 def _signs(n: int, resamples: int, seed: int) -> Iterator[Float[np.ndarray, "flip cluster"]]:
-    """Every assignment of signs where there are few, else random ones, a chunk of them at a time."""
+    """Every assignment of signs where there are few, else random ones, a chunk at a time."""
     if 2**n <= resamples or n * resamples <= KEPT:
         yield _signs_once(n, resamples, seed)
         return

@@ -29,8 +29,8 @@ READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 def read_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None
 ) -> list[tuple[pd.DataFrame, Manifest | None, Task | None]]:
-    """The samples of a run folder, each text once (`each_once`), or the rows of a file, with columns
-    text, prompt, attribute and arm.
+    """The samples of a run folder, each text once (`each_once`), or the rows of a file, with
+    columns text, prompt, attribute and arm.
 
     Args:
         source: A run, or a .jsonl, .csv or .parquet file.
