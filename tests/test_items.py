@@ -706,6 +706,23 @@ def noted(*differences, margin=0.0, expected="more", compared=None):
     return found.frame()
 
 
+def test_what_is_compared_is_told_by_its_texts_and_its_margin():
+    both = scores({"baseline": 0, "a": 5}).assign(length=8, part=0)
+    both["cell"] = both["arm"]
+    found = Findings("item")
+
+    def ask(texts, margin=1.0):
+        found.claim("a", texts, {"arm": "baseline"}, {"arm": "a"}, "acc", "same", margin=margin)
+
+    first = list(dict.fromkeys(both["prompt"]))[:6]
+    for texts in (both, both.sample(frac=1, random_state=0), both[both["prompt"].isin(first)]):
+        ask(texts)
+    ask(both, margin=9.0)
+    keys = found.frame()["compared"]
+    assert keys[0] == keys[1]
+    assert keys[1:].nunique() == 3
+
+
 def test_verdicts_are_corrected_for_the_number_of_an_items_claims():
     sure, likely, chance = (3.0, 0.5, 0.001), (3.0, 1.2, 0.02), (-2.0, 0.9, 0.04)
     alone = [noted(each)["verdict"].item() for each in (sure, likely, chance)]
@@ -923,6 +940,36 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])
     assert ("**" in "".join(tables.wide(found)["acc"])) == (best is not None)
+
+
+@pytest.mark.parametrize(
+    ("apart", "values"), [("dtype", ["float32", "float64"]), ("max_length", [64, 128])]
+)
+def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart, values):
+    texts = pd.concat(scores({"baseline": i, "a": i + 5}).assign(**{apart: each})
+                      for i, each in enumerate(values))  # fmt: skip
+    cells = texts.drop_duplicates(["arm"]).assign(state="finished", profile="", alpha=0.0)
+    made = tables.item_table("item", texts, cells)
+    of_acc = made[(made["metric"] == "acc")]
+    assert sorted(zip(of_acc["arm"], of_acc[apart], strict=True)) == [
+        (arm, each) for arm in ("a", "baseline") for each in values
+    ]
+    assert len(tables.wide(made)) == 4
+    assert len(of_acc["mean"].unique()) == 4
+    assert apart not in tables.item_table("item", texts[texts[apart] == values[0]], cells)
+
+
+@pytest.mark.parametrize(
+    ("variant", "parts"),
+    [
+        ("", ("", "")),
+        ("omega=60.0, prefix A, {attribute}:", ("omega=60.0, prefix A, {attribute}:", "")),
+        ("prefix words barred, eos block", ("prefix words barred", "eos block")),
+        ("top-k 50, BOS doubled", ("", "top-k 50, BOS doubled")),
+    ],
+)
+def test_a_variant_has_two_parts(variant, parts):
+    assert tables.split_variant(variant) == parts
 
 
 def test_tables_survive_hostile_text():
