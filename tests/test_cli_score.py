@@ -199,7 +199,9 @@ def test_arms_of_two_models_and_variants_are_apart_in_sheets_and_what_repeats_co
     tmp_path, capsys
 ):
     run = tmp_path / "run"
-    common = 'task = "sentiment"\nattribute = "positive"\nprompts = 2\nlength = 20\ntrace = "none"\n'
+    common = (
+        'task = "sentiment"\nattribute = "positive"\nprompts = 2\nlength = 20\ntrace = "none"\n'
+    )
     (tmp_path / "grid.toml").write_text(
         f'model = ["tiny-gpt2", "tiny-llama"]\n{common}samples = [1, 2]\n'
         'method = ["prefix", { name = "air-decoding", omega = 60.0 }]\ntop_k = [50, 200]\n'

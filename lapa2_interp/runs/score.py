@@ -310,7 +310,11 @@ def sheet_texts(
     if {"task", "method"} <= set(samples):  # what is compared is a method's arm
         arm = samples["task"] + " " + samples["method"] + " " + samples["arm"]
         if "variant" in samples:
-            arm += samples["variant"].fillna("").map(lambda variant: f" | {variant}" if variant else "")
+            arm += (
+                samples["variant"]
+                .fillna("")
+                .map(lambda variant: f" | {variant}" if variant else "")
+            )
         if "model" in samples and samples["model"].nunique() > 1:
             arm += " @ " + samples["model"].fillna("")
         samples = samples.assign(arm=arm)
