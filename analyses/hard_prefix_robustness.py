@@ -24,6 +24,7 @@ import pandas as pd
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.tables import split_variant
 from lapa2_interp.scoring.tables import other_scorer, plain
 from lapa2_interp.stats import paired_difference
 
@@ -37,17 +38,20 @@ THEIRS = {
     "prefix A {attribute} text:": "A positive text:",
 }
 table = bench.table(scores, cells, THEIRS)
-table["variant"] = table["variant"].map(THEIRS)
+parts = table["variant"].map(split_variant)
+table["variant"] = [", ".join(filter(None, (THEIRS[one], other))) for one, other in parts]
 
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
 for where, words, group in bench.groups(cells, "variant"):
+    wording, generated = split_variant(where["variant"])
+    words += f", {generated}" * bool(generated)
     sides = [where | {"arm": arm} for arm in dict.fromkeys(group["arm"])]
     at = {
         "table": "hard_prefix",
         "method": where["method"],
-        "variant": THEIRS[where["variant"]],
+        "variant": THEIRS[wording],
         "metric": "acc",
     }
     known = [paper_number(**at, lapa2=lapa2) for lapa2 in (False, True)]
@@ -59,8 +63,8 @@ for where, words, group in bench.groups(cells, "variant"):
         by = texts.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
         if len(by.columns) == 2:
             gain = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
-            gains.setdefault((words, where["variant"]), {})[metric] = gain
-    reported[words, where["variant"]] = known[1] - known[0]
+            gains.setdefault((words, wording), {})[metric] = gain
+    reported[words, wording] = known[1] - known[0]
 for words in dict.fromkeys(name for name, _ in gains):
     if all((words, each) in gains for each in WORDINGS):
         found = {}

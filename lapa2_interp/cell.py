@@ -311,7 +311,8 @@ class Cell(BaseModel):
 
     @property
     def variant(self) -> str:
-        """What differs from the task's usual parameters, wording and draw, in words; usually empty.
+        """What differs from the task's usual parameters and wording and from the usual way to
+        generate, in words; usually empty.
 
         Of a method of one's own these are all its parameters: reading a run imports no module that
         the run names.
@@ -333,7 +334,17 @@ class Cell(BaseModel):
             )
             changed.append(f"prefix {form}")
         changed += ["prefix words barred"] * self.bar_prefix_words
+        changed += [f"top-k {self.top_k}"] * (self.top_k != TOP_K)
+        changed += [f"eos {self.eos}"] * (self.eos != "keep")
+        changed += ["BOS doubled"] * self.doubled_bos
+        changed += [self.model_class] * (self.model_class != "TransformerBridge")
         return ", ".join(changed)
+
+    @property
+    def draw(self) -> str:
+        """Equal for cells that draw the same texts, each for its own prompts and samples."""
+        beside = {"samples": True, "trace": True, "patterns": True, "max_rows": True}
+        return self.model_dump_json(exclude=beside | {"task": {"prompts"}})
 
     @property
     def where(self) -> str:

@@ -114,9 +114,15 @@ def whole_folder(
             _flush(path)
         if place.exists() and is_good(place):
             return
-        if place.exists():
-            place.rename(beside / "before")
-        fresh.rename(place)
+        before = beside / "before"
+        try:
+            if place.exists():
+                place.rename(before)
+            fresh.rename(place)
+        except BaseException:  # also a signal between the two
+            if before.exists() and not place.exists():
+                before.rename(place)
+            raise
         _flush(place.parent)
 
 

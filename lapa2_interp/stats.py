@@ -292,11 +292,11 @@ def paired_difference(
     if n == 1:
         return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1, texts)
     low, high = bounds(gaps, np.arange(n), resamples, seed)
-    signs = _signs(n, resamples, seed)
-    flipped = np.abs(signs @ gaps)
+    flipped = np.concatenate([np.abs(signs @ gaps) for signs in _signs(n, resamples, seed)])
     # The observed signs are one of the possible ones, so p is never 0.
     extreme = int((flipped >= abs(gaps.sum()) * (1 - 1e-12)).sum())
-    p = extreme / len(signs) if len(signs) == 2**n else (extreme + 1) / (len(signs) + 1)
+    tried = len(flipped)
+    p = extreme / tried if tried == 2**n else (extreme + 1) / (tried + 1)
     variance = float(gaps.var(ddof=1))
     expected = of_texts[0] * shares[0] + of_texts[1] * shares[1]
     noise = float(np.minimum(1.0, expected / variance)) if variance > 0 else math.nan
@@ -313,9 +313,18 @@ def _variance_inside(values: Float[np.ndarray, " n"], cells: Int[np.ndarray, " n
     return float(rest @ rest) / free if free else math.nan
 
 
+def _signs(n: int, resamples: int, seed: int) -> Iterator[Float[np.ndarray, "flip cluster"]]:
+    """Every assignment of signs where there are few, else random ones, a chunk at a time."""
+    if 2**n <= resamples or n * resamples <= KEPT:
+        yield _signs_once(n, resamples, seed)
+        return
+    rng = np.random.default_rng(seed)
+    for first in range(0, resamples, size := max(1, CHUNK // n)):
+        yield rng.choice([-1.0, 1.0], size=(min(size, resamples - first), n))
+
+
 @lru_cache(16)
-def _signs(n: int, resamples: int, seed: int) -> Float[np.ndarray, "resample cluster"]:
-    """Every assignment of signs where there are few, else random ones."""
+def _signs_once(n: int, resamples: int, seed: int) -> Float[np.ndarray, "flip cluster"]:
     if 2**n <= resamples:
         return 1.0 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
     return np.random.default_rng(seed).choice([-1.0, 1.0], size=(resamples, n))

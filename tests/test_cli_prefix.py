@@ -118,11 +118,17 @@ def test_the_scores_of_both_arms_are_told_apart(trained, monkeypatch):
         found = score_table(texts, scorer)
         return found.assign(value=(texts["alpha"] > 0).to_numpy(float))
 
+    load, trusted = prefix_accuracy.load_model, []
+
+    def loading(*args, trust_remote_code, **settings):
+        trusted.append(trust_remote_code)
+        return load(*args, **settings)
+
+    monkeypatch.setattr(prefix_accuracy, "load_model", loading)
     monkeypatch.setattr(prefix_accuracy, "score_table", by_arm)
-    assert (
-        lapa2("prefix score --samples 1 --length 30 --dtype float32 --classifier linear", trained)
-        == 0
-    )
+    line = "prefix score --samples 1 --length 30 --dtype float32 --classifier linear"
+    assert lapa2(f"{line} --trust-remote-code", trained) == 0
+    assert trusted == [True]
     for name in ("positive", "negative"):
         for found in load_prefix(trained, name).card.generated:
             assert (found.baseline.mean, found.lapa2.mean) == (0.0, 1.0)
@@ -245,6 +251,7 @@ def test_import_and_lists(tmp_path, capsys):
         ("prefix train --data x.jsonl --out x --objective mse", "mse"),
         ("prefix train --data x.jsonl --out x --attribute calm", "unknown attribute 'calm'"),
         ("prefix train --data x.jsonl --out x --set lr", "'lr' is not of the form NAME=VALUE"),
+        ("prefix train --data x --out x --set lr=1 --set lr=2", "--set gives lr twice, 1 and 2"),
         (
             "prefix train --data x.jsonl --out x --set start=set",
             "start 'set' needs the folder of a set",

@@ -195,6 +195,43 @@ def test_sheets_and_answers(run_folder, tmp_path, capsys):
     assert (tmp_path / "answers/agreement.csv").is_file()
 
 
+def test_arms_of_two_models_and_variants_are_apart_in_sheets_and_what_repeats_counts_once(
+    tmp_path, capsys
+):
+    run = tmp_path / "run"
+    common = (
+        'task = "sentiment"\nattribute = "positive"\nprompts = 2\nlength = 20\ntrace = "none"\n'
+    )
+    (tmp_path / "grid.toml").write_text(
+        f'model = ["tiny-gpt2", "tiny-llama"]\n{common}samples = [1, 2]\n'
+        'method = ["prefix", { name = "air-decoding", omega = 60.0 }]\ntop_k = [50, 200]\n'
+    )
+    assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
+    assert lapa2("scorers sheets --n 16 --out", tmp_path / "sheets", run) == 0
+    printed = capsys.readouterr().out
+    assert "2 sentiment prefix baseline @ tiny-gpt2" in printed
+    assert "2 sentiment air-decoding baseline | omega=60.0, top-k 50 @ tiny-llama" in printed
+    assert lapa2("score --scorers repetition --out", tmp_path / "scores", run) == 0
+    assert pd.read_csv(tmp_path / "scores" / "table.csv")["n"].tolist() == [4] * 8
+    line = "score --scorers repetition --only samples=1 --out"
+    assert lapa2(line, tmp_path / "ones", run) == 0
+    assert pd.read_csv(tmp_path / "ones" / "table.csv")["n"].tolist() == [2] * 8
+
+
+def test_options_that_would_do_nothing_or_harm_are_refused(run_folder, tmp_path, capsys):
+    def said(line):
+        assert lapa2(f"score --scorers repetition {line} --out", tmp_path / "out", run_folder) == 2
+        return capsys.readouterr().err
+
+    assert "texts for negative; use --only attribute=positive" in said("--attribute positive")
+    assert "have 40 tokens; 9999 is longer" in said("--lengths 28 9999")
+    for option in ("--judge-prices 1 2", "--max-cost 1"):
+        assert f"{option.split()[0]} belongs to a judge" in said(option)
+    line = "score --scorers repetition --only attribute=positive attribute=negative --out"
+    assert lapa2(line, tmp_path / "both", run_folder) == 0
+    assert "negative" in pd.read_csv(tmp_path / "both" / "table.csv")["attribute"].tolist()
+
+
 def test_the_lists(capsys):
     assert lapa2("scorers list") == 0
     printed = capsys.readouterr().out

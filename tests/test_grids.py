@@ -508,6 +508,8 @@ def test_unknown_grids_and_malformed_changes(tmp_path):
         GridError, match="--set: unknown key 'sample'; allowed: .*did you mean 'samples'"
     ):
         parse_changes(["sample=2"])
+    with pytest.raises(GridError, match="--set gives samples twice, 1 and 5; give it once"):
+        parse_changes(["samples=1", "samples=5"])
 
 
 def test_a_prompt_that_is_given_twice_is_refused(tmp_path, grid, monkeypatch):

@@ -364,6 +364,23 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     assert len(bars) == len(set(bars)) == 4
 
 
+def test_the_arms_of_human_answers(tmp_path):
+    """Of a run: task, method, arm, and variant and model where they differ; else as they are."""
+    arms = {
+        "A": ("", "", "A", "", ""),
+        "1": ("", "", "1", "", ""),
+        "topic prefix alpha 1 paper": ("topic", "prefix", "alpha 1 paper", "", ""),
+        "topic prefix a | eos block @ m/n": ("topic", "prefix", "a", "eos block", "m/n"),
+        "topic prefix baseline @ m": ("topic", "prefix", "baseline", "", "m"),
+    }
+    (tmp_path / "human").mkdir()
+    rows = pd.DataFrame({"arm": list(arms)}).assign(metric="fluency", rating=3, prompt="p")
+    for chosen in (rows[:1], rows):
+        chosen.to_csv(tmp_path / "human" / "answers.csv", index=False)
+        found = stored_ratings(tmp_path)[["task", "method", "arm", "variant", "model"]]
+        assert list(found.itertuples(index=False, name=None)) == list(arms.values())[: len(chosen)]
+
+
 def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "gap")
     shutil.rmtree(copy / "tables", ignore_errors=True)
@@ -689,6 +706,23 @@ def noted(*differences, margin=0.0, expected="more", compared=None):
     return found.frame()
 
 
+def test_what_is_compared_is_told_by_its_texts_and_its_margin():
+    both = scores({"baseline": 0, "a": 5}).assign(length=8, part=0)
+    both["cell"] = both["arm"]
+    found = Findings("item")
+
+    def ask(texts, margin=1.0):
+        found.claim("a", texts, {"arm": "baseline"}, {"arm": "a"}, "acc", "same", margin=margin)
+
+    first = list(dict.fromkeys(both["prompt"]))[:6]
+    for texts in (both, both.sample(frac=1, random_state=0), both[both["prompt"].isin(first)]):
+        ask(texts)
+    ask(both, margin=9.0)
+    keys = found.frame()["compared"]
+    assert keys[0] == keys[1]
+    assert keys[1:].nunique() == 3
+
+
 def test_verdicts_are_corrected_for_the_number_of_an_items_claims():
     sure, likely, chance = (3.0, 0.5, 0.001), (3.0, 1.2, 0.02), (-2.0, 0.9, 0.04)
     alone = [noted(each)["verdict"].item() for each in (sure, likely, chance)]
@@ -906,6 +940,36 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])
     assert ("**" in "".join(tables.wide(found)["acc"])) == (best is not None)
+
+
+@pytest.mark.parametrize(
+    ("apart", "values"), [("dtype", ["float32", "float64"]), ("max_length", [64, 128])]
+)
+def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart, values):
+    texts = pd.concat(scores({"baseline": i, "a": i + 5}).assign(**{apart: each})
+                      for i, each in enumerate(values))  # fmt: skip
+    cells = texts.drop_duplicates(["arm"]).assign(state="finished", profile="", alpha=0.0)
+    made = tables.item_table("item", texts, cells)
+    of_acc = made[(made["metric"] == "acc")]
+    assert sorted(zip(of_acc["arm"], of_acc[apart], strict=True)) == [
+        (arm, each) for arm in ("a", "baseline") for each in values
+    ]
+    assert len(tables.wide(made)) == 4
+    assert len(of_acc["mean"].unique()) == 4
+    assert apart not in tables.item_table("item", texts[texts[apart] == values[0]], cells)
+
+
+@pytest.mark.parametrize(
+    ("variant", "parts"),
+    [
+        ("", ("", "")),
+        ("omega=60.0, prefix A, {attribute}:", ("omega=60.0, prefix A, {attribute}:", "")),
+        ("prefix words barred, eos block", ("prefix words barred", "eos block")),
+        ("top-k 50, BOS doubled", ("", "top-k 50, BOS doubled")),
+    ],
+)
+def test_a_variant_has_two_parts(variant, parts):
+    assert tables.split_variant(variant) == parts
 
 
 def test_tables_survive_hostile_text():

@@ -8,7 +8,7 @@ from scipy.stats import norm
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DataError
 from lapa2_interp.paper.claims import Findings
-from lapa2_interp.paper.power import detects, plans, power
+from lapa2_interp.paper.power import detects, plans, power, summary
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.stats import Difference
 
@@ -98,6 +98,14 @@ def test_claims_of_other_grids_are_left_out(grid):
         power(grid, asked.assign(grids="another"))
     with pytest.raises(DataError, match="no claim"):
         power(grid, asked.assign(error=np.nan))
+
+
+def test_claims_without_spread_are_left_out_and_counted(grid):
+    table = power(grid, claims((3.0, 1.5, 0.6), (0.0, 0.0, np.nan)))
+    assert table["claim"].tolist() == ["claim 0"]
+    assert "left out: 1 claim whose prompts all differed by the same" in summary(table)
+    with pytest.raises(DataError, match="1 claim without spread"):
+        power(grid, claims((0.0, 0.0, np.nan)))
 
 
 def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):

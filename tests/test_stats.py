@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from lapa2_interp import stats
 from lapa2_interp.stats import error_at, mean_interval, paired_difference
 
 
@@ -147,3 +148,14 @@ def test_many_clusters_take_little_memory():
     values = np.random.default_rng(0).normal(size=30_000)
     found = mean_interval(values, np.arange(30_000))
     assert found.high - found.low == pytest.approx(2 * 1.96 / np.sqrt(30_000), rel=0.1)
+
+
+def test_signs_in_chunks_are_those_of_one_draw_and_are_not_kept(monkeypatch):
+    rng = np.random.default_rng(0)
+    sides = np.zeros(301), np.arange(301), rng.normal(0.05, 1, 301), np.arange(301)
+    kept = stats._signs_once.cache_info().currsize
+    monkeypatch.setattr(stats, "CHUNK", 301 * 999)
+    found = paired_difference(*sides)
+    assert stats._signs_once.cache_info().currsize == kept
+    monkeypatch.setattr(stats, "KEPT", 2**22)
+    assert paired_difference(*sides).p == found.p

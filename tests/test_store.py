@@ -26,6 +26,7 @@ from lapa2_interp.runs.read import (
     FinishedCell,
     Listing,
     Run,
+    each_once,
     is_run,
     read_cell,
     write_cell,
@@ -385,10 +386,33 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert pd.read_csv(tmp_path / "cut" / "table.csv")[["length", "n"]].to_numpy().tolist() == [
         [16, 1]
     ]
+    assert main([*line, str(tmp_path / "some"), "--lengths", "16"]) == 0
+    assert "length 16: only of the longer texts, of 14, 18 tokens" in capsys.readouterr().err
     assert main([*line, str(tmp_path / "long"), "--lengths", "20"]) == 2
     assert "the run's texts have 14, 18 tokens; 20 is longer" in capsys.readouterr().err
     assert main([*line, str(tmp_path / "none"), "--lengths", "0"]) == 2
     assert "a length is at least 1 token; found 0" in capsys.readouterr().err
+
+
+def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
+    def cell(prompts, **changed):
+        return Cell.of(
+            "tiny-gpt2", attribute="positive", prompts=prompts, dtype="float32", **changed
+        )
+
+    few = cell(["a", "b"], samples=1, length=20)
+    cells = [
+        few,
+        cell(["a", "b", "c"], samples=2, length=20, trace="none"),  # has the texts of the first
+        cell(["a", "b", "c"], samples=2, length=20, trace="pooled"),
+        cell(["d"], samples=1, length=20),
+        *(cell(["a"], length=20, **other) for other in ({"seed": 2}, {"top_k": 50}, {"alpha": 1})),
+        cell(["a"], length=21),
+    ]
+    kept = each_once({each.key: each for each in cells})
+    assert kept == [each.key for each in cells[2:]]
+    assert each_once({few.key: few}) == [few.key]
+    assert [each.variant for each in cells[4:6]] == ["", "top-k 50"]
 
 
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):

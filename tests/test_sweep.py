@@ -27,6 +27,7 @@ from conftest import MODEL_CLASSES, generate, load, start, warm
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DamagedError, GridError, RunError
 from lapa2_interp.files import ASIDE, LOCK, aside, sealed, unsealed, whole_folder, write_text
+from lapa2_interp.runs import launch as launching
 from lapa2_interp.runs import local
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
@@ -422,8 +423,6 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
 ):
     """The run notes all cells; another call makes what is left, and the bytes are those of one
     call."""
-    from lapa2_interp.runs import launch as launching
-
     monkeypatch.setattr(launching, "_engine", lambda *_: Replaying(undisturbed[1]))
     run, names = tmp_path / "run", [str(file) for file in files]
     done = launching.launch(names, run, only={"method": "prefix"}, notify=print)
@@ -436,8 +435,17 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
     ):
         with pytest.raises(GridError, match=message):
             launching.launch(names, run, only=only)
+    numbers = {"samples": [str(float(cells["samples"][0]))]}  # as text no cell has it
+    assert launching.launch(names, run, only={"method": ["prefix"]} | numbers).made == 0
     assert launching.launch(names, run).before == done.made
     assert_equal_runs(run, undisturbed[0])
+
+
+@pytest.mark.parametrize(("option", "value"), [("address", "auto"), ("gpus_per_worker", 2)])
+def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value):
+    named = f"--{option.replace('_', '-')} {value} belongs to --engine ray"
+    with pytest.raises(RunError, match=named):
+        launching.launch([str(files[0])], tmp_path / "run", **{option: value})
 
 
 # --- workers
@@ -1047,6 +1055,23 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="full"), whole_folder(tmp_path / "folder"):
         pass
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_stop_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    write_text(tmp_path / "run" / "file", "old")
+    rename = os.rename
+
+    def stopped(source, target, **settings):
+        rename(source, target, **settings)
+        if Path(target).name == "before":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run" / "file").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 # --- reading

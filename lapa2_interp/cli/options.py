@@ -174,18 +174,25 @@ def layer_numbers(text: str) -> Any:
 def settings(texts: Sequence[str]) -> dict[str, str]:
     """NAME=VALUE options of --set; the types of the fields they set convert and check the
     values."""
-    return _assignments(texts, "set", "NAME=VALUE, such as omega=60", MethodError)
+    found = _assignments(texts, "set", "NAME=VALUE, such as omega=60", MethodError)
+    for name, values in found.items():
+        if len(values) > 1:
+            raise MethodError(f"--set gives {name} twice, {' and '.join(values)}; give it once")
+    return {name: values[0] for name, values in found.items()}
 
 
-def columns(texts: Sequence[str]) -> dict[str, str]:
-    """COLUMN=VALUE options of --only."""
+def columns(texts: Sequence[str]) -> dict[str, list[str]]:
+    """COLUMN=VALUE options of --only; a column that is given twice may have either value."""
     return _assignments(texts, "only", "COLUMN=VALUE, such as task=sentiment", ScoringError)
 
 
 def _assignments(
     texts: Sequence[str], option: str, form: str, kind: type[Lapa2Error]
-) -> dict[str, str]:
-    malformed = [text for text in texts if "=" not in text]
-    if malformed:
-        raise kind(f"--{option} {malformed[0]!r} is not of the form {form}")
-    return dict(text.split("=", 1) for text in texts)
+) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, mark, value = text.partition("=")
+        if not mark:
+            raise kind(f"--{option} {text!r} is not of the form {form}")
+        found.setdefault(name, []).append(value)
+    return found

@@ -81,7 +81,7 @@ def score(
         max_cost: Stop the judge before it has cost more US dollars than this (needs
             --judge-prices). What was paid for is kept; the same command goes on with the rest, for
             as much again.
-        only: Only texts with these values, as COLUMN=VALUE.
+        only: Only texts with these values, as COLUMN=VALUE; a column given twice: either value.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is
             asked for twice.
         dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.

@@ -166,7 +166,7 @@ def sweep(
     dtype: Dtype | None = None,
     threads: int = 1,
     address: str | None = None,
-    gpus_per_worker: float = 1.0,
+    gpus_per_worker: float | None = None,
     pack: Literal["auto", "on", "off"] = "auto",
 ) -> None:
     """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
@@ -183,8 +183,9 @@ def sweep(
         out: The run folder.
         changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
             more.
-        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix; the
-            others stay missing. So a grid is made in parts, also on several machines.
+        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix (a
+            column given twice: either value); the others stay missing. So a grid is made in parts,
+            also on several machines.
         engine: local, or ray: workers on the machines of a Ray cluster.
         workers: By default one per GPU, or per CPU core.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
@@ -196,8 +197,8 @@ def sweep(
             a text.
         address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
             default one on this machine.
-        gpus_per_worker: GPUs a Ray worker is given where the cluster has any; a model may span
-            several.
+        gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
+            may span several.
         pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
     """

@@ -126,7 +126,8 @@ class Finding:
         task, method: What is compared, where it is one.
         grids: Names of the grids that the item shows, apart by spaces.
         error, texts, noise: As of `stats.Difference`, for other numbers of prompts and texts.
-        compared: Equal where the same texts are compared by the same number; "" where not known.
+        compared: Equal where one test is made of the same texts by the same number; "" where not
+            known.
     """
 
     item: str
@@ -248,7 +249,7 @@ class Findings:
             margin = MARGINS.get(metric, 0.0)
         found = compare(scores, before, after, metric)
         second = by_other(scores, before, after, metric)
-        facts = _facts(scores, before, after, metric, expected)
+        facts = _facts(scores, before, after, metric, f"{expected} {margin:g}")
         self.note(text, metric, expected, found, paper, margin, second, **facts)
 
     def as_reported(
@@ -339,9 +340,16 @@ def _facts(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     metric: str,
-    expected: Relation,
+    test: str,
 ) -> dict[str, str]:
-    """What a claim compares: the fields scorer, task, method, compared of `Finding`."""
+    """What a claim compares: the fields scorer, task, method, compared of `Finding`.
+
+    Texts are told by their cell, prompt and sample, and numbers by their scorer: the last digits
+    of a number differ between machines.
+
+    Args:
+        test: What is asked about the difference, in words.
+    """
     sides = _sides(scores, before, after, metric)
     both = pd.concat(sides)
     facts = {}
@@ -349,11 +357,10 @@ def _facts(
         values = list(both[name].unique()) if name in both else []
         facts[name] = str(values[0]) if len(values) == 1 else ""
     if "cell" in scores:
-        texts = [
-            sorted(side[["cell", "length", "part"]].drop_duplicates().itertuples(index=False))
-            for side in sides
-        ]
-        words = f"{metric} {expected} {[list(map(tuple, side)) for side in texts]}"
+        names = ["cell", "length", "part", "prompt", "sample", "scorer"]
+        known = [name for name in names if name in scores]
+        texts = [side[known].sort_values(known).to_csv(index=False) for side in sides]
+        words = f"{metric} {test} {texts}"
         facts["compared"] = hashlib.sha256(words.encode()).hexdigest()[:12]
     return facts
 

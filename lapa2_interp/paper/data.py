@@ -19,7 +19,7 @@ from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, samples_re
 from lapa2_interp.paper.reported import METRICS
 from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
-from lapa2_interp.runs.read import Run
+from lapa2_interp.runs.read import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
 from lapa2_interp.scoring import Cache, chosen_scorers, split_scorer
 from lapa2_interp.scoring.named import Options, score_by
@@ -59,7 +59,8 @@ class ItemData:
 
     @property
     def cells(self) -> pd.DataFrame:
-        """The cells of the grids that are there, in their order, one row each, finished or not."""
+        """The cells of the grids that are there, in their order, one row each, finished or not;
+        none has a text of another (`each_once`)."""
         names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
         if not names:
             wanted, have = (
@@ -70,7 +71,10 @@ class ItemData:
                 f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
                 f" {have}. `lapa2 sweep quick/{self.grids[0]} --out {self.run.name}` adds it"
             )
-        keys = list(dict.fromkeys(key for name in names for key in self.run.listing.grids[name]))
+        planned = {
+            key: self.run.plan[key] for name in names for key in self.run.listing.grids[name]
+        }
+        keys = each_once(planned)
         found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
         # Half an arm would be compared with a whole one: it counts when all its attributes are
         # there.

@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.cell import Cell
-from lapa2_interp.errors import DataError
+from lapa2_interp.errors import DataError, counted
 from lapa2_interp.paper.claims import SURE
 from lapa2_interp.paper.estimates import texts_read
 from lapa2_interp.runs.grid import Grid
@@ -79,28 +79,35 @@ def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
         One row per claim of the grid's items that has a number: item, claim, metric, prompts, texts
         (of each prompt), detectable, corrected (the same at the corrected level), margin, if_zero
         (how often a true 0 is shown to be within the margin; NaN without one), decided (how often
-        the claim is decided, if the truth is as likely as the earlier run says).
+        the claim is decided, if the truth is as likely as the earlier run says). Claims whose
+        prompts all differed by the same tell no spread and are left out; attrs["alike"] counts
+        them.
 
     Raises:
         DataError: No claim of these tables belongs to the grid.
     """
     own = grid.name.rpartition("/")[2]
     of_grid = np.array([own in str(names).split() for names in claims["grids"]], dtype=bool)
-    rows = []
+    rows, alike = [], 0
     for item, part in claims[of_grid].groupby("item", sort=False):
         once = part[~part["compared"].duplicated() | (part["compared"] == "")]
         tests = len(once), int((once["margin"] > 0).sum())
         for row in once[once["error"].notna()].to_dict("records"):
             chosen = plans(grid, row["task"], row["method"])
-            if chosen:
+            if chosen and row["error"] == 0:
+                alike += 1
+            elif chosen:
                 rows.append(_row(row, chosen[0], grid, *tests) | {"item": item})
     if not rows:
         raise DataError(
-            f"no claim of an item of {grid.name} has a number in these tables; give the folder of"
-            " an earlier run of it: its tables/ has ITEM.claims.csv"
+            f"no claim of an item of {grid.name} has a number in these tables"
+            + f" ({counted(alike, 'claim')} without spread)" * bool(alike)
+            + "; give the folder of an earlier run of it: its tables/ has ITEM.claims.csv"
         )
     names = ["item", "claim", "metric", "prompts", "texts", "detectable", "corrected", "margin"]
-    return pd.DataFrame(rows)[[*names, "if_zero", "decided"]]
+    found = pd.DataFrame(rows)[[*names, "if_zero", "decided"]]
+    found.attrs["alike"] = alike
+    return found
 
 
 def _row(
@@ -156,11 +163,16 @@ def detects(grid: Grid) -> str:
 
 
 def summary(table: pd.DataFrame) -> str:
-    """How many claims a plan is expected to decide, in words."""
+    """How many claims a plan is expected to decide, in words; and how many tell no spread."""
     share = table["decided"].sum() / len(table)
     few = table["corrected"].groupby(table["metric"]).median()
     worst = ", ".join(f"{value:.1f} ({metric})" for metric, value in few.items())
     return (
         f"of {len(table)} claims about {table['decided'].sum():.0f} will be decided ({share:.0%});"
         f" the median smallest difference, corrected, is {worst}"
+    ) + (
+        f"; left out: {counted(alike, 'claim')} whose prompts all differed by the same, which tells"
+        " no spread"
+        if (alike := table.attrs.get("alike", 0))
+        else ""
     )

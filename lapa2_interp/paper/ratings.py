@@ -21,6 +21,10 @@ COLUMNS = [
     "criterion",
     "value",
 ]
+NAMED = (
+    r"^(?P<task>\S+) (?P<method>\S+) (?P<arm>.*?)(?: \| (?P<variant>.*?))?(?: @ (?P<model>.*))?$"
+)
+"""How `lapa2 scorers sheets` names an arm of a run; other arms stay as they are."""
 
 
 def stored_ratings(folder: Path) -> pd.DataFrame:
@@ -42,18 +46,10 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
         )
     answers = folder / "human" / "answers.csv"
     if answers.is_file():
-        found = pd.read_csv(answers).dropna(subset="rating")
-        # `lapa2 scorers sheets` of a sweep names an arm "TASK METHOD ARM".
-        named = (
-            found["arm"]
-            .str.split(" ", n=2, expand=True)
-            .set_axis(["task", "method", "arm"], axis=1)
-        )
-        found = (
-            found.drop(columns="arm")
-            .join(named)
-            .rename(columns={"metric": "criterion", "rating": "value"})
-        )
+        found = pd.read_csv(answers, dtype={"arm": object}).dropna(subset="rating")
+        named = found["arm"].fillna("").str.extract(NAMED)
+        found = found.assign(**named).assign(arm=named["arm"].fillna(found["arm"]))
+        found = found.rename(columns={"metric": "criterion", "rating": "value"})
         frames.append(found.assign(rater="people").reindex(columns=COLUMNS))
     filled = [frame for frame in frames if len(frame)]
     found = pd.concat(filled, ignore_index=True) if filled else frames[0]

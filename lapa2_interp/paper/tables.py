@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +13,15 @@ from lapa2_interp.errors import counted
 from lapa2_interp.methods import registry
 from lapa2_interp.paper.claims import rows_with
 from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
-from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, plain
+from lapa2_interp.scoring.tables import APART, cell_table, difference_table, distinct_cells, plain
 from lapa2_interp.stats import paired_difference
 
 HALVES = {0: "whole", 1: "first", 2: "second"}
 """Parts of a text in words, as in the paper's table half."""
 KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
 ARM = ["model", "task", "method", "variant", "arm"]
+GENERATED = r"top-k \d+|eos \w+|BOS doubled|HookedTransformer|TransformersModel"
+"""Parts of a variant that leave it comparable with the paper's numbers."""
 PAPER_SCORERS = {
     "acc": "Air-Decoding's RoBERTa",
     "tox": "perspective",
@@ -52,11 +55,12 @@ def item_table(
         tokenizer: Tokens that distinct-n counts; words by default.
 
     Returns:
-        Columns KEYS, metric, mean, low, high, n, prompts, skipped, scorer, difference,
-        difference_low, difference_high, p, detectable (against the baseline of the same method),
-        best, profile, paper, state.
+        Columns KEYS, max_length and dtype where they alone tell rows apart, metric, mean, low,
+        high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
+        detectable (against the baseline of the same method), best, profile, paper, state.
     """
     keys = [key for key in KEYS if key in scores]
+    keys += [key for key in APART if key in scores and _differs(scores, key, keys)]
     frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
     if len(scores):
         means = cell_table(scores)
@@ -72,6 +76,7 @@ def item_table(
         frames.append(_distinct(scores, tokenizer))
     columns = [
         *KEYS,
+        *(key for key in keys if key in APART),
         "metric",
         "mean",
         "low",
@@ -106,12 +111,25 @@ def item_table(
     return _ordered(found.drop(columns="alpha"), cells)
 
 
+def _differs(scores: pd.DataFrame, column: str, keys: list[str]) -> bool:
+    """Whether cells that are otherwise one row of the table differ in a column."""
+    return bool((scores.groupby(keys, dropna=False)[column].nunique() > 1).any())
+
+
 def _distinct(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
     first = scores[scores["metric"].isin(["acc", "tox"])]
     if not len(first):
         return pd.DataFrame()
     found = distinct_cells(first, tokenizer)
     return found.assign(metric=found["metric"].map(lambda metric: METRICS[metric][0]))
+
+
+def split_variant(variant: str) -> tuple[str, str]:
+    """The parts of a variant (`Cell.variant`): parameters and wording, and how its texts were
+    generated."""
+    parts = variant.split(", ")
+    n = next((i for i, part in enumerate(parts) if re.fullmatch(GENERATED, part)), len(parts))
+    return ", ".join(parts[:n]), ", ".join(parts[n:])
 
 
 def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
@@ -121,12 +139,13 @@ def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
         or pd.isna(row["length"])
     ):
         return float("nan")
-    named = variants.get(row["variant"]) or variants.get(row["arm"], "")
+    wording, _ = split_variant(row["variant"])
+    named = variants.get(wording) or variants.get(row["arm"], "")
     usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in (
         "",
         "paper",
     )
-    if not usual or (not named and (variants or row["variant"])):
+    if not usual or (not named and (variants or wording)):
         return float("nan")
     variant = HALVES.get(part, named) if (part := int(row["part"])) else named
     return paper_number(
@@ -176,11 +195,7 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     for distinct-n, the two arms' intervals do not overlap.
     """
     best = pd.Series(False, index=table.index)
-    group_of = [
-        key
-        for key in ("model", "task", "method", "variant", "length", "part", "attribute", "metric")
-        if key in table
-    ]
+    group_of = [key for key in (*KEYS, *APART, "metric") if key in table and key != "arm"]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
     for values, group in named.groupby(group_of, dropna=False, sort=False):
         where = dict(zip(group_of, values, strict=True))
@@ -259,7 +274,7 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     shown = overall(table)
     keys = [
         key
-        for key in ("model", "task", "length", "method", "variant", "arm", "part")
+        for key in ("model", "task", "length", *APART, "method", "variant", "arm", "part")
         if key in shown
     ]
     keys = [key for key in keys if key in ("method", "arm") or shown[key].nunique(dropna=False) > 1]

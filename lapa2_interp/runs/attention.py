@@ -15,7 +15,7 @@ from lapa2_interp.augmentation import Joint
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.files import as_csv, new_folder, write_text
-from lapa2_interp.runs.read import Run
+from lapa2_interp.runs.read import Run, shown_only
 from lapa2_interp.trace.tables import (
     branch_name,
     fit_table,
@@ -105,7 +105,7 @@ def read_attention(
         there = "; ".join(
             f"{name}: {', '.join(map(str, dict.fromkeys(run.cells[name])))}" for name in only or {}
         )
-        raise TraceError(f"{run.name} has no cell with {_shown(only)}; there are {there}")
+        raise TraceError(f"{run.name} has no cell with {shown_only(only)}; there are {there}")
     cells = cells[[run.plan[key].trace != "none" for key in cells["key"]]]
     if not len(cells):
         raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
@@ -114,7 +114,7 @@ def read_attention(
     cells = cells[cells["state"] == "finished"]
     if not len(cells):
         raise TraceError(
-            f"no cell of {run.name}{f' with {_shown(only)}' if only else ''} is finished;"
+            f"no cell of {run.name}{f' with {shown_only(only)}' if only else ''} is finished;"
             " `lapa2 sweep` with their grid makes them"
         )
     mixed = [name for name in ALIKE if cells[name].nunique() > 1]
@@ -138,7 +138,3 @@ def read_attention(
         tables["heads"] = head_table(trace, samples, branch)
     arms = {run.plan[key].arm: run.plan[key].augmentation for key in cells["key"]}
     return Attention(trace, samples, branch_name(trace, branch), part, tables, arms, cells)
-
-
-def _shown(only: Mapping[str, Any] | None) -> str:
-    return " and ".join(f"{name}={value}" for name, value in (only or {}).items())

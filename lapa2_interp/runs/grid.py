@@ -344,7 +344,7 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
     otherwise.
 
     Raises:
-        GridError: Not of that form, or an unknown key.
+        GridError: Not of that form, an unknown key, or one given twice.
     """
     found: dict[str, Any] = {}
     for text in texts:
@@ -352,6 +352,11 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
         if not mark:
             raise GridError(f"--set {text!r} is not of the form KEY=VALUE, such as samples=2")
         _check_keys([key], "--set")
+        if key in found:
+            raise GridError(
+                f"--set gives {key} twice, {found[key]} and {value}; give it once, as a list for"
+                f" both: {key}=[..., ...]"
+            )
         try:
             found[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lapa2_interp.errors import GridError, RunError, counted, one_of
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.progress import shown_time, stopped_by_sigterm
@@ -18,7 +20,7 @@ from lapa2_interp.runs.cluster import Cluster
 from lapa2_interp.runs.estimates import estimate, shown_size
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
-from lapa2_interp.runs.read import finished_of
+from lapa2_interp.runs.read import as_list, finished_of, is_any_of
 from lapa2_interp.runs.sweep import Swept, load_grids, sweep
 
 ENGINES = ("local", "ray")
@@ -29,14 +31,14 @@ def launch(
     out: str | Path,
     changes: Mapping[str, Any] | None = None,
     *,
-    only: Mapping[str, str] | None = None,
+    only: Mapping[str, Any] | None = None,
     engine: str = "local",
     workers: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
     threads: int = 1,
     address: str | None = None,
-    gpus_per_worker: float = 1.0,
+    gpus_per_worker: float | None = None,
     pack: str = "auto",
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
@@ -46,8 +48,8 @@ def launch(
         names: Built-in grids, or paths of .toml files.
         out: The run folder.
         changes: Values that replace a key in every block, such as {"samples": 1}.
-        only: Make only cells with these settings (`Cell.columns`), such as {"task": "topic"}; the
-            grids' other cells stay missing until another call.
+        only: Make only cells with these settings (`Cell.columns`; a list: one of them), such as
+            {"task": "topic"}; the grids' other cells stay missing until another call.
         engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
         workers, device, dtype, threads, address, gpus_per_worker, pack: As the options of `lapa2
             sweep`.
@@ -65,6 +67,12 @@ def launch(
     if threads < 1:
         raise RunError(f"--threads must be at least 1, found {threads}")
     if engine == "local":
+        for option, value in (("address", address), ("gpus-per-worker", gpus_per_worker)):
+            if value is not None:
+                raise RunError(
+                    f"--{option} {value} belongs to --engine ray, and the engine is local; leave it"
+                    " out, or give --engine ray"
+                )
         check_device(device)
     grids = load_grids(out, names, changes, dtype=dtype, device=device)
     check_grids(grids)
@@ -75,13 +83,13 @@ def launch(
     runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
     for column, value in (only or {}).items():
-        columns = {key: cell.columns for key, cell in cells.items()}
-        if column not in (known := next(iter(columns.values()))):
-            raise GridError(one_of("column", column, known))
-        values = {key: str(each[column]) for key, each in columns.items()}
-        if value not in values.values():
-            raise GridError(one_of(column, value, dict.fromkeys(values.values())))
-        cells = {key: cell for key, cell in cells.items() if values[key] == value}
+        table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))
+        if column not in table:
+            raise GridError(one_of("column", column, table.columns))
+        for each in as_list(value):
+            if not is_any_of(table[column], [each]).any():
+                raise GridError(one_of(column, str(each), dict.fromkeys(map(str, table[column]))))
+        cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
     if left:
@@ -107,11 +115,18 @@ def _engine(
     device: str | None,
     threads: int,
     address: str | None,
-    gpus_per_worker: float,
+    gpus_per_worker: float | None,
     pack: str,
 ) -> Engine:
     if name == "ray":
-        return Cluster(workers, device, threads, address, gpus_per_worker, pack)
+        return Cluster(
+            workers,
+            device,
+            threads,
+            address,
+            1.0 if gpus_per_worker is None else gpus_per_worker,
+            pack,
+        )
     if name != "local":
         raise RunError(f"unknown engine {name!r}; allowed: {', '.join(ENGINES)}")
     return local_engine(workers, device, threads, pack)

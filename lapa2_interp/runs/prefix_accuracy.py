@@ -69,7 +69,8 @@ def prefix_accuracy(
     for folder, there in found.items():
         first = there[0]
         if first.model != loaded:
-            model, loaded = load_model(first.model, dtype=dtype, device=device), first.model
+            model = load_model(first.model, dtype, device, trust_remote_code=trust_remote_code)
+            loaded = first.model
         task = load_task(first.task)
         method = for_task("prefix", task, prefixes=str(folder))
         cells = [

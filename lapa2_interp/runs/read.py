@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,6 +46,7 @@ from lapa2_interp.runs.manifest import (
     write_manifest,
 )
 from lapa2_interp.tasks import Attribute, Prompts, Task
+from lapa2_interp.trace import TraceKind
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -346,8 +347,7 @@ class Run:
         for column, value in wanted.items():
             if column not in table:
                 raise RunError(one_of("column", column, table.columns))
-            values = value if isinstance(value, list | tuple | set) else [value]
-            chosen &= is_any_of(table[column], values)
+            chosen &= is_any_of(table[column], as_list(value))
         return list(table["key"][chosen])
 
     def save(self, folder: str | Path, force: bool = False) -> Run:
@@ -383,6 +383,36 @@ class Run:
                 " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def each_once(cells: Mapping[str, Cell]) -> list[str]:
+    """Keys of cells that have no text in common: of cells that draw the same texts, and differ in
+    samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
+    trace."""
+    kinds = get_args(TraceKind)
+    kept: dict[str, Cell] = {}
+    taken: set[tuple[str, str]] = set()
+    for key, cell in sorted(
+        cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
+    ):
+        own = {(cell.draw, prompt) for prompt in cell.prompts}
+        if not own & taken:
+            taken |= own
+            kept[key] = cell
+    return [key for key in cells if key in kept]
+
+
+def as_list(value: Any) -> list[Any]:
+    """What a column may have: one value, or one of several."""
+    return list(value) if isinstance(value, list | tuple | set) else [value]
+
+
+def shown_only(only: Mapping[str, Any] | None) -> str:
+    """A choice of rows or cells in words."""
+    return " and ".join(
+        f"{column}={' or '.join(map(str, as_list(value)))}"
+        for column, value in (only or {}).items()
+    )
 
 
 def is_any_of(column: pd.Series, values: Iterable[Any]) -> pd.Series:

@@ -17,7 +17,7 @@ from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
-from lapa2_interp.runs.read import load_run
+from lapa2_interp.runs.read import load_run, shown_only
 from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, split_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
@@ -59,7 +59,7 @@ def score(
     judge_url: str | None = None,
     judge_prices: tuple[float | None, float | None] = (None, None),
     max_cost: float | None = None,
-    only: Mapping[str, str] | None = None,
+    only: Mapping[str, Any] | None = None,
     cache: Path | None = None,
     dtype: str = "float32",
     device: str | None = None,
@@ -73,7 +73,7 @@ def score(
         scorers: As `scoring.chosen_scorers` takes them.
         out: Also write scores.parquet, table.csv and differences.csv into this new folder.
         labels: Names for a classifier's labels.
-        only: Only texts whose columns have these values.
+        only: Only texts whose columns have these values (a list: one of them).
         notify: Told what is scored, and what scorers have to say.
         force, column, attribute, task, lengths, parts, judge_url, judge_prices, max_cost, cache,
             dtype, device, trust_remote_code: As the options of `lapa2 score`.
@@ -84,25 +84,35 @@ def score(
     """
     if parts < 1:
         raise ScoringError(f"--parts must be at least 1, found {parts}")
+    scorers = chosen_scorers(scorers, USUAL)
+    of_judge = {
+        "judge-url": judge_url is not None,
+        "judge-prices": judge_prices != (None, None),
+        "max-cost": max_cost is not None,
+    }
+    _check_options(source, scorers, column, labels, [name for name in of_judge if of_judge[name]])
     if max_cost is not None and None in judge_prices:
         raise ScoringError(
             "--max-cost is in US dollars and needs the judge's prices: give --judge-prices IN OUT"
             " too, per million tokens"
         )
-    scorers = chosen_scorers(scorers, USUAL)
-    _check_options(source, scorers, column, labels, judge_url)
     tell_if_slow(dtype, device)
     if gaps := _gaps(source):
         notify(gaps)
-    sets, short = [], []
-    for samples, manifest, own in read_texts(source, column):
-        samples = only_rows(
-            samples if attribute is None else samples.assign(attribute=attribute), only or {}
-        )
+    found = [
+        (only_rows(_with_attribute(samples, source, attribute), only or {}), manifest, own)
+        for samples, manifest, own in read_texts(source, column, only)
+    ]
+    found = [each for each in found if len(each[0])]
+    if not found:
+        raise ScoringError(f"no text of {source} has {shown_only(only)}")
+    if short := _short(lengths, [manifest.length for _, manifest, _ in found if manifest]):
+        notify(short)
+    sets = []
+    for samples, manifest, own in found:
         if lengths:
             reached = [each for each in lengths if manifest is None or each <= manifest.length]
             if not reached:
-                short.append(str(manifest.length if manifest else ""))
                 continue
             samples = at_lengths(samples, manifest, reached)
         if parts > 1:
@@ -119,27 +129,19 @@ def score(
             generator=manifest.model.weights if manifest else None,
             trust_remote_code=trust_remote_code,
         )
-        if len(samples):
-            sets.append((samples, options))
-    if short and not sets:
-        raise ScoringError(
-            f"the run's texts have {', '.join(short)} tokens; {min(lengths or [0])} is longer"
-        )
-    if not sets:
-        wanted = " and ".join(f"{name}={value}" for name, value in (only or {}).items())
-        raise ScoringError(f"no text of {source} has {wanted}")
+        sets.append((samples, options))
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
     with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
-        found = _score(sets, scorers, cache, max_cost, notify)
-        write_text(folder / "table.csv", as_csv(found.table))
-        write_text(folder / "differences.csv", as_csv(found.differences))
-        if len(found.scores):
-            kept = found.scores.drop(columns=["tokens"], errors="ignore")
+        scored = _score(sets, scorers, cache, max_cost, notify)
+        write_text(folder / "table.csv", as_csv(scored.table))
+        write_text(folder / "differences.csv", as_csv(scored.differences))
+        if len(scored.scores):
+            kept = scored.scores.drop(columns=["tokens"], errors="ignore")
             words = [str(name) for name in kept if kept[name].dtype == object]  # of any types
             kept = kept.assign(**{name: kept[name].map(_plain) for name in words})
             kept.to_parquet(folder / "scores.parquet", index=False)
-    return found
+    return scored
 
 
 def _check_options(
@@ -147,7 +149,7 @@ def _check_options(
     scorers: Sequence[str],
     column: str,
     labels: Mapping[str, str] | None,
-    judge_url: str | None,
+    of_judge: Sequence[str],
 ) -> None:
     """Refuse options that nothing would read."""
     named = [split_scorer(each)[1:] for each in scorers]
@@ -156,8 +158,39 @@ def _check_options(
         raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
     if labels and not own - {"", *CLASSIFIERS, "perspective"}:
         raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
-    if judge_url is not None and "judge" not in dict(named):
-        raise ScoringError("--judge-url belongs to a judge: --scorers judge=MODEL")
+    if of_judge and "judge" not in dict(named):
+        raise ScoringError(f"--{of_judge[0]} belongs to a judge: --scorers judge=MODEL")
+
+
+def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) -> pd.DataFrame:
+    """The texts with an attribute that they do not name themselves."""
+    if attribute is None:
+        return samples
+    if others := [
+        each for each in dict.fromkeys(samples["attribute"]) if each not in ("", attribute)
+    ]:
+        raise ScoringError(
+            f"--attribute {attribute} is for texts without an attribute, and {source} has texts for"
+            f" {', '.join(others)}; use --only attribute={attribute} for some of them"
+        )
+    return samples.assign(attribute=attribute)
+
+
+def _short(lengths: Sequence[int], longest: Sequence[int]) -> str:
+    """A note on lengths that some sets of texts do not reach.
+
+    Args:
+        longest: The length of each set.
+
+    Raises:
+        ScoringError: No set reaches a length.
+    """
+    told = ", ".join(map(str, sorted(set(longest))))
+    for length in lengths:
+        if longest and length > max(longest):
+            raise ScoringError(f"the run's texts have {told} tokens; {length} is longer")
+    some = [str(length) for length in lengths if longest and length > min(longest)]
+    return f"length {', '.join(some)}: only of the longer texts, of {told} tokens" if some else ""
 
 
 def _score(
@@ -270,10 +303,19 @@ def sheet_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None
 ) -> pd.DataFrame:
     """The texts of a run or a file as `scoring.human.make_sheets` takes them."""
-    texts = pd.concat([samples for samples, *_ in read_texts(source, column)], ignore_index=True)
-    samples = only_rows(texts, only or {})
+    sets = [samples for samples, *_ in read_texts(source, column, only)]
+    if not sets:
+        raise ScoringError(f"no text of {source} has {shown_only(only)}")
+    samples = only_rows(pd.concat(sets, ignore_index=True), only or {})
     if {"task", "method"} <= set(samples):  # what is compared is a method's arm
-        samples = samples.assign(
-            arm=samples["task"] + " " + samples["method"] + " " + samples["arm"]
-        )
+        arm = samples["task"] + " " + samples["method"] + " " + samples["arm"]
+        if "variant" in samples:
+            arm += (
+                samples["variant"]
+                .fillna("")
+                .map(lambda variant: f" | {variant}" if variant else "")
+            )
+        if "model" in samples and samples["model"].nunique() > 1:
+            arm += " @ " + samples["model"].fillna("")
+        samples = samples.assign(arm=arm)
     return samples.drop(columns="tokens", errors="ignore")

@@ -15,7 +15,7 @@ from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.read import LISTING, Run, is_any_of, load_run
+from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.tasks import Task
 
 READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -27,14 +27,15 @@ READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def read_texts(
-    source: Path, column: str = "text"
+    source: Path, column: str = "text", only: Mapping[str, Any] | None = None
 ) -> list[tuple[pd.DataFrame, Manifest | None, Task | None]]:
-    """The samples of a run folder, or the rows of a file, with columns text, prompt, attribute and
-    arm.
+    """The samples of a run folder, each text once (`each_once`), or the rows of a file, with
+    columns text, prompt, attribute and arm.
 
     Args:
         source: A run, or a .jsonl, .csv or .parquet file.
         column: Where a file has its texts.
+        only: Of a run, only cells whose columns have these values; other columns are left alone.
 
     Returns:
         Tables (missing columns filled with ""), each with the manifest and the task of its texts,
@@ -46,9 +47,12 @@ def read_texts(
     """
     if source.is_dir():
         run = load_run(source)
-        finished = run.cells[run.cells["state"] == "finished"]
-        if not len(finished):
+        if not run.finished:
             raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
+        wanted = {name: value for name, value in (only or {}).items() if name in run.cells}
+        chosen = run.select(**wanted)
+        keys = each_once({key: cell for key, cell in run.finished.items() if key in chosen})
+        finished = run.cells[run.cells["key"].isin(keys)]
         return [
             (
                 run.samples(list(group["key"])),
@@ -162,7 +166,7 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
 
 
 def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows whose columns have these values, as numbers or as text.
+    """The rows whose columns have these values (a list: one of them), as numbers or as text.
 
     Raises:
         ScoringError: No such column.
@@ -170,5 +174,5 @@ def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
     for column, value in only.items():
         if column not in samples:
             raise ScoringError(one_of("column", column, samples.columns))
-        samples = samples[is_any_of(samples[column], [value])]
+        samples = samples[is_any_of(samples[column], as_list(value))]
     return samples

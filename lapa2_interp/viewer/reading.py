@@ -33,7 +33,7 @@ from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.models import load_model
 from lapa2_interp.packed import memory
 from lapa2_interp.runs.attention import ALIKE
-from lapa2_interp.runs.read import FinishedCell, Run
+from lapa2_interp.runs.read import FinishedCell, Run, shown_only
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks import Task
@@ -142,7 +142,7 @@ def choose(
     cells = run.cells
     cells = cells[cells["key"].isin(run.select(**only)) & (cells["state"] == "finished")]
     if not len(cells):
-        told = " with " + " and ".join(f"{a}={b}" for a, b in only.items()) if only else ""
+        told = f" with {shown_only(only)}" if only else ""
         raise TraceError(f"{run.name} has no finished cell{told}; `lapa2 runs` lists its cells")
     for name in (*ALIKE, "seed"):
         values = list(dict.fromkeys(cells[name]))
