@@ -196,6 +196,10 @@ def make_card(
     markers = text_markers(model.tokenizer)
     listed = generation.eos_token_id if generation is not None else None
     ends = {*markers.ends, *([listed] if isinstance(listed, int) else listed or [])}
+    # Configurations name ends that the tokenizer lacks, and tokenizers those without a logit.
+    names = [
+        model.tokenizer.convert_ids_to_tokens(i) for i in sorted(ends) if i < model.cfg.d_vocab
+    ]
     return ModelCard(
         name=name,
         weights=weights,
@@ -208,6 +212,6 @@ def make_card(
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
-        end_tokens=tuple(model.tokenizer.convert_ids_to_tokens(sorted(ends))),
+        end_tokens=tuple(name for name in names if name is not None),
         packing=choose_packing(network_of(model)) if packing is None else packing,
     )

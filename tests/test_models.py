@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import HAS_HOOKED, TINY, load
 
-from lapa2_interp import load_model, load_tokenizer, model_card, models
+from lapa2_interp import generate, load_model, load_tokenizer, model_card, models
 from lapa2_interp.errors import ModelError
 from lapa2_interp.files import sha256_of
 from lapa2_interp.loaded import UNNAMED, context_of
@@ -160,6 +160,30 @@ def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
     (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
     model = load_model(str(tmp_path / "more-ends"), device="cpu")
     assert model_card(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
+
+
+def test_end_tokens_without_a_token_or_a_logit_are_left_out(tmp_path):
+    """GPT-2's configuration ends with 50256 beside any vocabulary, and TransformerLens gives a
+    tokenizer without EOS a token behind the last logit."""
+    from transformers import PreTrainedTokenizerFast
+
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    network.generation_config.eos_token_id = 50256
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert model_card(load_model(str(tmp_path), device="cpu")).end_tokens == ("<|endoftext|>",)
+    tokenizer = load_tokenizer("tiny-llama")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>"
+    ).save_pretrained(tmp_path / "none")
+    network = load_transformers("tiny-llama")[0]
+    network.config.eos_token_id = network.generation_config.eos_token_id = None
+    network.save_pretrained(tmp_path / "none")
+    for kind in ("TransformerBridge", "TransformersModel"):
+        model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
+        assert model_card(model).end_tokens == ()
+        settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
+        assert len(generate(model, eos="block", **settings).samples()) == 1
 
 
 def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
