@@ -59,7 +59,7 @@ def visited(
     Blocks may be nested: each visitor sees what the ones before it have left.
 
     Args:
-        begin: Called before a pass, with its arguments by name; returns the slot of its first query.
+        begin: Called before a pass with its arguments by name; returns the slot of its first query.
 
     Raises:
         DeadHookError: The architecture does not use the attention interface.
@@ -67,7 +67,8 @@ def visited(
     if not network._can_set_attn_implementation():
         raise DeadHookError(
             f"{type(network).__name__} computes its attention without transformers' attention"
-            " interface, so it cannot be augmented there; load it as TransformerBridge"
+            " interface, so it cannot be augmented there; TransformerLens' hooks may reach it"
+            " (TransformerBridge, which checks)"
         )
 
     def before(network: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -108,8 +109,8 @@ def attend(
     if unknown or (dropout and module.training):
         raise DeadHookError(
             f"{type(module).__name__} asks for {unknown[0] if unknown else 'dropout'} in its"
-            " attention, which cannot be augmented through transformers' interface; load the model"
-            " as TransformerBridge, in eval mode"
+            " attention, which cannot be augmented through transformers' interface; put the model"
+            " in eval mode, or try TransformerBridge, which checks that its hooks are live"
         )
     repeats = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
