@@ -24,10 +24,11 @@
 
 # %%
 import sys
+from functools import partial
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import of_arm, open_bench
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import mean_interval
@@ -53,17 +54,18 @@ for values, part in ratings.groupby(places, sort=False):
     )
     for arm in dict.fromkeys(part["arm"][part["arm"] != "baseline"]):
         arms = ({"arm": "baseline"}, {"arm": arm})
+        named = partial(of_arm, arm=arm, arms=part["arm"])
         known = PAPER.get((where["rater"], where["task"], where["method"]), float("nan"))
         for criterion in ("relevance", "fluency"):
             scores = part[part["criterion"] == criterion].assign(metric=criterion)
             if criterion == "relevance":
                 text = f"relevance is higher with LaPA2: {words} ({where['rater']})"
-                bench.claim(text, scores, *arms, criterion, "more", known)
+                bench.claim(named(text), scores, *arms, criterion, "more", known)
             else:
                 text = (
                     f"fluency is the same within {MARGIN:g} with LaPA2: {words} ({where['rater']})"
                 )
-                bench.claim(text, scores, *arms, criterion, "same", margin=MARGIN)
+                bench.claim(named(text), scores, *arms, criterion, "same", margin=MARGIN)
 
 # %%
 cell = [f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]

@@ -25,7 +25,7 @@ import sys
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import of_arm, open_bench
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference
@@ -77,7 +77,7 @@ for (place, k), arms in values.items():
         if "baseline" in arms:
             found = paired_difference(*arms["baseline"], *arms[after])
             text = f"the share of the nearest {k} is the same within {MARGIN:g}: {place}"
-            bench.note(text, "local ratio", "same", found, margin=MARGIN)
+            bench.note(of_arm(text, after, arms), "local ratio", "same", found, margin=MARGIN)
 
 # %%
 shown = at_few_steps(table[(table["k"] == 4) & ~table["without_bos"]])

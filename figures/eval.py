@@ -37,7 +37,7 @@ def draw(table: pd.DataFrame) -> Drawing:
             panel.bar(
                 x,
                 own["mean"],
-                0.36,
+                0.8 / len(arms),
                 yerr=error,
                 color=COLOURS[i % len(COLOURS)],
                 label=arm,

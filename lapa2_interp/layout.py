@@ -41,7 +41,8 @@ BLOCKED = "blocked"
 HOLE = "\ue000"
 """Stands for a message's text, to see where a chat template puts it: a character of private use."""
 NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
-"""Tokenizer classes that do not prepend BOS by themselves."""
+"""Tokenizer classes that do not prepend `PLAIN_START` by themselves; OPT's, of GPT-2's class,
+prepends another BOS."""
 
 
 class Span(NamedTuple):
@@ -190,10 +191,10 @@ class Layout:
                 f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer"
             )
         start = text_markers(tokenizer).start
-        # TransformerLens switches BOS on in tokenizers whose own files have it off; those families
-        # never add one.
-        adds_bos = tokenizer("a").input_ids[0] == start and not type(tokenizer).__name__.startswith(
-            NO_BOS_FAMILIES
+        # TransformerLens switches BOS on in tokenizers whose own files have it off.
+        off = type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
+        adds_bos = tokenizer("a").input_ids[0] == start and not (
+            off and tokenizer.convert_ids_to_tokens(start) == PLAIN_START
         )
         if doubled_bos and not adds_bos:
             raise LayoutError(

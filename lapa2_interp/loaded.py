@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from lapa2_interp.errors import ModelError
 from lapa2_interp.layout import text_markers
 from lapa2_interp.packed import Packing, choose_packing, packed
 
@@ -96,10 +97,21 @@ def window_of(model: Model) -> int | None:
 
 def plain_network(model: Model) -> Any | None:
     """The network of a model without TransformerLens' hooks: a `TransformersModel`, or a bare
-    transformers model; None for the others."""
+    transformers model; None for the others.
+
+    Raises:
+        ModelError: It is no model, or one inside a wrapper.
+    """
     if isinstance(model, TransformersModel):
         return model.original_model
-    return model if hasattr(type(model), "set_attn_implementation") else None
+    if hasattr(type(model), "set_attn_implementation"):
+        return model
+    if not hasattr(model, "hooks"):
+        raise ModelError(
+            f"a {type(model).__name__} is no model of TransformerLens or transformers, nor a"
+            " TransformersModel; pass the one inside it (of a PEFT model: get_base_model())"
+        )
+    return None
 
 
 def size_of(model: Model) -> tuple[int, int]:
@@ -184,6 +196,10 @@ def make_card(
     markers = text_markers(model.tokenizer)
     listed = generation.eos_token_id if generation is not None else None
     ends = {*markers.ends, *([listed] if isinstance(listed, int) else listed or [])}
+    # Configurations name ends that the tokenizer lacks, and tokenizers those without a logit.
+    names = [
+        model.tokenizer.convert_ids_to_tokens(i) for i in sorted(ends) if i < model.cfg.d_vocab
+    ]
     return ModelCard(
         name=name,
         weights=weights,
@@ -196,6 +212,6 @@ def make_card(
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
-        end_tokens=tuple(model.tokenizer.convert_ids_to_tokens(sorted(ends))),
+        end_tokens=tuple(name for name in names if name is not None),
         packing=choose_packing(network_of(model)) if packing is None else packing,
     )

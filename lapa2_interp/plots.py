@@ -156,7 +156,7 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     arms = list(dict.fromkeys(tokens["arm"]))
     names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
     for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):
-        part = tokens[tokens["arm"] == arm].set_index("key").loc[keys]
+        part = tokens[tokens["arm"] == arm].set_index("key").reindex(keys)
         error = np.abs(part[["low", "high"]].to_numpy().T - part["mean"].to_numpy())
         x = np.arange(len(keys)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
         for axis, chosen in ((sink, slice(0, 1)), (axes, slice(1, None))):

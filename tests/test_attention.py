@@ -351,6 +351,12 @@ def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
         assert (edited - unedited).abs().max() > 1e-2
 
 
+def test_the_exact_softmax_keeps_no_scores(tiny):
+    model = load(tiny, "float64")
+    model(torch.tensor([[1, 2, 3]]))
+    assert not any(hasattr(block.attn.hook_attn_scores, "latest") for block in model.blocks)
+
+
 @pytest.mark.parametrize("name", ["static", "dynamic"])
 def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
     """A static cache has more slots than live keys and counts them in a tensor it later changes."""

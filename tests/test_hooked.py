@@ -4,9 +4,11 @@ both classes exist."""
 import numpy as np
 import pytest
 import torch
-from conftest import generate, load
+from conftest import MODEL_CLASSES, generate, load
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from lapa2_interp import Augmentation, augmented, load_task, methods
+from lapa2_interp import Augmentation, augmented, load_task, methods, teacher_forced
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout
 from lapa2_interp.trace import SUMS
 
@@ -47,3 +49,18 @@ def test_generated_texts_and_traces(tiny, augmentation):
     assert bridge.samples["text"].tolist() == hooked.samples["text"].tolist()
     for name in SUMS:
         assert np.nanmax(np.abs(bridge.trace[name] - hooked.trace[name])) < 1e-4
+
+
+def test_the_cache_of_a_hooked_transformer_is_read(tiny):
+    """Texts longer than a chunk behind prompts of two lengths; and under phase query its keys are
+    not kept."""
+    bridge, hooked = (load(tiny, "float32", kind) for kind in MODEL_CLASSES)
+    layouts = [Layout.of(hooked.tokenizer, "Good:", prompt) for prompt in ("The lake", "A")]
+    asked = (layouts, [list(range(40, 60))] * 2, Augmentation(alpha=0.5))
+    found, wanted = (teacher_forced(each, *asked, chunk=15) for each in (hooked, bridge))
+    np.testing.assert_allclose(found["prefix"], wanted["prefix"], atol=1e-4)
+    cache = TransformerLensKeyValueCache.init_cache(hooked.cfg, "cpu", 1)
+    with torch.no_grad(), augmented(hooked, Augmentation(alpha=1, phase="query"), layouts[0]):
+        hooked(layouts[0].tensor, past_kv_cache=cache)
+        with pytest.raises(LayoutError, match="phase 'query' a cache must not keep"):
+            hooked(torch.tensor([[40]]), past_kv_cache=cache)

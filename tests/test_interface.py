@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import cell_of, load, plan, soft_set
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_task, model_card
+from lapa2_interp.attention.cache import padded_ids
 from lapa2_interp.attention.neurons import assert_neurons_live
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.loop import generate
-from lapa2_interp.errors import DeadHookError, LayoutError
+from lapa2_interp.errors import DeadHookError, LayoutError, ModelError
 from lapa2_interp.layout import left_pad
 from lapa2_interp.loaded import TransformersModel, network_of
 
@@ -253,3 +254,49 @@ def test_probe_says_what_is_live(capsys):
         printed = capsys.readouterr().out
         assert "live in all 4 layers" in printed
         assert "plain transformers is live, too" in printed
+
+
+@torch.no_grad()
+def test_a_cache_and_a_mask_are_seen_where_they_are_given_by_position():
+    model = load("tiny-gpt2", "float32", PLAIN)
+    net, rule = network_of(model), Augmentation(alpha=1.0)
+    padded = left_pad([Layout.of(model.tokenizer, "Good:", text) for text in ("The lake", "A")])
+    ids, mask = padded_ids(padded, "cpu")
+    found = []
+    for by_position in (False, True):
+        cache = DynamicCache()
+        with augmented(net, rule, padded):
+            if by_position:
+                net(ids, cache, mask)
+                found.append(net(ids[:, -1:], cache).logits)
+            else:
+                net(ids, past_key_values=cache, attention_mask=mask)
+                found.append(net(ids[:, -1:], past_key_values=cache).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_generate_with_a_static_cache(network, name):
+    """Its masks come as one a layer type."""
+    net, tokenizer = network(name), load("tiny-gpt2").tokenizer
+    layout = Layout.of(tokenizer, "Very positive:", "The lake")
+    found = []
+    for cache in (None, "static"):
+        with augmented(net, Augmentation(alpha=2.0), layout):
+            made = net.generate(
+                layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=8,
+                do_sample=False, eos_token_id=None, cache_implementation=cache, disable_compile=True,
+            )  # fmt: skip
+        found.append(made.tolist())
+    assert found[0] == found[1]
+
+
+def test_what_is_no_model_is_told_which_to_pass():
+    layout = Layout.of(load("tiny-gpt2").tokenizer, "Good:", "The lake")
+    wrapper = torch.nn.Sequential(network_of(load("tiny-gpt2", "float32", PLAIN)))
+    for thing, name in ((None, "NoneType"), (wrapper, "Sequential")):
+        with (
+            pytest.raises(ModelError, match=f"a {name} is no model .*; pass the one inside it"),
+            augmented(thing, Augmentation(alpha=1.0), layout),
+        ):
+            pass

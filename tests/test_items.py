@@ -362,6 +362,18 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     bars = [each.get_text() for each in drawing.axes[0].get_xticklabels()]
     assert any(each.endswith("prefixes=mle\nrelevance") for each in bars)
     assert len(bars) == len(set(bars)) == 4
+    more = pd.concat([ratings.assign(arm=arm).drop_duplicates("criterion") for arm in "abcd"])
+    bars = sorted(figure("eval")(more).axes[0].patches, key=lambda bar: bar.get_x())
+    assert all(
+        one.get_x() + one.get_width() <= two.get_x() + 1e-9 for one, two in pairwise(bars)
+    ), "bars of four arms do not overlap"
+    third = pd.DataFrame(rows).assign(arm=lambda x: x["arm"].replace("baseline", "alpha 1 paper"))
+    both = pd.concat([pd.DataFrame(rows), third]).drop_duplicates()
+    both.to_parquet(copy / "judge" / "scores.parquet")
+    script("analyses", "eval", copy)
+    claims = table(copy / "tables" / "eval.claims.csv")["claim"]
+    assert claims.is_unique
+    assert claims.str.endswith(", alpha 1 paper").sum() == 2
 
 
 def test_the_arms_of_human_answers(tmp_path):
@@ -833,7 +845,7 @@ def test_attention_is_compared_at_the_steps_that_both_arms_have():
     Bench.attention(bench, pd.DataFrame())
     assert [given[3].mean for given in told] == [0, 0, 0, 0]
     steps = [given[0].split("step ")[1] for given in told[1::2]]
-    assert steps == ["11: prefix, topic", "39: prefix, topic"], "arms in their order"
+    assert steps == ["11: prefix, topic, b", "39: prefix, topic, a"], "arms in their order"
 
 
 def test_perplexity_reads_as_many_texts_of_an_arm_as_planned(run):

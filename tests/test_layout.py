@@ -311,6 +311,21 @@ def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_token
     )
 
 
+def test_a_tokenizer_of_gpt2s_class_counts_the_bos_that_it_adds(gpt2_tokenizer):
+    """OPT's is one: its BOS is </s>, and its own files have it on."""
+    import copy
+
+    from tokenizers import processors
+
+    adding = copy.deepcopy(gpt2_tokenizer)
+    adding.add_special_tokens({"bos_token": "</s>"})
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", adding.bos_token_id)]
+    )
+    found = Layout.of(adding, "Very positive:", "The lake")
+    assert found.counted == Layout.of(gpt2_tokenizer, "Very positive:", "The lake").counted + 1
+
+
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
 def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from conftest import HAS_HOOKED, TINY, load
 
-from lapa2_interp import load_model, load_tokenizer, model_card, models
-from lapa2_interp.errors import ModelError
+from lapa2_interp import generate, load_model, load_tokenizer, model_card, models
+from lapa2_interp.errors import DeadHookError, ModelError
 from lapa2_interp.files import sha256_of
 from lapa2_interp.loaded import UNNAMED, context_of
 from lapa2_interp.models import load_transformers, smollm2
+from lapa2_interp.models.sizes import model_size
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
 
@@ -70,8 +72,6 @@ def test_a_local_folder_loads_like_its_source(folder, model_class):
 
 
 def test_pickled_weights_are_refused(folder, tmp_path):
-    import shutil
-
     path = tmp_path / "pickled"
     shutil.copytree(folder, path)
     (path / "model.safetensors").unlink()
@@ -105,8 +105,6 @@ def test_pickled_weights_are_refused(folder, tmp_path):
 def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(
     folder, tmp_path, gone, put, message
 ):
-    import shutil
-
     path = shutil.copytree(folder, tmp_path / "lacking")
     for name in gone:
         (path / name).unlink()
@@ -137,8 +135,6 @@ def test_a_path_without_a_folder_is_no_hub_id(tmp_path):
 
 
 def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
-    import shutil
-
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     shutil.copytree(folder, tmp_path / "cut")
@@ -149,17 +145,41 @@ def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "ctrl")
     config = CTRLConfig(vocab_size=300, n_embd=16, dff=32, n_layer=1, n_head=2, n_positions=64)
     CTRLLMHeadModel(config).save_pretrained(tmp_path / "ctrl")
-    with pytest.raises(ModelError, match="transformer-lens cannot wrap .* as TransformerBridge"):
+    with pytest.raises(
+        ModelError, match="cannot load .* as TransformerBridge: .*TransformersModel may do"
+    ):
         load_model(str(tmp_path / "ctrl"), device="cpu")
 
 
 def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
-    import shutil
-
     shutil.copytree(folder, tmp_path / "more-ends")
     (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
     model = load_model(str(tmp_path / "more-ends"), device="cpu")
     assert model_card(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
+
+
+def test_end_tokens_without_a_token_or_a_logit_are_left_out(tmp_path):
+    """GPT-2's configuration ends with 50256 beside any vocabulary, and TransformerLens gives a
+    tokenizer without EOS a token behind the last logit."""
+    from transformers import PreTrainedTokenizerFast
+
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    network.generation_config.eos_token_id = 50256
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert model_card(load_model(str(tmp_path), device="cpu")).end_tokens == ("<|endoftext|>",)
+    tokenizer = load_tokenizer("tiny-llama")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>"
+    ).save_pretrained(tmp_path / "none")
+    network = load_transformers("tiny-llama")[0]
+    network.config.eos_token_id = network.generation_config.eos_token_id = None
+    network.save_pretrained(tmp_path / "none")
+    for kind in ("TransformerBridge", "TransformersModel"):
+        model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
+        assert model_card(model).end_tokens == ()
+        settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
+        assert len(generate(model, eos="block", **settings).samples()) == 1
 
 
 def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
@@ -313,3 +333,65 @@ def test_the_context_of_models_that_name_none():
     assert found == [1024, 2048, 2048, 2048]
     assert context_of(MptConfig(max_seq_len=512)) == 512
     assert context_of(GPT2Config(n_positions=-1)) == UNNAMED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_transformer_lens_makes_another_of_is_refused(folder, tmp_path, dtype):
+    """It ignores some settings of configurations, in each of its classes other ones."""
+    name, kind = tmp_path / "other", "TransformerBridge"
+    if HAS_HOOKED:
+        kind = "HookedTransformer"
+        shutil.copytree(folder, name)
+        config = json.loads((name / "config.json").read_text())
+        config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+        (name / "config.json").write_text(json.dumps(config))
+    else:
+        network, tokenizer, _ = load_transformers("tiny-gpt2")
+        network.config.scale_attn_weights = False
+        network.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    with pytest.raises(ModelError, match=f"as {kind} is another model .*TransformersModel"):
+        load_model(name, dtype, "cpu", kind)
+    load_model(name, dtype, "cpu", "TransformersModel")
+
+
+def test_folders_are_also_paths_and_lie_in_the_users(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert len(load_tokenizer(folder)) == len(load_tokenizer(f"~/{folder.name}"))
+    assert model_size(folder) == model_size(f"~/{folder.name}") == model_size("tiny-llama")
+    model = load_model(f"~/{folder.name}", device="cpu", model_class="TransformersModel")
+    assert model_card(model).name == str(folder)
+    assert model_card(load_model(folder, device="cpu")).name == str(folder)
+
+
+def test_sizes_of_configurations(tmp_path):
+    """A model of texts and pictures has the size of its part for texts; others are refused."""
+    from transformers import Gemma3Config, MambaConfig, T5Config
+
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "vocab_size": 300}  # fmt: skip
+    seeing = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+              "num_attention_heads": 2}  # fmt: skip
+    Gemma3Config(text_config=text, vision_config=seeing).save_pretrained(tmp_path / "gemma3")
+    size = model_size(tmp_path / "gemma3")
+    assert (size.n_layers, size.n_heads, size.kv_width, size.vocab) == (2, 4, 16, 300)
+    for config in (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300), T5Config()):
+        config.save_pretrained(tmp_path / config.model_type)
+        with pytest.raises(ModelError, match=f"is a {config.model_type} model.*with attention"):
+            model_size(tmp_path / config.model_type)
+
+
+def test_no_dead_model_class_is_recommended(folder, tmp_path):
+    """GPT-J's attention is reached neither through hooks nor through the interface."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    shutil.copytree(folder, tmp_path / "gptj")
+    config = GPTJConfig(
+        vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
+    )
+    GPTJForCausalLM(config).save_pretrained(tmp_path / "gptj")
+    for kind in ("TransformerBridge", "TransformersModel"):
+        with pytest.raises(DeadHookError) as caught:
+            load_model(tmp_path / "gptj", device="cpu", model_class=kind)
+        assert "--model-class TransformersModel" not in str(caught.value)
+        assert "load it as" not in str(caught.value)

@@ -12,6 +12,7 @@ from lapa2_interp import generate as make_run
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.layout import Layout
+from lapa2_interp.plots import prefix_token_bars
 from lapa2_interp.theory import fit_decay
 from lapa2_interp.trace import SUMS
 from lapa2_interp.trace.recorder import Recorder, trace_bytes
@@ -261,3 +262,23 @@ def test_tables_of_a_run_with_two_arms():
         step_table(trace, samples, branch="other")
     with pytest.raises(TraceError, match="pooled over heads"):
         head_table(made(model, trace="pooled").trace, runs["base"].samples)
+
+
+def test_tables_of_some_samples_need_the_same_part_of_the_trace():
+    run = made(load("tiny-gpt2"))
+    for table in (step_table, head_table, prefix_token_table):
+        with pytest.raises(TraceError, match=r"2 samples for a trace of 4; .*trace.isel\(sample"):
+            table(run.trace, run.samples.iloc[2:])
+        assert len(table(run.trace.isel(sample=[2, 3]), run.samples.iloc[2:]))
+
+
+def test_an_arm_without_a_prefix_token_has_no_bar_of_it():
+    run = made(load("tiny-gpt2"))
+    samples = run.samples.assign(arm=["long", "long", "short", "short"])
+    run.trace["prefix_tokens"].load()[:, 2:, :, -1] = np.nan
+    tokens = prefix_token_table(run.trace, samples)
+    assert tokens["key"].tolist() == [
+        "BOS", *(f"p{i}" for i in range(1, 15)), "BOS", *(f"p{i}" for i in range(1, 14))
+    ]  # fmt: skip
+    bars = prefix_token_bars(tokens).axes[1].containers
+    assert [len(each.patches) for each in bars if hasattr(each, "patches")] == [14, 14]

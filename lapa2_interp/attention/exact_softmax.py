@@ -36,6 +36,7 @@ def make_softmax_exact(model: Model) -> None:
             _point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point
         ) -> torch.Tensor:
             exact = scores_point.latest.softmax(dim=-1)
+            del scores_point.latest
             agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
             return torch.where(agree, exact, given[0])
 

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.interface import Visitor, visited
+from lapa2_interp.attention.interface import Visitor, by_name, visited
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
@@ -86,10 +86,12 @@ def augmented(
 
     Raises:
         AugmentationError: Layers or heads the model does not have.
+        ModelError: The model is none of these.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; a cache has dropped keys; or, under phase "query", a
             cache holds keys that were computed under the augmentation.
     """
+    plain = plain_network(model)
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     given = of_rows(augmentation, len(layouts))
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
@@ -111,24 +113,15 @@ def augmented(
         [several(row) for row in given],
         layouts,
         size_of(model),
-        may_repeat=plain_network(model) is model,
+        may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
-    held, changed = 0, math.inf  # keys in the cache, and the first one of a query that is not clean
+    held, changed = 0, math.inf  # keys in the cache, and the slot of a query that is not clean
     unchecked = set(bias.reading_layers)
 
     def begin(kwargs: dict[str, Any]) -> int:
-        nonlocal held, changed
-        cache = kwargs.get("past_key_values")
-        held = (
-            0 if cache is None else int(cache.get_seq_length())
-        )  # some caches count in a tensor they later change
-        if held > changed:
-            raise LayoutError(
-                "under phase 'query' a cache must not keep keys of the query that predicts; use"
-                " open_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
-            )
-        changed = math.inf
+        nonlocal held
+        held = _held(kwargs)
         if held <= max(each.soft for each in layouts):
             _check_padding(layouts, kwargs.get("attention_mask"))
         return held
@@ -136,9 +129,13 @@ def augmented(
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal changed
         _check_keys(scores, first)
+        if first > changed:
+            raise LayoutError(
+                "under phase 'query' a cache must not keep keys of the query that predicts; use"
+                " open_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
+            )
         last = first + scores.shape[2] - 1
-        if bias.acts_on_last(last):
-            changed = last
+        changed = last if bias.acts_on_last(last) else math.inf
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def look(layer: int, pattern: Tensor, first: int) -> None:
@@ -148,17 +145,17 @@ def augmented(
         if observer is not None:
             observer.observe(layer, pattern, first)
 
-    if (plain := plain_network(model)) is not None:
+    if plain is not None:
         with visited(plain, Visitor(edit, look), begin):
             yield
         return
 
-    def before_forward(_network: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        begin(kwargs)
+    def before_forward(network: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        begin(by_name(network, args, kwargs))
 
     def first_query(attention: Tensor) -> int:
-        # A HookedTransformer's only cache concatenates; the bridge may carry one with more slots
-        # than live keys.
+        # A HookedTransformer's only cache concatenates, and its `generate` passes by
+        # `before_forward`; the bridge may carry one with more slots than live keys.
         n_queries, n_keys = attention.shape[2:]
         first = held if is_bridge(model) else n_keys - n_queries
         _check_keys(attention, first)
@@ -252,9 +249,20 @@ def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
         raise DeadHookError(SINK)
 
 
-def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:
-    """Refuse a first pass that does not mask its layouts' padding: spans would lie on other
-    keys."""
+def _held(kwargs: dict[str, Any]) -> int:
+    """Keys in the cache that a pass is given, as transformers or a HookedTransformer names it."""
+    if (cache := kwargs.get("past_key_values")) is not None:
+        return int(cache.get_seq_length())  # some caches count in a tensor they later change
+    hooked = kwargs.get("past_kv_cache")
+    return 0 if hooked is None else hooked.previous_attention_mask.shape[1]
+
+
+def _check_padding(layouts: Sequence[Layout], mask: Any) -> None:
+    """Refuse a first pass that does not mask its layouts' padding: spans would lie on other keys.
+
+    Masks that transformers' `generate` has made (one a layer type, or by query) come from the
+    padding that it was given.
+    """
     pads = torch.tensor([each.pad for each in layouts])
     if mask is None:
         if pads.any():
@@ -262,7 +270,7 @@ def _check_padding(layouts: Sequence[Layout], mask: Tensor | None) -> None:
                 "the layouts are left-padded but the forward pass has no attention_mask; pass the"
                 " rows' mask"
             )
-    elif mask.ndim == 2 and mask.shape[1] >= len(layouts[0]):
+    elif isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= len(layouts[0]):
         masked = (mask[:, : len(layouts[0])] == 0).sum(1).cpu()
         if (len(masked) == len(pads) or len(pads) == 1) and (
             wrong := (masked != pads).nonzero()

@@ -8,6 +8,7 @@ argument, so that nothing is shared between models.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ class Visitor:
     first: int = 0
 
 
+def by_name(network: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name, those given by position too."""
+    names = inspect.signature(network.forward).parameters if args else ()
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 @contextmanager
 def visited(
     network: Any, visitor: Visitor, begin: Callable[[dict[str, Any]], int]
@@ -52,7 +59,7 @@ def visited(
     Blocks may be nested: each visitor sees what the ones before it have left.
 
     Args:
-        begin: Called with the arguments of a pass before it; returns the slot of its first query.
+        begin: Called before a pass with its arguments by name; returns the slot of its first query.
 
     Raises:
         DeadHookError: The architecture does not use the attention interface.
@@ -60,11 +67,12 @@ def visited(
     if not network._can_set_attn_implementation():
         raise DeadHookError(
             f"{type(network).__name__} computes its attention without transformers' attention"
-            " interface, so it cannot be augmented there; load it as TransformerBridge"
+            " interface, so it cannot be augmented there; TransformerLens' hooks may reach it"
+            " (TransformerBridge, which checks)"
         )
 
-    def before(_network: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        visitor.first = begin(kwargs)
+    def before(network: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        visitor.first = begin(by_name(network, args, kwargs))
         return args, kwargs | {NAME: (*kwargs.get(NAME, ()), visitor)}
 
     usual = network.config._attn_implementation
@@ -101,8 +109,8 @@ def attend(
     if unknown or (dropout and module.training):
         raise DeadHookError(
             f"{type(module).__name__} asks for {unknown[0] if unknown else 'dropout'} in its"
-            " attention, which cannot be augmented through transformers' interface; load the model"
-            " as TransformerBridge, in eval mode"
+            " attention, which cannot be augmented through transformers' interface; put the model"
+            " in eval mode, or try TransformerBridge, which checks that its hooks are live"
         )
     repeats = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling

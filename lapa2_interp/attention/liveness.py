@@ -22,7 +22,7 @@ from torch import Tensor
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.errors import DeadHookError
-from lapa2_interp.loaded import Model, plain_network
+from lapa2_interp.loaded import Model, is_bridge, plain_network
 
 EDIT = 3.0
 SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
@@ -154,9 +154,13 @@ def assert_live(model: Model, name: str) -> Liveness:
     """
     found = probe(model)
     if not found.alive:
+        other = ""
+        if is_bridge(model) and plain_network(model) is None:
+            takes = model.original_model._can_set_attn_implementation()
+            other = ", or --model-class TransformersModel, which needs no hooks" if takes else ""
         raise DeadHookError(
             f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture"
             " whose hook_attn_scores is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma"
-            " 2, Phi, Bloom), or another --model-class (TransformersModel works without hooks)"
+            f" 2, Phi, Bloom){other}"
         )
     return found

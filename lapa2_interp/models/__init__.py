@@ -27,7 +27,7 @@ from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import Model, TransformersModel, make_card, network_of
+from lapa2_interp.loaded import Model, TransformersModel, context_of, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
 from lapa2_interp.models.planted import NAME as PLANTED
 from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
@@ -42,14 +42,17 @@ from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
 from lapa2_interp.packed import choose_packing
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 WEIGHTS = "model.safetensors"
+ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
+"""How far log-probabilities of one model may lie apart on average, computed in another order."""
 
 
 def load_model(
-    name: str,
+    name: str | Path,
     dtype: str = "float32",
     device: str | None = None,
     model_class: str = "TransformerBridge",
@@ -62,7 +65,7 @@ def load_model(
 
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
-            a Hugging Face hub id, or a local folder.
+            a Hugging Face hub id, or a local folder (also as a Path).
         dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
             computes faster in it than in float32, else float32 (`machine.faster_dtype`). Texts
             differ between dtypes.
@@ -82,7 +85,8 @@ def load_model(
         A model of that class in eval mode, logits equal to transformers'.
 
     Raises:
-        ModelError: Not found, not loadable, or the class is not in the installed transformer-lens.
+        ModelError: Not found, not loadable, the class is not in the installed transformer-lens, or
+            its logits are not those of transformers.
         DeadHookError: Its attention ignores edits of the scores.
     """
     import torch
@@ -94,6 +98,7 @@ def load_model(
     }
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
+    name = name_of(name)
     if seed is not None:
         if not is_planted(name) or ":" in name:
             raise ModelError(f"a seed belongs to a planted model without one, not to {name!r}")
@@ -115,12 +120,16 @@ def load_model(
             "ignore"
         )  # deprecations inside the libraries, nothing about this model
         try:
+            # Some adapters change the network that they wrap, so it is read before.
+            wanted = _log_probs(network, network)
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
         except ModelError:
             raise
         except Exception as error:  # each architecture's adapter fails in its own way
+            hint = "" if model_class == "TransformersModel" else "; TransformersModel may do"
             raise ModelError(
-                f"transformer-lens cannot wrap {name!r} ({architecture}) as {model_class}: {error}"
+                f"cannot load {name!r} ({architecture}) as {model_class}:"
+                f" {str(error) or type(error).__name__}{hint}"
             ) from error
         model.eval()
     if dtype == "float64" and model_class == "TransformerBridge":
@@ -129,11 +138,39 @@ def load_model(
         True  # text given as a string starts as a layout does, on every architecture
     )
     assert_live(model, name)
+    _check_same(_log_probs(model, network), wanted, name, model_class, dtype)
     packing = choose_packing(network_of(model), pack, workers)
     model.lapa2_card = make_card(
         model, name, weights, architecture, network.generation_config, packing
     )
     return model
+
+
+def _log_probs(model: Any, network: Any) -> Tensor:
+    """What a model makes of 32 ids from all over the vocabulary: [query vocab], on the CPU."""
+    import torch
+
+    config = network.config.get_text_config()
+    n = min(32, context_of(config))
+    ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()[None]
+    with torch.no_grad():
+        found = model(ids.to(network.device))
+    return getattr(found, "logits", found)[0].cpu().float().log_softmax(-1)
+
+
+def _check_same(found: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str) -> None:
+    """Refuse a model that is not the one that transformers loads.
+
+    Raises:
+        ModelError: Its log-probabilities differ by more than rounding.
+    """
+    difference = float((found - wanted).abs().mean())  # in half precision a few lie further apart
+    if difference > ROUNDING[dtype]:
+        raise ModelError(
+            f"{name} as {model_class} is another model than transformers loads: log-probabilities"
+            f" differ by {difference:.2g}, allowed {ROUNDING[dtype]:g} ({dtype});"
+            " transformer-lens ignores some of its configuration; use model class TransformersModel"
+        )
 
 
 def move(network: PreTrainedModel, device: str | None) -> None:
@@ -164,7 +201,7 @@ def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:
 
 
 def load_transformers(
-    name: str,
+    name: str | Path,
     dtype: str = "float32",
     trust_remote_code: bool = False,
     device_map: str | None = None,
@@ -179,7 +216,7 @@ def load_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    dtype = resolve_dtype(dtype)
+    name, dtype = name_of(name), resolve_dtype(dtype)
     tokenizer = load_tokenizer(name, trust_remote_code)
     if is_planted(name):
         network = planted_network(name).to(getattr(torch, dtype))
@@ -208,7 +245,7 @@ def load_transformers(
     return network.eval(), tokenizer, provenance(name, network.config)
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """A model's tokenizer alone, with `bos_token` set to the token that starts plain text.
 
     Raises:
@@ -216,6 +253,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """
     from transformers import AutoTokenizer
 
+    name = name_of(name)
     if is_planted(name):
         return planted_tokenizer(name)
     if name in TINY:
@@ -246,6 +284,11 @@ def reading_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ModelError: As `load_tokenizer`.
     """
     return load_tokenizer(name)
+
+
+def name_of(name: str | Path) -> str:
+    """A model's name or folder as text, with the user's folder for ~."""
+    return os.path.expanduser(name)  # noqa: PTH111  a Path would drop "./", and so rename models
 
 
 def source_of(name: str) -> str | Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lapa2_interp.errors import ModelError
 from lapa2_interp.loaded import context_of
-from lapa2_interp.models import load_tokenizer, source_of
+from lapa2_interp.models import load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config
@@ -37,12 +37,14 @@ PAPER_SIZES = {
 
 
 @cache
-def model_size(name: str) -> Size:
+def model_size(name: str | Path) -> Size:
     """A model's size from its configuration.
 
     Raises:
-        ModelError: No configuration is found.
+        ModelError: No configuration is found, or it is not that of a causal language model with
+            attention.
     """
+    name = name_of(name)
     if name in PAPER_SIZES:
         return PAPER_SIZES[name]
     import torch
@@ -59,18 +61,25 @@ def model_size(name: str) -> Size:
         raise ModelError(
             f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
         ) from error
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    heads = config.num_attention_heads
-    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Size(
-        parameters,
-        config.num_hidden_layers,
-        heads,
-        context_of(config),
-        (getattr(config, "num_key_value_heads", None) or heads) * d_head,
-        config.vocab_size,
-    )
+    text = config.get_text_config()
+    try:
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+        heads = text.num_attention_heads
+        d_head = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return Size(
+            parameters,
+            text.num_hidden_layers,
+            heads,
+            context_of(text),
+            (getattr(text, "num_key_value_heads", None) or heads) * d_head,
+            text.vocab_size,
+        )
+    except (AttributeError, ValueError) as error:
+        raise ModelError(
+            f"{name!r} is a {config.model_type} model, whose size cannot be told"
+            f" ({str(error).splitlines()[0]:.120}); give a causal language model with attention"
+        ) from error
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

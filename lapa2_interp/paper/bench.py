@@ -11,7 +11,7 @@ generates.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,13 +97,13 @@ class Bench(Findings):
                     before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two
                 )
                 self.note(
-                    f"LaPA2 raises prefix attention, mean over steps: {place}",
+                    of_arm(f"LaPA2 raises prefix attention, mean over steps: {place}", name, arms),
                     "prefix attention",
                     "more",
                     higher,
                 )
                 self.note(
-                    f"with LaPA2 more of it is left at step {last}: {place}",
+                    of_arm(f"with LaPA2 more of it is left at step {last}: {place}", name, arms),
                     "prefix attention",
                     "more",
                     left,
@@ -159,6 +159,11 @@ def prefix_curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
     """Attention on the prefix against step, of one arm (`ItemData.steps`)."""
     steps = step_table(trace, samples.assign(arm="one"))
     return steps[steps["name"] == "prefix"].drop(columns="arm")
+
+
+def of_arm(text: str, arm: str, arms: Iterable[str]) -> str:
+    """A claim's text, with the arm's name where several are compared with the baseline."""
+    return f"{text}, {arm}" if len(set(arms) - {"baseline"}) > 1 else text
 
 
 def open_bench(

@@ -95,10 +95,13 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single prompt),
         n, prompts. Steps that any sample of the arm lacks are left out, so that a curve never
         changes its texts on the way.
+
+    Raises:
+        TraceError: Another number of samples than the trace has; or no such branch.
     """
     at = _branch_number(trace, branch)
     rows = []
-    for arm, members in _arms(samples):
+    for arm, members in _arms(trace, samples):
         for name in ("prefix", "bos", "released_slice", "prompt"):
             curve = pooled(trace, name)[at, members.index]
             curve = curve[:, ~np.isnan(curve).any(axis=0)]
@@ -134,7 +137,7 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     if "head" not in trace["prefix"].dims:
         raise TraceError("this trace is pooled over heads; record it with --trace full")
     frames = []
-    for arm, members in _arms(samples):
+    for arm, members in _arms(trace, samples):
         part = trace.isel(branch=at, sample=members.index.to_numpy())
         means = (
             part[list(SUMS)]
@@ -153,16 +156,19 @@ def prefix_token_table(
     """Attention on BOS and on each prefix token, mean over steps, layers and heads.
 
     Returns:
-        Columns arm, key ("BOS", "p1", ...), mean, low, high (95 %, prompts resampled), n.
+        Columns arm, key ("BOS", "p1", ...; those that any sample of the arm has), mean, low, high
+        (95 %, prompts resampled), n.
     """
     at = _branch_number(trace, branch)
     rows = []
-    for arm, members in _arms(samples):
+    for arm, members in _arms(trace, samples):
         tokens = trace["prefix_tokens"][at, members.index].mean("step").to_numpy()
         bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
         masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
         for key, values in masses.items():
             has = ~np.isnan(values)
+            if not has.any():
+                continue
             interval = mean_interval(values[has], members["prompt"].to_numpy()[has])
             rows.append(
                 {
@@ -177,7 +183,12 @@ def prefix_token_table(
     return pd.DataFrame(rows)
 
 
-def _arms(samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    if len(samples) != trace.sizes["sample"]:
+        raise TraceError(
+            f"{len(samples)} samples for a trace of {trace.sizes['sample']}; give both the same"
+            " texts: trace.isel(sample=numbers) beside samples.iloc[numbers]"
+        )
     samples = samples.reset_index(drop=True)
     if "arm" not in samples:
         return [("run", samples)]
