@@ -206,7 +206,7 @@ def test_train_resumes_what_was_interrupted(tmp_path, reviews, monkeypatch, caps
 
 
 def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
-    line = f"{TRAIN} --objective contrastive --set max_tokens=16 --set lr=1e-30"
+    line = TRAIN.replace("lr=0.05", "lr=1e-30") + " --objective contrastive --set max_tokens=16"
     assert lapa2(line, "--from", trained, "--data", reviews, "--out", tmp_path / "next") == 0
     found, before = (load_prefix(folder, "positive") for folder in (tmp_path / "next", trained))
     assert found.card.set == "contrastive"

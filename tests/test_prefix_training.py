@@ -363,7 +363,7 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
 def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatch):
     """The loss that chooses the step is that of the held-out texts, by hand; the best step is kept
     where the loss rises afterwards; the rate of every step is the warm-up's or the decay's."""
-    each = job(folder=tmp_path, lr=0.05, epochs=3, warmup=0.25, check_every=1, patience=None)
+    each = job(folder=tmp_path, lr=0.05, epochs=3, warmup=0.25, check_every=1, patience=99)
     start, rates, folds = each.folded().clone(), [], {}
     texts = each.held_out.texts
     rows = TextRows.of(texts, (0,), "cpu")
@@ -657,7 +657,8 @@ def test_labels_that_are_numbers(tmp_path):
         (
             "a.jsonl",
             '{"text": "x", "label": "positive"}\n',
-            "no text with label 'negative'; its labels are 'positive'",
+            r"no text with label 'negative' \(blank ones and repetitions left out\); its labels are"
+            " 'positive'",
         ),
         (
             "a.jsonl",
