@@ -20,8 +20,8 @@
 #     python analyses/chat.py --chats 12 --length 1000    # does it hold over 1,000 tokens?
 
 # %%
-import argparse
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ import torch
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp.decoding.chat import continue_chats
 from lapa2_interp.files import as_csv, write_text
+from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.recipes import read_recipes
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -56,13 +57,16 @@ CHATS = {
 }
 REQUEST = "Tell me a long story about two old friends."
 
-parser = argparse.ArgumentParser(description="Does a chat's instruction hold?")
-parser.add_argument("--length", type=int, default=96, help="tokens of a continuation")
-parser.add_argument("--chats", type=int, default=2, help=f"chats, at most {len(CHATS)}")
-parser.add_argument("--samples", type=int, default=2, help="continuations of each chat and arm")
+sys.excepthook = in_one_line
+parser = ScriptOptions("Does a chat's instruction hold?")
+parser.add_argument("--length", type=count(4), default=96, help="tokens of a continuation")
+parser.add_argument(
+    "--chats", type=count(1, len(CHATS)), default=2, help=f"chats, at most {len(CHATS)}"
+)
+parser.add_argument("--samples", type=count(), default=2, help="continuations of each chat and arm")
 parser.add_argument("--augmentation", default="lapa2", help="a recipe of `lapa2 recipes`")
 parser.add_argument("--out", type=Path, help="a CSV file for the table")
-options, _ = parser.parse_known_args()  # a notebook has arguments of its own
+options = parser.read()
 
 # %%
 model = load_model("smollm2-135m", dtype="float32")

@@ -26,7 +26,7 @@ import pandas as pd
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
-from lapa2_interp.theory import fit_decay
+from lapa2_interp.theory import DecayFit, fit_decay
 from lapa2_interp.trace.tables import pooled, step_table
 
 sys.excepthook = in_one_line
@@ -53,7 +53,7 @@ for arm, trace, samples in bench.curves(cells):
     prefix = pooled(trace, "prefix")[0]
     prefix = prefix[:, ~np.isnan(prefix).any(axis=0)]
     mean, last = prefix.mean(axis=0), prefix.shape[1] - 1
-    fit = fit_decay(np.arange(last + 1), mean)
+    fit = fit_decay(np.arange(last + 1), mean) if last >= 2 else DecayFit(*[np.nan] * 3)
     falls = float((np.diff(mean) < 0).mean())
     place = {name: arm[name] for name in ("model", "task", "method")}
     fits.append(

@@ -31,6 +31,7 @@ import pandas as pd
 from lapa2_interp.paper.bench import of_arm, open_bench
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.scoring.tables import within
 from lapa2_interp.stats import mean_interval
 
 sys.excepthook = in_one_line
@@ -41,7 +42,7 @@ columns = [*places, "arm", "criterion", "mean", "low", "high", "n", "prompts"]
 rows = []
 for values, part in ratings.groupby(columns[:8], sort=False):
     found = mean_interval(part["value"].to_numpy(float), part["prompt"].to_numpy())
-    rows.append([*values, found.mean, found.low, found.high, found.n, found.clusters])
+    rows.append([*values, found.mean, *within(values[-1], found), found.n, found.clusters])
 table = pd.DataFrame(rows, columns=columns)
 
 # %%

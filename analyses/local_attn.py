@@ -30,7 +30,7 @@ from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference
 from lapa2_interp.trace import NEAREST
-from lapa2_interp.trace.tables import local_ratio
+from lapa2_interp.trace.tables import local_parts
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
 sys.excepthook = in_one_line
@@ -44,12 +44,20 @@ cells = bench.cells
 cells = cells[cells["method"] == cells["task"].map({"detox": "preadd"}).fillna("air-decoding")]
 
 
+def local_ratio(trace, k, *, without_bos=False):
+    """Of the first branch, means of layers and heads before the division: [sample step]."""
+    parts = local_parts(trace.isel(branch=0), k, without_bos=without_bos)
+    heads = [axis for axis in ("layer", "head") if axis in parts[0].dims]
+    near, rest = (part.mean(heads, skipna=False) for part in parts)
+    return (near / rest).to_numpy()
+
+
 def ratios(trace, samples):
     """The local ratio of every k against step."""
     frames = []
     for k in NEAREST:
         for without_bos in (False, True):
-            found = local_ratio(trace, k, without_bos=without_bos)[0]
+            found = local_ratio(trace, k, without_bos=without_bos)
             found = found[:, ~np.isnan(found).any(axis=0)]
             low, high = bounds(found, samples["prompt"])
             columns = {
@@ -69,7 +77,7 @@ words = {tuple(where.values()): text for where, text, _ in bench.groups(cells)}
 values = {}
 for arm, trace, samples in bench.curves(cells):
     for k in NEAREST:
-        found = np.nanmean(local_ratio(trace, k)[0], axis=1)
+        found = np.nanmean(local_ratio(trace, k), axis=1)
         place = words[arm["model"], arm["task"], arm["method"]]
         values.setdefault((place, k), {})[arm["arm"]] = (found, samples["prompt"])
 for (place, k), arms in values.items():

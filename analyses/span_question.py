@@ -49,9 +49,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lapa2_interp import Augmentation, Cell, load_run, load_task
+from lapa2_interp import Augmentation, Cell, Layout, load_run, load_task, load_tokenizer
 from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import LayoutError, RunError
 from lapa2_interp.machine import Dtype, tell_if_slow
 from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
@@ -110,6 +110,15 @@ tell_if_slow(options.dtype)
 # Explicit slots take their own size as n, so that a single token gets alpha * log(l).
 
 # %%
+task = load_task("sentiment")
+tokenizer = load_tokenizer(options.model)
+for attribute in task.attributes.values():
+    if (found := Layout.of(tokenizer, attribute.prefix, "The lake").prefix) != (1, 4):
+        raise LayoutError(
+            f"the arms count the tokens of {attribute.prefix!r} from slot 1 to 4, and for"
+            f" {options.model} they are slots {found.start} to {found.stop}; use a model whose"
+            " tokenizer splits it as Very| positive|:"
+        )
 TOKENS = {"Very": (1, 2), "positive": (2, 3), ":": (3, 4)}
 ARMS = {
     "baseline": None,
@@ -125,7 +134,6 @@ ARMS = {
 }
 
 # %%
-task = load_task("sentiment")
 folder = options.out / "runs"
 dtype = options.dtype
 if dtype == "auto" and (folder / "run.json").is_file():  # goes on as it was begun

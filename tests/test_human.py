@@ -422,8 +422,11 @@ def test_means_are_over_all_ratings():
     assert found["mean"] == pytest.approx(14 / 5)
     assert found[["n", "texts", "prompts", "annotators", "unanswered"]].tolist() == [5, 2, 2, 3, 1]
     # Two prompts, 2.4 off their share of the mean: error sqrt(2 * 2 * 2.4^2) / 5 = 0.96, times t(1
-    # degree, 97.5 %) = 12.706.
-    assert (found["low"], found["high"]) == pytest.approx((2.8 - 12.198, 2.8 + 12.198), abs=1e-2)
+    # degree, 97.5 %) = 12.706: more than the scale of 1 to 5 has.
+    assert (found["low"], found["high"]) == (1, 5)
+    fives = human_table(answered([[5, 5, 5]] * 4, prompts=[0, 1, 2, 3])).iloc[0]
+    assert fives["low"] == pytest.approx(5 - 4 * (1 - 0.05**0.25)), "4 prompts do not show them all"
+    assert fives["high"] == 5
 
 
 def test_intervals_resample_prompts():

@@ -26,6 +26,7 @@ from scipy.stats import t
 
 from lapa2_interp import load_run
 from lapa2_interp.cell import CELL
+from lapa2_interp.cli import main
 from lapa2_interp.errors import RunError, ScoringError
 from lapa2_interp.paper import output, reported, tables
 from lapa2_interp.paper.bench import Bench
@@ -142,6 +143,24 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
                 item = Item(text)
                 (stored,) = scores.get([each.key(item)]).values()
                 assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
+
+
+def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
+    """The local ratio is of the means of heads, as in a pooled trace; two steps fit no decay."""
+    tables = {}
+    for kind in ("full", "pooled"):
+        grid, out = tmp_path / "sent_topic.toml", tmp_path / kind
+        grid.write_text(
+            'model = "tiny-gpt2"\ndtype = "float32"\ndescription = "short"\n[[block]]\n'
+            'task = "sentiment"\nmethod = "air-decoding"\naugmentation = ["none", {alpha = 0.5}]\n'
+            f'length = 18\nsamples = 1\nprompts = 2\ntrace = "{kind}"\n'
+        )
+        assert main(["sweep", str(grid), "--out", str(out), "--workers", "1"]) == 0
+        for item in ("local_attn", "dilution"):
+            script("analyses", item, out)
+            tables[kind, item] = table(out / "tables" / f"{item}.csv")
+    for item in ("local_attn", "dilution"):
+        pd.testing.assert_frame_equal(tables["full", item], tables["pooled", item], atol=1e-5)
 
 
 @pytest.mark.parametrize("item", ITEMS)
@@ -500,6 +519,9 @@ def test_what_a_user_can_mend_is_one_line(run, tmp_path, capfd, monkeypatch):
         ("analyses", "reproduce --scorers acuracy", "unknown scorer 'acuracy'"),
         ("analyses", "reproduce --workers 0", "--workers: takes a whole number"),
         ("analyses", "first_look --modell tiny-gpt2", "did you mean '--model'"),
+        ("analyses", "chat --lenght 1000", "did you mean '--length'"),
+        ("analyses", "chat --chats 20", "--chats: takes a whole number, 1 to 12; found '20'"),
+        ("analyses", "chat --length 3", "--length: takes a whole number, at least 4; found '3'"),
     ],
 )
 def test_a_scripts_bad_option_is_one_line_and_exit_code_2(

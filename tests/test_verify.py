@@ -130,6 +130,7 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
     assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
     assert "prefix attention falls" in as_text(found.tables["verdicts"])
     assert Study(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
+    assert Study(dtype="auto").dtype in ("float32", "bfloat16")
 
 
 def test_texts_that_do_not_fit_side_by_side():
@@ -170,6 +171,9 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "--alphas must be numbers of at least 0, found -1" in fails("--alphas", "-1")
     assert "--seed must be at least 0, found -1" in fails("--seed", "-1")
     assert "cut a text: give it with --text FILE" in fails("--long-length", "300")
+    assert "read a text: give it with --text FILE" in fails("--long-alphas", "0.5")
+    assert "read a text: give it with --text FILE" in fails("--long-dtype", "float64")
+    assert "--prompts must be at most 15, found 99" in fails("--prompts", "99")
     assert "--long-alphas needs an alpha above 0" in fails(
         "--text", str(short), "--long-alphas", "0"
     )

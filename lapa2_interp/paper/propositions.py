@@ -140,7 +140,8 @@ def rate_row(
 
     The slope over the far half of log l must be 0 or less. Behind an attention sink the slope is
     above 0 over a long range, although the ratio stays bounded. The claim is therefore refuted only
-    if the slope does not get smaller with length, whichever keys are counted.
+    if the slope does not get smaller with length, whichever keys are counted. A slope that surely
+    falls, however slowly, leaves it open: no length that was measured says where the fall ends.
 
     Args:
         ratios: log(e_P/e_R) by which keys are counted: all, and where a sink is known all but the

@@ -30,6 +30,7 @@ from lapa2_interp.errors import DataError, TraceError
 from lapa2_interp.files import new_folder
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.machine import resolve_dtype
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_model
 from lapa2_interp.page import Section, page
@@ -102,8 +103,10 @@ class Study:
         """Alphas in rising order, each once, without the 0 that every part has anyway.
 
         Raises:
-            TraceError: A negative alpha, or a count too small.
+            TraceError: A negative alpha, a count out of range, or an option of a text without one.
         """
+        for name in ("dtype", "long_dtype"):
+            object.__setattr__(self, name, resolve_dtype(getattr(self, name), self.device))
         for name in ("alphas", "free", "long_alphas"):
             given = getattr(self, name)
             option = "--" + name.replace("_", "-")
@@ -128,8 +131,15 @@ class Study:
                 )
         if self.text is None and (self.long_length or self.long_texts > 1):
             raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
+        if self.text is None and (self.long_alphas, self.long_dtype) != (
+            Study.long_alphas,
+            Study.long_dtype,
+        ):
+            raise TraceError("--long-alphas and --long-dtype read a text: give it with --text FILE")
         if self.text is not None and not self.long_alphas:
             raise TraceError("--long-alphas needs an alpha above 0; the baseline is there anyway")
+        if self.prompts > (most := len(load_task("sentiment").prompts.texts)):
+            raise TraceError(f"--prompts must be at most {most}, found {self.prompts}")
         if 0 < self.long_length < 8:
             raise TraceError(
                 "--long-length must leave steps to fit: at least 8 tokens, found"

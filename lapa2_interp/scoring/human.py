@@ -25,6 +25,7 @@ from jaxtyping import Float
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.files import whole_file
+from lapa2_interp.scoring.tables import within
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
 
@@ -416,14 +417,17 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
         for metric in METRICS:
             asked = of_arm[of_arm["metric"] == metric]
             given = asked[asked["rating"].notna()]
-            interval = (
-                mean_interval(given["rating"].to_numpy(), given["prompt"]) if len(given) else None
-            )
+            mean, low, high = (np.nan,) * 3
+            if len(given):
+                interval = mean_interval(given["rating"].to_numpy(), given["prompt"])
+                mean, (low, high) = interval.mean, within(metric, interval)
             rows.append(
                 {
                     "arm": arm,
                     "metric": metric,
-                    **{name: getattr(interval, name, np.nan) for name in ("mean", "low", "high")},
+                    "mean": mean,
+                    "low": low,
+                    "high": high,
                     "n": len(given),
                     **{f"{name}s": given[name].nunique() for name in ("prompt", "annotator")},
                     "texts": given["id"].nunique(),

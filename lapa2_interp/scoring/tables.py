@@ -37,6 +37,7 @@ RANGES: dict[str, tuple[float, float]] = {
     ),
     **dict.fromkeys(("acc", "acc masked", "echo %", "rep %", "tox"), (0.0, 100.0)),
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
+    **dict.fromkeys(("relevance", "fluency", "topicality"), (1.0, 5.0)),
 }
 """Least and greatest value of a metric, which an interval from few prompts (Student's) could
 exceed."""
@@ -131,7 +132,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
                 interval = mean_interval(table["value"].to_numpy(), _clusters(table))
-                low, high = _within(str(name), interval)
+                low, high = within(str(name), interval)
                 rows.append(
                     {
                         **keys,
@@ -147,7 +148,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _within(metric: str, interval: Interval) -> tuple[float, float]:
+def within(metric: str, interval: Interval) -> tuple[float, float]:
     """The interval, kept inside the metric's range."""
     least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
     unseen = (most - least) * (1 - SURE ** (1 / interval.clusters))
