@@ -11,6 +11,7 @@ from conftest import load
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.errors import TraceError
 from lapa2_interp.layout import Layout
 from lapa2_interp.paper import drawings
 from lapa2_interp.paper.study import Study, as_text, draw, run_study
@@ -173,7 +174,8 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "cut a text: give it with --text FILE" in fails("--long-length", "300")
     assert "read a text: give it with --text FILE" in fails("--long-alphas", "0.5")
     assert "read a text: give it with --text FILE" in fails("--long-dtype", "float64")
-    assert "--prompts must be at most 15, found 99" in fails("--prompts", "99")
+    with pytest.raises(TraceError, match="prompts must be at most 15, found 99"):
+        Study(prompts=99)
     assert "--long-alphas needs an alpha above 0" in fails(
         "--text", str(short), "--long-alphas", "0"
     )

@@ -139,7 +139,7 @@ class Study:
         if self.text is not None and not self.long_alphas:
             raise TraceError("--long-alphas needs an alpha above 0; the baseline is there anyway")
         if self.prompts > (most := len(load_task("sentiment").prompts.texts)):
-            raise TraceError(f"--prompts must be at most {most}, found {self.prompts}")
+            raise TraceError(f"prompts must be at most {most}, found {self.prompts}")
         if 0 < self.long_length < 8:
             raise TraceError(
                 "--long-length must leave steps to fit: at least 8 tokens, found"
