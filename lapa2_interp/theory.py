@@ -13,14 +13,9 @@ therefore exact at every l, where A itself only approaches its power of l.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Real
-
-from lapa2_interp.augmentation import Augmentation
-
-Regime = Literal["dilution", "tempered correction", "fully compensated", "over-compensation"]
 
 
 def prefix_share(
@@ -40,38 +35,10 @@ def augmented_share(
 ) -> Float[np.ndarray, "*shape"]:
     """Proposition 2 (Eq. 8): A' = r^alpha / (r^alpha + r - 1) with r = l / l_pre.
 
-    Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1 (`regime`).
+    Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1.
     """
     r = np.asarray(l, dtype=np.float64) / l_pre
     return np.asarray(1 / (1 + (r - 1) * r**-alpha))
-
-
-def uniform_share(
-    l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, augmentation: Augmentation
-) -> Float[np.ndarray, "*shape"]:
-    """A' under uniform logits for any law (Table "scaling"); `augmented_share` is the log law's.
-
-    With r = l / l_pre: constant keeps O(1/l), the factor (l0/l_pre)^alpha aside; log is Proposition
-    2; sqrt and linear drive 1 - A' to 0 as r * exp(-alpha * sqrt(r)) and r * exp(-alpha * r), for
-    every alpha > 0.
-    """
-    share = prefix_share(l, l_pre)
-    with np.errstate(divide="ignore"):
-        b = augmentation.shift(log_odds(share), np.asarray(l), l_pre)
-    return shifted_share(share, b)
-
-
-def regime(alpha: float) -> tuple[Regime, float]:
-    """The regime of Proposition 2 and the limit of A' in it, under uniform logits.
-
-    Args:
-        alpha: >= 0; 0 is Proposition 1.
-    """
-    if alpha == 0:
-        return "dilution", 0.0
-    if alpha < 1:
-        return "tempered correction", 0.0
-    return ("fully compensated", 0.5) if alpha == 1 else ("over-compensation", 1.0)
 
 
 def exponent(

@@ -479,7 +479,7 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
         rows.append(
             {
                 "metric": metric,
-                "alpha": float(_alpha(pairs.sum(axis=0))),
+                "alpha": krippendorff_alpha(compared.to_numpy(dtype=np.float64)),
                 "low": low,
                 "high": high,
                 "exact": equal / n if n else np.nan,
