@@ -867,14 +867,17 @@ def test_estimates_add_up(grid, own_cache):
     )
 
 
-def test_a_plan_takes_what_its_cell_takes(grid):
+def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
-    for changes in ("", "max_rows = 3\n"):
+    for changes, cache in (("", 1 << 31), ("max_rows = 3\n", 1 << 31), ("", 1 << 19)):
+        for module in ("decoding.plan", "runs.estimates"):
+            monkeypatch.setattr(f"lapa2_interp.{module}.CACHE_BYTES", cache)
         cell = grid(
             TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
         ).cells[0]
         todo = plan(load("tiny-gpt2"), cell)
         assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at), rel=0.1)
+    assert 1 < len(todo.groups) < 10, "fewer rows, as their cache would be too large"
 
 
 def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys):
