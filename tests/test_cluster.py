@@ -237,7 +237,9 @@ class Machines:
         return SimpleNamespace(get_node_id=lambda: 0, gcs_address="127.0.0.1:1")
 
     def remote(self, kind):
-        actor = SimpleNamespace(place=SimpleNamespace(remote=object))
+        actor = SimpleNamespace(
+            place=SimpleNamespace(remote=object), do=SimpleNamespace(remote=lambda job: object())
+        )
         return SimpleNamespace(
             options=lambda **needs: SimpleNamespace(remote=lambda *settings: actor)
         )
@@ -278,6 +280,7 @@ def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
     ("settings", "message"),
     [
         ({"threads": 5}, "needs 5 CPU where the largest has 4"),
+        ({"threads": 5, "workers": 1}, "needs 5 CPU where the largest has 4"),
         ({"device": "auto"}, "has no GPU for device 'auto'; give --device cpu"),
         ({"device": "cuda:1"}, "allowed: cpu, cuda, auto"),
         ({"gpus_per_worker": 1.5}, "found 1.5"),
@@ -298,6 +301,35 @@ def test_a_machine_with_other_libraries_is_refused(monkeypatch):
     )
     with refused, Cluster() as engine:
         next(engine.wait())
+
+
+def test_a_worker_that_dies_after_long_work_is_replaced(monkeypatch, grid):
+    """Its replacement has as long to start as the first had."""
+    from ray.exceptions import RayActorError
+
+    machines, now, answer = Machines({"CPU": 1.0}), [0.0], [None]
+    started = "node", "far", library_versions(), None
+    later = iter([(1, started), (700, RayActorError()), (9, None), (9, started), (700, Failed(""))])
+
+    def wait(refs, timeout):
+        seconds, answer[0] = next(later)
+        now[0] += seconds
+        return refs if answer[0] else [], []
+
+    def get(ref):
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        return answer[0]
+
+    monkeypatch.setattr(machines, "wait", wait)
+    monkeypatch.setattr(machines, "get", get)
+    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
+    monkeypatch.setattr(clusters, "_join", lambda address: machines)
+    monkeypatch.setattr(clusters, "monotonic", lambda: now[0])
+    job = Job(grid.cells[0])
+    with Cluster() as engine:
+        engine.submit(job)
+        assert list(engine.wait()) == [(job, Failed(""))]
 
 
 def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
