@@ -208,6 +208,10 @@ class Cluster:
         for worker in self._workers if self._answers() else ():
             with suppress(Exception):
                 self._ray.kill(worker.actor)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cluster, also without a `with` block."""
         self._ray.shutdown()
 
     def _answers(self) -> bool:
