@@ -23,6 +23,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Collection
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
@@ -176,8 +177,16 @@ def take_beside(folder: Path, out: Path, own: Collection[str]) -> None:
                 shutil.copy(file, place)
 
 
+def failed_since(began: datetime, out: Path) -> bool:
+    """Whether cells have failed; else the sweep was refused or cut off, and it is too early to
+    score."""
+    if not (out / "run.json").is_file():
+        return False
+    return any(each.when >= began for each in load_run(out).failures.values())
+
+
 def main() -> int:
-    """Run everything; the exit code, 1 if a script failed."""
+    """Run everything; the exit code, 1 if a cell or a script failed."""
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=SCALES, default="quick")
     parser.add_argument("--out", type=Path, help="the run folder; by default results/SCALE")
@@ -199,14 +208,15 @@ def main() -> int:
     parser.add_argument(
         "--no-sweep", action="store_true", help="take the run as it is; tables show what is missing"
     )
-    parser.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="of `lapa2 sweep`"
-    )
+    parser.add_argument("--engine", choices=("local", "ray"), help="of `lapa2 sweep`")
     parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, None, None)
     sys.excepthook = in_one_line
     options = parser.read()
+    for name in ("grids", "engine", "workers", "address"):
+        if options.no_sweep and getattr(options, name):
+            parser.error(f"--{name} belongs to a sweep, and --no-sweep makes none; leave one out")
     asked_of_scripts = ["--dtype", options.dtype]
     if options.scorers:
         asked_of_scripts += ["--scorers", *options.scorers]
@@ -218,6 +228,7 @@ def main() -> int:
     folder, changes = SCALES[options.scale]
     if options.beside:
         check_beside(options.beside)
+    stopped = 0
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
         for name in options.grids or ():
@@ -236,8 +247,9 @@ def main() -> int:
         grids = [grid.name for grid in found]
         scoring = shown_time(scoring_seconds(found, len(options.items), options.scorers or ()))
         print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
+        began = datetime.now(UTC)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
-        if stopped == 130 or (stopped and not (out / "run.json").is_file()):
+        if stopped and not (stopped == 2 and failed_since(began, out)):
             return stopped
     items, failed, left_out = options.items, {}, []
     for number, item in enumerate(items, 1):
@@ -270,7 +282,7 @@ def main() -> int:
     if len(claims) and (told := disputed(claims)):
         print(told)
     print(f"tables, figures and report.html in {out}")
-    return int(bool(failed))
+    return int(bool(failed or stopped))
 
 
 if __name__ == "__main__":

@@ -227,6 +227,16 @@ def test_refusals_name_what_is_allowed(given, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_value_given_twice_is_timed_once():
+    twice = {"shapes": ["tiny-gpt2"] * 2, "samples": [1, 1], "contexts": [10, 10]}
+    table = bench(
+        **SHORT | twice | {"dtypes": ["float32"] * 2, "repeats": 1},
+        only=["transformers-eager", "packed"],
+    ).table
+    assert table["contender"].tolist() == ["transformers-eager", "packed"]
+    assert (table["ratio"] == table["step_seconds"][0] / table["step_seconds"]).all()
+
+
 def test_a_folder_that_is_there_is_refused_before_anything_is_timed(tmp_path, capsys):
     (tmp_path / "mine").write_text("")
     assert main(["bench", "--shape", "tiny-gpt2", "--out", str(tmp_path)]) == 2

@@ -14,16 +14,17 @@ from conftest import HAS_HOOKED, load, plan
 from lapa2_interp import Augmentation, models
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
-from lapa2_interp.errors import ModelError, RunError
+from lapa2_interp.errors import GridError, ModelError, RunError
 from lapa2_interp.machine import remember
 from lapa2_interp.methods import for_task, load_task
 from lapa2_interp.runs import cluster as clusters
 from lapa2_interp.runs.cluster import Cluster
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import Failed, Job, Opened
+from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import library_versions
-from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.runs.sweep import locked, sweep
 
 GRID = """
 model = "tiny-gpt2"
@@ -237,7 +238,9 @@ class Machines:
         return SimpleNamespace(get_node_id=lambda: 0, gcs_address="127.0.0.1:1")
 
     def remote(self, kind):
-        actor = SimpleNamespace(place=SimpleNamespace(remote=object))
+        actor = SimpleNamespace(
+            place=SimpleNamespace(remote=object), do=SimpleNamespace(remote=lambda job: object())
+        )
         return SimpleNamespace(
             options=lambda **needs: SimpleNamespace(remote=lambda *settings: actor)
         )
@@ -278,6 +281,7 @@ def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
     ("settings", "message"),
     [
         ({"threads": 5}, "needs 5 CPU where the largest has 4"),
+        ({"threads": 5, "workers": 1}, "needs 5 CPU where the largest has 4"),
         ({"device": "auto"}, "has no GPU for device 'auto'; give --device cpu"),
         ({"device": "cuda:1"}, "allowed: cpu, cuda, auto"),
         ({"gpus_per_worker": 1.5}, "found 1.5"),
@@ -298,6 +302,56 @@ def test_a_machine_with_other_libraries_is_refused(monkeypatch):
     )
     with refused, Cluster() as engine:
         next(engine.wait())
+
+
+def test_a_worker_that_dies_after_long_work_is_replaced(monkeypatch, grid):
+    """Its replacement has as long to start as the first had."""
+    from ray.exceptions import RayActorError
+
+    machines, now, answer = Machines({"CPU": 1.0}), [0.0], [None]
+    started = "node", "far", library_versions(), None
+    later = iter([(1, started), (700, RayActorError()), (9, None), (9, started), (700, Failed(""))])
+
+    def wait(refs, timeout):
+        seconds, answer[0] = next(later)
+        now[0] += seconds
+        return refs if answer[0] else [], []
+
+    def get(ref):
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        return answer[0]
+
+    monkeypatch.setattr(machines, "wait", wait)
+    monkeypatch.setattr(machines, "get", get)
+    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
+    monkeypatch.setattr(clusters, "_join", lambda address: machines)
+    monkeypatch.setattr(clusters, "monotonic", lambda: now[0])
+    job = Job(grid.cells[0])
+    with Cluster() as engine:
+        engine.submit(job)
+        assert list(engine.wait()) == [(job, Failed(""))]
+
+
+def test_a_launch_leaves_no_session_of_ray(monkeypatch, tmp_path):
+    """Neither where nothing is to be made, nor where the run is in use."""
+    joined = []
+    machines = Machines({"CPU": 1.0})
+    monkeypatch.setattr(machines, "shutdown", joined.clear)
+    monkeypatch.setattr(clusters, "_join", lambda address: joined.append(1) or machines)
+    (tmp_path / "two.toml").write_text(GRID)
+    names, run = [str(tmp_path / "two.toml")], tmp_path / "run"
+    with pytest.raises(GridError, match="unknown column"):
+        launch(names, run, only={"tsk": "topic"}, engine="ray")
+    assert not joined
+    run.mkdir()
+    with locked(run), pytest.raises(RunError, match="is being filled"):
+        launch(names, run, engine="ray", notify=lambda line: None)
+    assert not joined
+    monkeypatch.setattr("lapa2_interp.runs.launch.finished_of", lambda out, cells: cells)
+    monkeypatch.setattr("lapa2_interp.runs.launch.sweep", lambda *_: joined.append(2))
+    launch(names, run, engine="ray")
+    assert not joined
 
 
 def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):

@@ -23,6 +23,7 @@ from lapa2_interp.layout import Layout
 from lapa2_interp.machine import measured, remember
 from lapa2_interp.methods import Soft
 from lapa2_interp.models.smollm2 import smollm2_folder
+from lapa2_interp.paper import estimates as paper_estimates
 from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
 from lapa2_interp.progress import shown_time
 from lapa2_interp.recipes import RECIPES, name_of
@@ -867,14 +868,17 @@ def test_estimates_add_up(grid, own_cache):
     )
 
 
-def test_a_plan_takes_what_its_cell_takes(grid):
+def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
-    for changes in ("", "max_rows = 3\n"):
+    for changes, cache in (("", 1 << 31), ("max_rows = 3\n", 1 << 31), ("", 1 << 19)):
+        for module in ("decoding.plan", "runs.estimates"):
+            monkeypatch.setattr(f"lapa2_interp.{module}.CACHE_BYTES", cache)
         cell = grid(
             TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
         ).cells[0]
         todo = plan(load("tiny-gpt2"), cell)
         assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at), rel=0.1)
+    assert 1 < len(todo.groups) < 10, "fewer rows, as their cache would be too large"
 
 
 def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys):
@@ -960,6 +964,20 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     assert scoring_seconds([five]) - scoring_seconds([five], **fast) == pytest.approx(
         1.4 * tokens * adapter
     ), "a cut text is the beginning of the whole"
+
+
+def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):
+    found = []
+    monkeypatch.setattr(paper_estimates, "TOKEN", 0.0)
+    for device in ("cpu", "cuda"):
+        for name, value in (
+            ("default_device", device),
+            ("cores", 8),
+            ("pace", Pace((0, 100), (0.0, 1.0), 0.0, "")),
+        ):
+            monkeypatch.setattr(paper_estimates, name, lambda *_, value=value, **__: value)
+        found.append(scoring_seconds([grid(TINY)], 0, ["perplexity"]))
+    assert found[1] == pytest.approx(8 * found[0])
 
 
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):

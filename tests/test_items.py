@@ -14,6 +14,7 @@ import runpy
 import shutil
 import sys
 import tarfile
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -518,6 +519,8 @@ def test_what_a_user_can_mend_is_one_line(run, tmp_path, capfd, monkeypatch):
         ("analyses", "reproduce --itms decay", "did you mean '--items'"),
         ("analyses", "reproduce --scorers acuracy", "unknown scorer 'acuracy'"),
         ("analyses", "reproduce --workers 0", "--workers: takes a whole number"),
+        ("analyses", "reproduce --no-sweep --grids quick/alpha", "--grids belongs to a sweep"),
+        ("analyses", "reproduce --no-sweep --engine local", "--engine belongs to a sweep"),
         ("analyses", "first_look --modell tiny-gpt2", "did you mean '--model'"),
         ("analyses", "chat --lenght 1000", "did you mean '--length'"),
         ("analyses", "chat --chats 20", "--chats: takes a whole number, 1 to 12; found '20'"),
@@ -564,6 +567,37 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     assert "analyses/decay.py failed:\nerror: decay needs a scorer for accuracy" in printed.err
     assert "Traceback" not in printed.err
     assert len(reports) == 1
+
+
+def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
+    run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: ["quick/alpha"])
+    monkeypatch.setattr("lapa2_interp.paper.estimates.scoring_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(
+        "lapa2_interp.cli.main", lambda words: answers[0]() if words[0] == "sweep" else 0
+    )
+    copy = shutil.copytree(run, tmp_path / "copy")
+    key = next(iter(load_run(copy).plan))
+    shutil.rmtree(copy / "cells" / key)
+    (copy / "failed").mkdir(exist_ok=True)
+
+    def fails():
+        note = read.Failure(when=datetime.now(UTC), traceback="ValueError: no")
+        (copy / "failed" / f"{key}.json").write_text(note.model_dump_json())
+        return 2
+
+    for answer, code, goes_on in (
+        (fails, 1, True),
+        (lambda: 2, 2, False),
+        (lambda: 143, 143, False),
+    ):
+        answers = [answer]
+        with pytest.raises(SystemExit) as caught:
+            script("analyses", "reproduce", "--out", copy, "--items", "long")
+        assert caught.value.code == code
+        assert ("left out" in capsys.readouterr().out) == goes_on
 
 
 def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):

@@ -1246,6 +1246,17 @@ def test_a_damaged_listing_is_written_anew_from_the_plans(copy, files, capsys):
     assert {"one", "two"} <= load_run(copy).listing.grids.keys()
 
 
+def test_a_lost_listing_is_written_anew_from_the_plans(copy, files):
+    (copy / "run.json").unlink()
+    for use in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
+        with pytest.raises(DamagedError, match="no run.json; `lapa2 runs .* --repair` writes it"):
+            use(copy)
+    assert repair(copy)[0].startswith(
+        f"{copy} has plans of cells and no run.json: written anew with its 4 cells"
+    )
+    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+
+
 def test_what_is_no_run_is_not_repaired(copy, tmp_path):
     with pytest.raises(RunError, match="there is no folder"):
         repair(tmp_path / "none")

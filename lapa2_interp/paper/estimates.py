@@ -77,7 +77,8 @@ def scoring_seconds(
             firsts = sum(len(cell.prompts) for cell in cells)
             read += lengths * texts_read(firsts, float(texts)) * cells[0].length
     operations = 2 * read * model_size(SMOLLM2).parameters
-    at = pace(SMOLLM2, "float32", default_device(), operations=operations)
+    device = default_device()
+    at = pace(SMOLLM2, "float32", device, operations=operations)
     scripts = ITEM * (len(grids) if items is None else items)
-    reading = read * at.row / cores() + adapter_seconds(adapted)
+    reading = read * at.row / (cores() if device == "cpu" else 1) + adapter_seconds(adapted)
     return scripts + reading + classified * TOKEN

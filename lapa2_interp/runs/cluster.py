@@ -166,7 +166,7 @@ class Cluster:
                 f"{where} has no GPU for device {self._device!r}; give --device cpu, or join a"
                 " machine that has one"
             )
-        if self.slots < 1:
+        if self._room() < 1:
             kind, option = ("GPU", "--gpus-per-worker") if self._on_gpus else ("CPU", "--threads")
             most = max((node.get(kind, 0) for node in self._nodes()), default=0)
             needs = self._each if self._on_gpus else self._threads
@@ -208,6 +208,10 @@ class Cluster:
         for worker in self._workers if self._answers() else ():
             with suppress(Exception):
                 self._ray.kill(worker.actor)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cluster, also without a `with` block."""
         self._ray.shutdown()
 
     def _answers(self) -> bool:
@@ -259,6 +263,8 @@ class Cluster:
             self._await_head()
             self._grow()
             ended, _ = self._ray.wait(list(self._refs), timeout=5.0)
+            if any(worker.node for worker in self._workers):
+                self._alive = monotonic()
             found = [outcome for ref in ended if (outcome := self._ended(ref))]
             self._give()
             if found:
@@ -301,7 +307,6 @@ class Cluster:
             if given is None and getattr(error, "actor_init_failed", False):
                 raise RunError(_cannot_start(error)) from error
             return self._lost(worker, given, error)
-        self._alive = monotonic()
         if given is not None:
             return given[0], found
         self._started(worker, *found)

@@ -111,7 +111,7 @@ def seconds(cell: Cell, at: Pace) -> float:
     """What one worker takes for a cell: its prompts, and the steps of every batch of rows."""
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
-    together = max(1, (cell.max_rows or MAX_ROWS) // branches)
+    together = max(1, _row_limit(cell)[0] // branches)
     full, rest = divmod(n_prompts * cell.samples, together)
     anew = cell.decoder.recomputes
     batches = full * at.batch(together * branches, before, new, anew) + at.batch(
@@ -201,16 +201,25 @@ def memory(cell: Cell, device: str = "cpu") -> int:
 
     Packed weights are not counted.
     """
-    size, item = model_size(cell.model), ITEM_BYTES[cell.dtype]
+    size, branches = model_size(cell.model), len(cell.branches)
     before, new = _lengths(cell)
-    row = 2 * size.n_layers * size.kv_width * item * (before + new)
-    row += before * size.vocab * item if cell.decoder.reads_prompt else 0
-    branches = len(cell.branches)
-    wanted = min(branches * len(cell.prompts) * cell.samples, cell.max_rows or MAX_ROWS)
-    rows = max(branches, min(wanted, CACHE_BYTES // row))
+    most, row = _row_limit(cell)
+    rows = max(branches, min(branches * len(cell.prompts) * cell.samples, most))
     work = LOGITS * rows * size.vocab * 4 + 2 * rows * size.n_heads * (before + new) * 4
     base = LIBRARIES if device == "cpu" else 0
     return base + weight_bytes(cell.model, cell.dtype) + rows * row + work
+
+
+def _row_limit(cell: Cell) -> tuple[int, int]:
+    """The most rows of a batch, as `plan` has them, and the bytes of a row's keys, values and kept
+    logits."""
+    size, item = model_size(cell.model), ITEM_BYTES[cell.dtype]
+    before, new = _lengths(cell)
+    logits = before if cell.decoder.reads_prompt else 0
+    if cell.decoder.recomputes and cell.model_class == "HookedTransformer":
+        logits = before + new
+    row = (2 * size.n_layers * size.kv_width * (before + new) + logits * size.vocab) * item
+    return cell.max_rows or max(1, min(MAX_ROWS, CACHE_BYTES // row)), row
 
 
 # --- what this machine does

@@ -80,7 +80,6 @@ def launch(
         cell.dtype for grid in grids for cell in grid.cells if engine == "local"
     ):
         tell_if_slow(used, device)
-    runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
     for column, value in (only or {}).items():
         table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))
@@ -92,21 +91,25 @@ def launch(
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
-    if left:
-        each = estimate(left, runner.slots, device, threads)
-        notify(
-            f"{len(left)} of {len(cells)} cells to make: {each.texts} texts, {each.row_tokens}"
-            f" row-tokens, about {shown_time(each.seconds)} with {counted(runner.slots, 'worker')},"
-            f" {shown_size(each.disk)} on disk, {shown_size(each.needs + each.packed)} of memory a"
-            f" worker ({each.basis})"
-        )
+    runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     try:
+        if left:
+            each = estimate(left, runner.slots, device, threads)
+            notify(
+                f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
+                f" {each.row_tokens} row-tokens, about {shown_time(each.seconds)} with"
+                f" {counted(runner.slots, 'worker')}, {shown_size(each.disk)} on disk,"
+                f" {shown_size(each.needs + each.packed)} of memory a worker ({each.basis})"
+            )
         with stopped_by_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
         done = len(finished_of(out, cells))
         notify(f"\n{done} of {counted(len(cells), 'cell')} finished")
         raise
+    finally:
+        if isinstance(runner, Cluster):
+            runner.close()
 
 
 def _engine(

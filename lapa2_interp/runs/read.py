@@ -468,6 +468,13 @@ def _plan(folder: Path, key: str) -> Path:
     return folder / "plan" / f"{key}.json"
 
 
+def lost_listing(folder: Path) -> bool:
+    """Whether a folder has plans of cells, and no run.json."""
+    return not (folder / LISTING).exists() and any(
+        (folder / "plan").glob(f"{'[0-9a-f]' * 16}.json")
+    )
+
+
 def write_listing(folder: Path, listing: Listing) -> None:
     """Write run.json."""
     write_text(folder / LISTING, sealed(listing.model_dump_json()))
@@ -585,13 +592,18 @@ def read_listing(folder: Path) -> Listing:
 
     Raises:
         RunError: There is none, or it is of another version.
-        DamagedError: It is not what was written.
+        DamagedError: It is not what was written, or is lost beside the plans of cells.
     """
     file = folder / LISTING
     if not file.is_file():
         made_by = "`lapa2 generate` and `lapa2 sweep GRID --out RUN` make one"
         if not folder.exists():
             raise RunError(f"there is no folder {folder}; {made_by}")
+        if lost_listing(folder):
+            raise DamagedError(
+                f"{folder} has plans of cells and no {LISTING}; `lapa2 runs {folder} --repair`"
+                " writes it anew"
+            )
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
         raw, _ = unsealed(file.read_text("utf-8"))

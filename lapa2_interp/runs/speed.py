@@ -558,9 +558,9 @@ def bench(
         for value in values:
             if value < least:
                 raise RunError(f"{option} {value} is not allowed; give {least} or more")
-    dtypes = [resolve_dtype(each, device) for each in dtypes]
-    if not dtypes:
-        dtypes = list(dict.fromkeys(["float32", faster_dtype(device)]))
+    dtypes = [resolve_dtype(each, device) for each in dtypes] or ["float32", faster_dtype(device)]
+    shapes, dtypes = (list(dict.fromkeys(each)) for each in (shapes, dtypes))
+    samples, contexts = (list(dict.fromkeys(each)) for each in (samples, contexts))
     timed: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     with n_threads(threads or torch.get_num_threads()), torch.no_grad():

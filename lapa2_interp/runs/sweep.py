@@ -56,6 +56,7 @@ from lapa2_interp.runs.read import (
     is_run,
     is_whole,
     load_run,
+    lost_listing,
     read_listing,
     read_trace,
     write_cell,
@@ -247,6 +248,8 @@ def sweep(
             and not (folder / "run.json").exists()
             and any(not _ours(each) for each in folder.iterdir())
         ):
+            if lost_listing(folder):
+                read_listing(folder)  # says how it is repaired
             kind = (
                 "is a run of one cell as earlier versions wrote it, which is read and not filled"
                 if is_run(folder)
