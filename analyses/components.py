@@ -22,6 +22,7 @@ import sys
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.tables import without
 
 sys.excepthook = in_one_line
 bench = open_bench("components", "Pre-Aug and Pro-Aug on Air-Decoding")
@@ -37,10 +38,13 @@ cells["component"] = [
     for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
 cells = cells.sort_values("component", kind="stable")
-component = cells.set_index("key")["component"]
+rows = cells.assign(
+    variant=[without(each, "pro_aug") for each in cells["variant"]],
+    arm=cells["component"].replace("none", "baseline"),
+)
 scores = bench.scores(cells)
-scores["variant"], scores["arm"] = "", scores["cell"].map(component).replace("none", "baseline")
-rows = cells.assign(variant="", arm=cells["component"].replace("none", "baseline"))
+for name in ("variant", "arm"):
+    scores[name] = scores["cell"].map(rows.set_index("key")[name])
 table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%

@@ -55,7 +55,7 @@ for arm, trace, samples in bench.curves(cells):
     mean, last = prefix.mean(axis=0), prefix.shape[1] - 1
     fit = fit_decay(np.arange(last + 1), mean) if last >= 2 else DecayFit(*[np.nan] * 3)
     falls = float((np.diff(mean) < 0).mean())
-    place = {name: arm[name] for name in ("model", "task", "method")}
+    place = {name: arm[name] for name in ("model", "task", "method", "variant")}
     fits.append(
         place | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)}
     )
@@ -66,6 +66,8 @@ for arm, trace, samples in bench.curves(cells):
     )
     bench.note(text, "prefix attention", "less", found)
 fits = pd.DataFrame(fits)
+if not fits["variant"].any():
+    del fits["variant"]
 
 # %%
 shown = fits.assign(

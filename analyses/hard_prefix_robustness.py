@@ -40,13 +40,15 @@ THEIRS = {
 table = bench.table(scores, cells, THEIRS)
 parts = table["variant"].map(split_variant)
 table["variant"] = [", ".join(filter(None, (THEIRS[one], other))) for one, other in parts]
+for each in (cells, scores):  # a wording is no variant here: one is compared with another
+    parts = [split_variant(variant) for variant in each["variant"]]
+    each["wording"], each["variant"] = zip(*parts, strict=True)
 
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
-for where, words, group in bench.groups(cells, "variant"):
-    wording, generated = split_variant(where["variant"])
-    words += f", {generated}" * bool(generated)
+for where, words, group in bench.groups(cells, "wording"):
+    wording = where["wording"]
     sides = [where | {"arm": arm} for arm in dict.fromkeys(group["arm"])]
     at = {
         "table": "hard_prefix",

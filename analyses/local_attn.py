@@ -78,7 +78,7 @@ values = {}
 for arm, trace, samples in bench.curves(cells):
     for k in NEAREST:
         found = np.nanmean(local_ratio(trace, k), axis=1)
-        place = words[arm["model"], arm["task"], arm["method"]]
+        place = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
         values.setdefault((place, k), {})[arm["arm"]] = (found, samples["prompt"])
 for (place, k), arms in values.items():
     for after in [name for name in arms if name != "baseline"]:

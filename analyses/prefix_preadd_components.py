@@ -24,6 +24,7 @@ from itertools import pairwise
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.tables import without
 
 sys.excepthook = in_one_line
 bench = open_bench(
@@ -36,9 +37,10 @@ names = [
     "baseline" if not a else "pre+pro" if on[key] else "pre"
     for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
-rows = cells.assign(variant="", arm=names)
+rows = cells.assign(variant=[without(each, "pro_aug") for each in cells["variant"]], arm=names)
 scores = bench.scores(cells)
-scores["variant"], scores["arm"] = "", scores["cell"].map(rows.set_index("key")["arm"])
+for name in ("variant", "arm"):
+    scores[name] = scores["cell"].map(rows.set_index("key")[name])
 table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%

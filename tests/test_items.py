@@ -885,7 +885,7 @@ def test_attention_is_compared_at_the_steps_that_both_arms_have():
         values = values * np.linspace(0.9, 1.1, 9)[:, None, None, None]
         return xr.Dataset({"prefix": (("branch", "sample", "step", "layer", "head"), values)})
 
-    where = {"model": "m", "task": "topic", "method": "prefix"}
+    where = {"model": "m", "task": "topic", "method": "prefix", "variant": ""}
     samples, told = pd.DataFrame({"prompt": [f"p{i}" for i in range(9)]}), []
     bench = SimpleNamespace(
         steps=lambda *_: pd.DataFrame(
@@ -1038,6 +1038,27 @@ def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart,
 )
 def test_a_variant_has_two_parts(variant, parts):
     assert tables.split_variant(variant) == parts
+
+
+def test_claims_keep_variants_apart(run):
+    """Texts drawn in another way are no more texts of the same arm."""
+    data = ItemData(load_run(run), "scaling", ("scaling",))
+    cells = data.cells[data.cells["task"] == "sentiment"]
+    other = cells[cells["method"] == "prefix"].assign(variant="top-k 50")
+    both = pd.concat([cells, other], ignore_index=True)
+    found = {words: (where["variant"], len(group)) for where, words, group in data.groups(both)}
+    n = len(other)
+    assert n
+    assert found["prefix, sentiment"] == ("", n)
+    assert found["prefix, sentiment, top-k 50"] == ("top-k 50", n)
+    assert len(found) == cells["method"].nunique() + 1
+    alone = {words for _, words, _ in data.groups(other)}
+    assert alone == {"prefix, sentiment"}, "what all have needs no words"
+
+
+def test_a_variant_without_a_parameter():
+    assert tables.without("omega=60.0, pro_aug=True, top-k 50", "pro_aug") == "omega=60.0, top-k 50"
+    assert tables.without("pro_aug=False", "pro_aug") == ""
 
 
 def test_tables_survive_hostile_text():

@@ -83,7 +83,7 @@ class Bench(Findings):
         for arm, trace, samples in self.curves(cells):
             prefix = pooled(trace, "prefix")[0]
             prefix = prefix[:, : int((~np.isnan(prefix).any(axis=0)).sum())]
-            place = words[arm["model"], arm["task"], arm["method"]]
+            place = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
             kept.setdefault(place, {})[arm["arm"]] = (prefix, samples["prompt"])
         for place, arms in kept.items():
             for name in [name for name in arms if name != "baseline"]:

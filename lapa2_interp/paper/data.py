@@ -88,17 +88,21 @@ class ItemData:
     def groups(
         self, cells: pd.DataFrame, *further: str
     ) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
-        """The cells grouped by model, task, method and further columns: the columns' values, the
-        values in words, the cells."""
-        names = ["model", "task", "method", *further]
+        """The cells grouped by model, task, method, variant and further columns: the columns'
+        values, the values in words, the cells.
+
+        The words name the model and the variant only where there are several.
+        """
+        names = ["model", "task", "method", "variant", *further]
+        variants = cells.groupby(names[:3])["variant"].transform("nunique")
         for values, group in cells.groupby(names, sort=False):
-            where = dict(zip(names, values, strict=True))
-            several = cells["model"].nunique() > 1
-            yield (
-                where,
-                f"{where['method']}, {where['task']}" + f", {where['model']}" * several,
-                group,
-            )
+            where: dict[str, Any] = dict(zip(names, values, strict=True))
+            words = f"{where['method']}, {where['task']}"
+            if cells["model"].nunique() > 1:
+                words += f", {where['model']}"
+            if variants[group.index[0]] > 1 and where["variant"]:
+                words += f", {where['variant']}"
+            yield where, words, group
 
     def lengths(self, cells: pd.DataFrame) -> tuple[int, ...]:
         """The five lengths of the longest of these cells."""

@@ -132,6 +132,11 @@ def split_variant(variant: str) -> tuple[str, str]:
     return ", ".join(parts[:n]), ", ".join(parts[n:])
 
 
+def without(variant: str, parameter: str) -> str:
+    """A variant (`Cell.variant`) without the part that says one parameter's value."""
+    return ", ".join(part for part in variant.split(", ") if not part.startswith(f"{parameter}="))
+
+
 def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
     if (
         row["attribute"] not in ("all", "nontoxic")
