@@ -611,9 +611,6 @@ def test_texts_that_run_out_of_tokens_are_kept():
     for sample in made.samples.itertuples():
         assert len(sample.tokens) == sample.n_tokens < 40 - len(sample.prompt)
         assert sample.text.startswith(sample.prompt)
-    assert (
-        generate(
-            model, methods.get("air-decoding", omega=1e6), task, "positive", ["The lake"], length=40
-        )
-        is not None
-    )
+    enough = methods.get("air-decoding", omega=1e6)
+    made = generate(model, enough, task, "positive", ["The lake"], length=40)
+    assert "empty" not in set(made.samples["finish"])

@@ -188,7 +188,7 @@ def study(
         _write_table(tables[over], place / f"{over}.csv")
     heads = tables["head"]
     mass = prefix_mass(model, question)
-    chosen = _some_heads(model, heads, best)
+    chosen = _some_heads(heads, best)
     others = {}
     again: tuple[tuple[str, Phase], ...] = (
         ("zero", "all_queries"),
@@ -318,7 +318,7 @@ def read_question(folder: Path) -> dict[str, Any]:
     return kept
 
 
-def _some_heads(model: Model, heads: KnockOut, best: int) -> list[Unit]:
+def _some_heads(heads: KnockOut, best: int) -> list[Unit]:
     """The units of the best heads and of as many others at random."""
     order = np.argsort(-heads.question.by_prompt(heads.effects).mean(0), kind="stable")
     first, rest = order[:best], order[best:]
