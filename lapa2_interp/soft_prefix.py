@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
 from lapa2_interp.files import sealed, unsealed, whole_file, write_text
@@ -52,6 +53,16 @@ class Shape(BaseModel):
         )
 
 
+def _unknown(given: Any) -> Any:
+    """JSON has no NaN: the bounds of one text's interval are null there."""
+    if isinstance(given, dict):
+        return {name: math.nan if value is None else value for name, value in given.items()}
+    return given
+
+
+Measured = Annotated[Interval, BeforeValidator(_unknown)]
+
+
 class HeldOut(BaseModel):
     """Numbers on text that was not trained on."""
 
@@ -61,14 +72,14 @@ class HeldOut(BaseModel):
     """Which texts were read, and their sha256."""
     max_tokens: int
     """Tokens of a text that are scored, from its beginning."""
-    nll: dict[str, Interval]
+    nll: dict[str, Measured]
     """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes
     ("hard positive") and under no prefix ("none"); the interval resamples texts."""
-    accuracy: Interval
+    accuracy: Measured
     """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
-    accuracy_of_set: Interval
+    accuracy_of_set: Measured
     """The same over the texts of all attributes."""
-    hard_accuracy_of_set: Interval
+    hard_accuracy_of_set: Measured
     """The same for the task's hard prefixes."""
 
 
@@ -84,8 +95,8 @@ class Generated(BaseModel):
     """Tokens of a text, the prompt's included where the task counts them."""
     alpha: float
     """Strength of LaPA2, profile paper."""
-    baseline: Interval
-    lapa2: Interval
+    baseline: Measured
+    lapa2: Measured
     """Intervals are over prompts."""
 
 
@@ -103,10 +114,12 @@ class Training(BaseModel):
     texts: int
     """Pieces of text of this attribute."""
     tokens: int
-    """Tokens trained on, repeats included."""
+    """Tokens trained on, repeats included. Here, in `steps` and in `seconds` a shared start does
+    not count."""
     steps: int
     best_step: int
-    """The step whose prefix was kept: lowest held-out loss."""
+    """The step whose prefix was kept: of the lowest held-out loss; the last one where nothing stops
+    early."""
     losses: dict[int, float]
     """Held-out loss by step."""
     seconds: float
@@ -346,8 +359,13 @@ def set_folder(model: str, task: str, which: str) -> Path:
 
 
 def cards(folder: Path) -> list[PrefixCard]:
-    """The cards under a folder, in the order of their places."""
-    return [read_card(file) for file in sorted(folder.rglob("*.json"))]
+    """The cards under a folder, in the order of their places; hidden folders, such as that of a
+    training under way, have none."""
+    return [
+        read_card(file)
+        for file in sorted(folder.rglob("*.json"))
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
 
 
 def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:

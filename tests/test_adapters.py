@@ -51,8 +51,8 @@ TEXTS = {
     "nontoxic": tuple(f"fine {i} fine" for i in range(16)),
     "toxic": tuple(f"grim {i} grim" for i in range(16)),
 }
-TRAIN = Corpus({k: v[:12] for k, v in TEXTS.items()}, "toy", "a")
-TEST = Corpus({k: v[12:] for k, v in TEXTS.items()}, "toy test", "b")
+TRAIN = Corpus({k: v[:12] for k, v in TEXTS.items()}, "toy")
+TEST = Corpus({k: v[12:] for k, v in TEXTS.items()}, "toy test")
 
 
 def trained(folder, recipe=RECIPE, corpus=TRAIN, **settings):
@@ -315,7 +315,7 @@ def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Training, "_train_step", step)
     with pytest.raises(ScoringError, match="unfinished training with another recipe; repeat that"):
         trained(tmp_path / "killed")
-    other = Corpus(TRAIN.texts, "toy", "c")
+    other = Corpus({name: found[::-1] for name, found in TRAIN.texts.items()}, "toy")
     with pytest.raises(ScoringError, match="unfinished training with another data"):
         trained(tmp_path / "killed", small, other)
     again = trained(tmp_path / "killed", small)

@@ -6,6 +6,7 @@ import shlex
 import pandas as pd
 import pytest
 
+from lapa2_interp import soft_prefix
 from lapa2_interp.cli import main
 from lapa2_interp.runs.read import load_run
 from lapa2_interp.soft_prefix import load_prefix
@@ -91,6 +92,73 @@ def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, m
     assert not deciding & measured
     assert not trained & (deciding | measured)
     assert (len(trained), len(deciding), len(measured)) == ((3, 18, 18) if given else (29, 4, 3))
+
+
+def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypatch):
+    """One corpus has texts of the other, and each is split on its own."""
+    from lapa2_interp import load_task
+    from lapa2_interp.prefixes import make
+    from lapa2_interp.prefixes.recipes import recipe
+
+    parts = []
+    monkeypatch.setattr(make, "train_set", lambda *found, **more: parts.extend(found[2:4]))
+    monkeypatch.setattr(
+        make, "evaluate_sets", lambda folders, task, found, **more: parts.append(found)
+    )
+    rows = pd.read_json(reviews, lines=True)
+    more = rows.assign(text=[f"{text} again" for text in rows["text"]])
+    both = tmp_path / "both.jsonl"
+    pd.concat([rows[rows["text"] != ""], more]).to_json(both, orient="records", lines=True)
+    make.make_set("tiny-llama", load_task("sentiment"), tmp_path, [str(reviews), str(both)], [],
+                  recipe("small"))  # fmt: skip
+    trained, deciding, measured = (
+        {text for corpus in corpora for texts in corpus.texts.values() for text in texts}
+        for corpora in parts
+    )
+    assert trained
+    assert not deciding & measured
+    assert not trained & (deciding | measured)
+    noted = [corpus.summary for corpus in parts[0]]
+    assert any("that another part has" in each for each in noted), noted
+
+
+def test_a_set_measured_on_one_text_each_is_read_again(reviews, tmp_path, capsys):
+    """One text tells no spread: the interval of the card has no bounds."""
+    few = tmp_path / "few.jsonl"
+    rows = pd.read_json(reviews, lines=True)
+    rows[rows["text"] != ""].groupby("label").head(12).to_json(few, orient="records", lines=True)
+    out = tmp_path / "small"
+    line = f"{TRAIN} --set max_tokens=16 --set check_every=4"
+    assert lapa2(line, "--data", few, "--out", out) == 0
+    found = load_prefix(out, "positive").card.held_out
+    assert (found.accuracy.n, str(found.accuracy.low)) == (1, "nan")
+    assert "NaN" not in (out / "positive.json").read_text(), "JSON has none"
+    assert lapa2("prefixes", out) == 0
+    assert lapa2(line, "--data", few, "--out", out) == 0, "finished"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--limit 0", "limit must be 1 or more, found 0"),
+        ("--max-tokens -1", "max_tokens must be 1 or more, found -1"),
+        ("--max-tokens 9999", "tokens of a text exceed the model's context of"),
+    ],
+)
+def test_a_measurement_that_cannot_be_is_refused(trained, reviews, options, message, capsys):
+    assert lapa2(f"prefix evaluate {options}", trained, "--data", reviews) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_set_of_ones_own_is_not_taken_for_one_that_ships(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(soft_prefix, "SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped" / "tiny-llama" / "sentiment-mle").mkdir(parents=True)
+    trained.rename(tmp_path / "mle")
+    monkeypatch.chdir(tmp_path)
+    assert lapa2("prefix score mle --samples 1 --length 30 --dtype float32") == 0
+    assert lapa2("prefix score mle --task none") == 2
+    assert "unknown task 'none'" in capsys.readouterr().err
 
 
 def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):

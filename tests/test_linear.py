@@ -242,13 +242,15 @@ def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
         return str(tmp_path / name)
 
     data = write("data.csv", GOOD, BAD)
-    with pytest.raises(DataError, match="all texts of data.csv with the label 'warm' are held out"):
+    with pytest.raises(
+        DataError, match="all texts of data.csv with the label 'warm' are both trained on"
+    ):
         make_scorer_files("mine", ["warm", "cold"], [data], [data], [], 1.0, tmp_path / "out")
     test = write("test.csv", [GOOD[0], "a warm tale"], ["a cold tale", "grim"])
     card = make_scorer_files("mine", ["warm", "cold"], [data], [test], [], 1.0, tmp_path / "out")
     assert reached(card, "test.csv", "accuracy").n == 3
     corpora = [read_corpus(each, ["warm", "cold"]) for each in (data, test)]
-    assert "left out: 1 that are trained on" in apart(corpora[:1], corpora[1:])[0].summary
+    assert "left out: 1 that another part has" in apart(corpora[:1], corpora[1:])[0].summary
 
 
 def test_linear_probabilities_sum_to_one():

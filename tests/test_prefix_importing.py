@@ -234,6 +234,13 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
         "has 4 layers x 4 KV heads x 3 slots x 16; tiny-gpt2 needs 4 layers x 4 KV heads x 3"
         " slots x 8",
     )
+    for name, wrong in (("odd", {"token_dim": 30}), ("text", {"num_layers": "4"})):
+        adapter(tmp_path / name, sizes | wrong, {"prompt_embeddings": torch.zeros(3, 240)})
+        refused(
+            tmp_path / name, "adapter_config.json needs positive whole numbers, .*; found {'num"
+        )
+    (tmp_path / "odd" / "adapter_config.json").write_text("[]")
+    refused(tmp_path / "odd", "adapter_config.json holds no JSON object")
     adapter(tmp_path / "empty", sizes, None)
     refused(tmp_path / "empty", "has no weights; expected one of adapter_model.safetensors")
     refused(tmp_path / "nothing", "no such file or folder")
@@ -251,6 +258,20 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
         "unknown attribute of the Air-Decoding checkpoints 'calm'; .*or give --number",
         attribute="calm",
     )
+    place = "transformer.h.1.attn.prefix_mlp_n0"
+    for name, wrong in (
+        ("weight", torch.zeros(6, 30)),
+        ("weight", torch.zeros(32, 6)),
+        ("bias", torch.zeros(9)),
+        ("bias", None),
+    ):
+        changed = {**tensors, f"{place}.{name}": wrong}
+        torch.save(
+            {key: each for key, each in changed.items() if each is not None}, tmp_path / "odd.pt"
+        )
+        refused(
+            tmp_path / "odd.pt", "prefix 0 does not fit 4 heads .*; give the model it was trained"
+        )
     del tensors["transformer.h.2.attn.prefix_values_embeddings_n0.weight"]
     torch.save(tensors, tmp_path / "gap.pt")
     refused(tmp_path / "gap.pt", "prefix 0 lacks the values of layer 2")

@@ -5,14 +5,17 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import load
+from scipy.stats import t
 from torch.nn.functional import cross_entropy
 
 from lapa2_interp import load_task
 from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.models import load_tokenizer, load_transformers
+from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import RECIPES, Recipe, recipe
 from lapa2_interp.prefixes.training import (
@@ -26,8 +29,8 @@ from lapa2_interp.prefixes.training import (
     train_set,
 )
 from lapa2_interp.progress import no_progress
-from lapa2_interp.soft_prefix import load_prefix
-from lapa2_interp.tasks.corpora import read_corpus
+from lapa2_interp.soft_prefix import cards, load_prefix
+from lapa2_interp.tasks.corpora import pieces, read_corpus
 
 SENTIMENT = load_task("sentiment")
 SMALL = {
@@ -421,6 +424,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     """From texts to files: the network is untouched, the sets hold what was best, and a second call
     finishes the first."""
     settings = SMALL | {"lr": 0.05, "epochs": 2, "start": "hard", "shared": 12}
+    (tmp_path / "a" / ".training").mkdir(parents=True)  # killed before its plan was there
     chosen = recipe("small", **settings)
     made = train_set(
         "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
@@ -460,6 +464,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     assert ("positive",) in count
     assert count[-1] == ("negative",), "the first prefix was finished"
     monkeypatch.undo()
+    assert [card.attribute for card in cards(tmp_path)] == ["negative", "positive", "positive"]
     with pytest.raises(PrefixError, match="unfinished training with another recipe"):
         train_set(
             "tiny-llama",
@@ -517,6 +522,42 @@ def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
     assert card.held_out.hard_accuracy_of_set.mean < 0.9
 
 
+def nlls(*texts):
+    """Of each text its NLL per token and its number of tokens."""
+    return pd.DataFrame([{"nll": nll * tokens, "tokens": tokens} for nll, tokens in texts])
+
+
+def test_intervals_of_few_texts_are_students():
+    found = nll_interval(nlls((3.0, 5), (4.0, 5), (8.0, 5)))
+    half = t.ppf(0.975, 2) * np.std([3, 4, 8], ddof=1) / math.sqrt(3)
+    assert (found.mean, found.n, found.clusters) == (5, 3, 3)
+    assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
+    alone = nll_interval(nlls((3.0, 5)))
+    assert alone.mean == 3
+    assert math.isnan(alone.low)
+    assert math.isnan(alone.high)
+
+
+def test_intervals_of_nll_hold_the_truth():
+    """Long texts count for more, so texts are resampled and not tokens."""
+    rng = np.random.default_rng(0)
+    hit = 0
+    for _ in range(200):
+        tokens = rng.integers(2, 60, 15)
+        found = nll_interval(nlls(*zip(rng.normal(4, 1, 15), tokens.tolist(), strict=True)))
+        assert found.low < found.mean < found.high
+        hit += found.low <= 4 <= found.high
+    assert hit >= 181, "95 %, less three standard errors"
+
+
+def test_a_contrast_needs_two_attributes(reviews, tmp_path):
+    chosen = recipe("small", **SMALL | {"objective": "contrastive"})
+    twice = ["positive", "positive"]
+    with pytest.raises(DataError, match="needs texts of two attributes at least; found only 'posi"):
+        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set",
+                  chosen, attributes=twice)  # fmt: skip
+
+
 def test_the_papers_recipes():
     facts = {
         "lapa2": (2e-5, 50, 4, 20, "air", False),
@@ -558,7 +599,7 @@ def test_long_texts_give_their_first_pieces_first():
     from lapa2_interp.tasks.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
-    found = tokenise(tokenizer, [Corpus(texts, "", "")], "positive", 3, 5)
+    found = tokenise(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
     assert [tokenizer.decode(ids) for ids in found] == [
         "A one.",
         "B one.",
@@ -573,11 +614,26 @@ def test_corpora_take_turns():
 
     tokenizer = load_tokenizer("smollm2-135m")
     corpora = [
-        Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name, "")
+        Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name)
         for name, n in (("A", 4), ("B", 2))
     ]
     found = [tokenizer.decode(ids) for ids in tokenise(tokenizer, corpora, "positive", 9, 5)]
     assert found == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
+
+
+def test_no_piece_ends_inside_a_character():
+    """Read again, half a character is another one."""
+    tokenizer = load_tokenizer("smollm2-135m")
+    text = "我喜欢这部电影因为它非常好看而且很感人也很有趣"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    halves = 0
+    for length in range(4, 16):
+        (cut,) = pieces(text, tokenizer, length)
+        assert text.startswith(tokenizer.decode(cut))
+        assert cut == ids[: len(cut)]
+        assert length - 3 < len(cut) <= length
+        halves += len(cut) < length
+    assert halves
 
 
 def test_a_text_behind_a_hard_prefix_has_the_tokens_it_is_generated_with():
@@ -675,6 +731,7 @@ def test_labels_that_are_numbers(tmp_path):
             ),
         ),
         ("a.jsonl.xz", "not xz", "cannot read"),
+        ("a.jsonl.zip", "no zip", "cannot read .*not a zip file"),
     ],
 )
 def test_bad_corpora(name, content, message, tmp_path):
@@ -734,6 +791,7 @@ def test_bad_recipes(tmp_path, reviews):
         each._train_step()
     long = recipe("small", **SMALL | {"max_tokens": 300})
     with pytest.raises(
-        PrefixError, match="3 slots, BOS and 300 tokens exceed the model's context of 256"
+        PrefixError,
+        match="14 slots or tokens of a prefix, BOS and 300 tokens of a text exceed .* of 256; give",
     ):
         train_set("tiny-gpt2", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "x", long)

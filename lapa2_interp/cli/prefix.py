@@ -133,6 +133,7 @@ def evaluate(
 @app.command(name="score")
 def score_generated(
     *folders: Path,
+    task: str | None = None,
     samples: int = 4,
     length: int = 64,
     alpha: float = 0.5,
@@ -146,6 +147,7 @@ def score_generated(
 
     Args:
         folders: Sets: folders of `lapa2 prefix train --out`.
+        task: The task; the one a set was trained for, by default.
         samples: Texts per prompt of the task.
         length: Tokens of a text, the prompt's included where the task counts them.
         alpha: Strength of LaPA2.
@@ -161,6 +163,7 @@ def score_generated(
 
     table = prefix_accuracy(
         folders,
+        task,
         samples=samples,
         length=length,
         alpha=alpha,

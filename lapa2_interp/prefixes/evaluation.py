@@ -8,6 +8,7 @@ do; `accuracy` is the share of texts for which that is so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lapa2_interp.layout import text_markers
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.prefixes.training import tokenise
+from lapa2_interp.prefixes.training import check_context, tokenise
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.stats import Interval, mean_interval
@@ -141,12 +142,9 @@ def hard_prefixes(task: Task, names: Sequence[str]) -> dict[str, str]:
 def nll_interval(table: pd.DataFrame) -> Interval:
     """NLL per token of the texts in a table, with the 95 % interval from resampling texts."""
     nll, tokens = table["nll"].to_numpy(), table["tokens"].to_numpy()
-    # A ratio of sums: resample texts, with numerator and denominator together.
-    picks = np.random.default_rng(0).multinomial(
-        len(nll), np.full(len(nll), 1 / len(nll)), size=2000
-    )
-    low, high = np.percentile((picks @ nll) / (picks @ tokens), [2.5, 97.5])
-    return Interval(float(nll.sum() / tokens.sum()), float(low), float(high), len(nll), len(nll))
+    # The mean over tokens, each with its text's NLL per token, is that of all tokens.
+    found = mean_interval(np.repeat(nll / tokens, tokens), np.repeat(np.arange(len(nll)), tokens))
+    return replace(found, n=len(nll))
 
 
 def likeliest(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
@@ -177,17 +175,21 @@ def evaluate_sets(
     into their cards.
 
     Args:
-        limit: Texts per attribute, shared evenly among the corpora; of each the first piece of at
-            most `max_tokens`.
+        limit: Texts per attribute, 1 or more, shared evenly among the corpora; of each the first
+            piece of at most `max_tokens`, 1 or more.
 
     Returns:
         One row per set, label and prefix: set, label, prefix, nll, low, high, n.
 
     Raises:
-        PrefixError: A folder is not a set, or the sets differ in model, weights or attributes.
+        PrefixError: A folder is not a set; the sets differ in model, weights or attributes; or
+            texts behind a prefix exceed the model's context.
         DataError: An attribute has no text.
     """
 
+    for option, value in (("limit", limit), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise PrefixError(f"{option} must be 1 or more, found {value}")
     sets = {
         folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)}
         for folder in folders
@@ -214,6 +216,8 @@ def evaluate_sets(
     network, tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
     if weights != wanted:
         raise PrefixError(f"the set was made for {model} with weights {wanted}; found {weights}")
+    slots = max(len(prefix) for of_set in sets.values() for prefix in of_set.values())
+    check_context(network, tokenizer, task, names, slots, max_tokens)
     move(network, device)
     share = -(-limit // len(corpora))
     texts = {

@@ -164,21 +164,23 @@ def _peft(folder: Path) -> tuple[Tensor, Tensor]:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise PrefixError(f"{folder / 'adapter_config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise PrefixError(f"{folder / 'adapter_config.json'} holds no JSON object")
     if config.get("peft_type") != "PREFIX_TUNING":
         raise PrefixError(
             f"{folder} is a PEFT adapter of type {config.get('peft_type')}; only PREFIX_TUNING"
             " holds keys and values"
         )
+    sizes = {name: config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")}
+    layers, heads, width = (size if isinstance(size, int) else 0 for size in sizes.values())
+    if min(layers, heads, width) < 1 or width % heads:
+        raise PrefixError(
+            f"{folder / 'adapter_config.json'} needs positive whole numbers, and a token_dim that"
+            f" the heads share evenly; found {sizes}"
+        )
     tensors = read_tensors(folder)
     stored = tensors.get("prompt_embeddings")
-    layers, heads, width = (
-        config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")
-    )
-    if (
-        stored is None
-        or not (layers and heads and width)
-        or stored.shape[1:] != (layers * 2 * width,)
-    ):
+    if stored is None or stored.shape[1:] != (layers * 2 * width,):
         found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
         raise PrefixError(
             f"{folder}: expected prompt_embeddings of [slot, {layers} layers x 2 x {width}]; found"
@@ -197,7 +199,7 @@ def _air(
     pattern = re.compile(r"(?:^|\.)h\.(\d+)\.attn\.prefix_(keys|values)_embeddings_n(\d+)\.weight$")
     tables: dict[tuple[int, str], Tensor] = {}
     numbers: set[int] = set()
-    maps: dict[int, tuple[Tensor, Tensor]] = {}
+    maps: dict[int, str] = {}
     for name, table in tensors.items():
         if (match := pattern.search(name)) is not None:
             layer, part, its_number = int(match[1]), match[2], int(match[3])
@@ -206,7 +208,7 @@ def _air(
                 tables[layer, part] = table
                 stem = f"{name[: match.start(2)]}mlp_n{number}"
                 if f"{stem}.weight" in tensors:
-                    maps[layer] = tensors[f"{stem}.weight"], tensors[f"{stem}.bias"]
+                    maps[layer] = stem
     if not numbers:
         raise PrefixError(
             f"{source} is neither a PEFT adapter (no adapter_config.json) nor an Air-Decoding"
@@ -231,12 +233,18 @@ def _air(
         for layer in range(n_layers):
             table = tables[layer, part].double()
             if layer in maps:
-                weight, bias = (each.double() for each in maps[layer])
-                table = table @ weight + bias
+                weight, bias = (tensors[f"{maps[layer]}.{name}"] for name in ("weight", "bias"))
+                table = table @ weight.double() + bias.double()
             rows.append(table.unflatten(1, (n_heads, -1)).transpose(0, 1))
         return torch.stack(rows).float()
 
-    return folded("keys"), folded("values")
+    try:
+        return folded("keys"), folded("values")
+    except (RuntimeError, KeyError) as error:
+        raise PrefixError(
+            f"{source}: prefix {number} does not fit {n_heads} heads"
+            f" ({' '.join(str(error).split())[:120]}); give the model it was trained for"
+        ) from error
 
 
 def add_to_set(

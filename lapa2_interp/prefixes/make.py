@@ -64,7 +64,9 @@ def make_set(
         checks = apart(corpora, _read(held_out, names, "test", notify))
     else:
         corpora, checks = _parts(split_off(each, HELD_OUT, at_least=2) for each in corpora)
+        corpora = apart(checks, corpora)  # of several corpora, one may have a text of another
     deciding, measured = _parts(split_off(each, HELD_OUT, one_in=2) for each in checks)
+    measured = apart(deciding, measured)
     train_set(
         model,
         task,

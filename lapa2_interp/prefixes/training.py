@@ -19,7 +19,6 @@ same result as one that was not.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,7 +36,7 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import DataError, PrefixError
-from lapa2_interp.files import read_checkpoint, write_checkpoint, write_text
+from lapa2_interp.files import read_checkpoint, remove_folder, write_checkpoint, write_text
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of
 from lapa2_interp.models import load_transformers, move
@@ -468,7 +467,7 @@ def train_set(
         PrefixError: The folder holds other prefixes, or the loss is not a number.
     """
 
-    attributes = tuple(attributes or task.attributes)
+    attributes = tuple(dict.fromkeys(attributes or task.attributes))
     for attribute in attributes:
         task.prefix(attribute)
     if recipe.objective == "contrastive" and len(attributes) < 2:
@@ -480,12 +479,7 @@ def train_set(
     network.requires_grad_(False)
     move(network, device)
     shape = kv_shape_of(network.config, recipe.slots)
-    n_ctx = context_of(network.config)
-    if recipe.slots + 1 + recipe.max_tokens > n_ctx:
-        raise PrefixError(
-            f"{recipe.slots} slots, BOS and {recipe.max_tokens} tokens exceed the model's context"
-            f" of {n_ctx}"
-        )
+    check_context(network, tokenizer, task, attributes, recipe.slots, recipe.max_tokens)
     start = (text_markers(tokenizer).start,)
     plan = {
         "model": model,
@@ -591,8 +585,32 @@ def train_set(
             )
             made.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
     write_text(out / PLAN, json.dumps(plan, indent=1))
-    shutil.rmtree(states)
+    remove_folder(states)
     return made
+
+
+def check_context(
+    network: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    attributes: Sequence[str],
+    slots: int,
+    max_tokens: int,
+) -> None:
+    """Refuse texts that do not fit behind a soft prefix, or behind one of the task's hard ones,
+    beside which they are measured.
+
+    Raises:
+        PrefixError: With BOS they exceed the model's context.
+    """
+    hard = [tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in attributes]
+    longest, n_ctx = max(slots, *map(len, hard)), context_of(network.config)
+    if longest + 1 + max_tokens > n_ctx:
+        raise PrefixError(
+            f"{longest} slots or tokens of a prefix, BOS and {max_tokens} tokens of a text exceed"
+            f" the model's context of {n_ctx}; give at most {n_ctx - longest - 1} tokens"
+            " (max_tokens)"
+        )
 
 
 def tokenise(
@@ -697,8 +715,8 @@ def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) 
 def _open(out: Path, plan: Mapping[str, Any]) -> Path:
     """The folder of a set's checkpoints; the same plan resumes, another one is refused."""
     states = out / ".training"
-    if not states.is_dir():
-        if out.exists() and any(out.iterdir()):
+    if not (states / "plan.json").exists():
+        if out.exists() and any(each != states for each in out.iterdir()):
             raise PrefixError(
                 f"{out} is not empty and holds no unfinished training; choose another --out"
             )

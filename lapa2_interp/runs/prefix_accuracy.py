@@ -24,6 +24,7 @@ from lapa2_interp.stats import mean_interval
 
 def prefix_accuracy(
     folders: Sequence[Path],
+    task: str | None = None,
     *,
     samples: int = 4,
     length: int = 64,
@@ -38,6 +39,7 @@ def prefix_accuracy(
     accuracies into the cards.
 
     Args:
+        task: By default the one the sets were trained for.
         samples: Texts per prompt.
         length: Tokens of a text, the prompt's included where the task counts them.
         classifier: adapter, linear, both, or a sequence classifier whose labels are the attributes.
@@ -71,13 +73,13 @@ def prefix_accuracy(
         if first.model != loaded:
             model = load_model(first.model, dtype, device, trust_remote_code=trust_remote_code)
             loaded = first.model
-        task = load_task(first.task)
-        method = for_task("prefix", task, prefixes=str(folder))
+        its_task = load_task(task or first.task)
+        method = for_task("prefix", its_task, prefixes=str(folder.resolve()))
         cells = [
             Cell.of(
                 model,
                 method=method,
-                task=task,
+                task=its_task,
                 attribute=card.attribute,
                 alpha=each,
                 length=length,
@@ -91,7 +93,7 @@ def prefix_accuracy(
         texts = make_cells(model, cells).samples()
         texts["arm"] = texts["alpha"].map({0.0: "baseline", alpha: "lapa2"})
         scorers = [
-            make_scorer("accuracy", each.partition("=")[2], replace(options, task=first.task))
+            make_scorer("accuracy", each.partition("=")[2], replace(options, task=its_task.name))
             for each in asked
         ]
         scores = pd.concat([score_table(texts, each) for each in scorers], ignore_index=True)

@@ -12,9 +12,11 @@ import hashlib
 import lzma
 import re
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +68,17 @@ READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
 }
 
 
+DAMAGED = (
+    OSError,
+    ValueError,
+    EOFError,
+    ImportError,  # a compression whose library is not there
+    lzma.LZMAError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Labelled texts without blank or repeated ones.
@@ -73,20 +86,27 @@ class Corpus:
     Attributes:
         texts: By label, in the file's order.
         source: Name or file name.
-        sha256: sha256 of the texts and labels that are used.
         blank: Rows left out because they have no text.
         repeated: Rows left out because their text came before.
         other: Rows left out because their label was not asked for.
-        trained: Held-out rows left out because they are also trained on.
+        elsewhere: Rows left out because they are in another part: trained on, or held out.
     """
 
     texts: Mapping[str, tuple[str, ...]]
     source: str
-    sha256: str
     blank: int = 0
     repeated: int = 0
     other: int = 0
-    trained: int = 0
+    elsewhere: int = 0
+
+    @cached_property
+    def sha256(self) -> str:
+        """sha256 of the texts and labels."""
+        digest = hashlib.sha256()
+        for label, found in self.texts.items():
+            for text in found:
+                digest.update(f"{label}\t{text}\n".encode())
+        return digest.hexdigest()
 
     @property
     def summary(self) -> str:
@@ -96,7 +116,7 @@ class Corpus:
             "blank": self.blank,
             "repeated": self.repeated,
             "with another label": self.other,
-            "that are trained on": self.trained,
+            "that another part has": self.elsewhere,
         }
         noted = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
         return f"{self.source}: {counts}" + (f" (left out: {noted})" if noted else "")
@@ -133,14 +153,9 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
             f"{source} has no text with label {empty[0]!r} (blank ones and repetitions left"
             f" out); its labels are {', '.join(map(repr, frame['label'].unique()[:9]))}"
         )
-    digest = hashlib.sha256()
-    for label, found in texts.items():
-        for text in found:
-            digest.update(f"{label}\t{text}\n".encode())
     return Corpus(
         texts,
         name,
-        digest.hexdigest(),
         blank=len(kept) - len(filled),
         repeated=len(filled) - len(unique),
         other=len(frame) - len(kept),
@@ -155,7 +170,7 @@ def _from_file(path: Path) -> pd.DataFrame:
         )
     try:
         return _from_pairs(READERS[kinds[-1]](path))
-    except (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
 
 
@@ -214,26 +229,26 @@ def detokenise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def apart(training: Sequence[Corpus], tests: Sequence[Corpus]) -> list[Corpus]:
-    """Held-out corpora without the texts that are also trained on.
+def apart(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
+    """Corpora without the texts that others have.
 
     Raises:
         DataError: That leaves no text of a label.
     """
-    known = {text for corpus in training for texts in corpus.texts.values() for text in texts}
+    known = {text for corpus in others for texts in corpus.texts.values() for text in texts}
     kept = []
-    for corpus in tests:
+    for corpus in corpora:
         texts = {
             label: tuple(text for text in found if text not in known)
             for label, found in corpus.texts.items()
         }
         if empty := [label for label, found in texts.items() if not found]:
             raise DataError(
-                f"all texts of {corpus.source} with the label {empty[0]!r} are held out and trained"
-                " on; give other held-out texts"
+                f"all texts of {corpus.source} with the label {empty[0]!r} are both trained on and"
+                " held out; give other held-out texts"
             )
         both = sum(map(len, corpus.texts.values())) - sum(map(len, texts.values()))
-        kept.append(replace(corpus, texts=texts, trained=both))
+        kept.append(replace(corpus, texts=texts, elsewhere=corpus.elsewhere + both))
     return kept
 
 
@@ -260,9 +275,8 @@ def split_off(
                 f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give"
                 f" at least {one_in * at_least}"
             )
-    return Corpus(rest, corpus.source, corpus.sha256), Corpus(
-        held, f"{corpus.source.removesuffix(HELD)}{HELD}", corpus.sha256
-    )
+    name = f"{corpus.source.removesuffix(HELD)}{HELD}"
+    return replace(corpus, texts=rest), replace(corpus, texts=held, source=name)
 
 
 def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
@@ -276,6 +290,15 @@ def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterat
         if ids and len(new_ids) > length:
             yield ids
             longer, new_ids = sentence, tokenizer(sentence, add_special_tokens=False).input_ids
-        now, ids = longer, new_ids[:length]
+        now, ids = longer, _cut(new_ids, tokenizer, length)
     if ids:
         yield ids
+
+
+def _cut(ids: list[int], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+    """At most `length` tokens, and none of a character that is cut in two: read again, it would be
+    another one."""
+    for n in range(min(length, len(ids)), 0, -1):
+        if n == len(ids) or not tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}"):
+            return ids[:n]
+    return ids[:length]
