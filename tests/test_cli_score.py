@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import load, run_of
@@ -11,6 +12,8 @@ from conftest import load, run_of
 from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.cli import main
 from lapa2_interp.files import unsealed
+from lapa2_interp.paper.data import ItemData
+from lapa2_interp.runs.read import load_run
 from lapa2_interp.tasks import Task
 
 
@@ -101,6 +104,39 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
     assert table["mean"].to_dict() == {"calm\rish": 1, "angry": 0, "all": 0.5}
+
+
+def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
+    file = tmp_path / "mood.toml"
+    file.write_text(
+        '[attributes.calm]\nprefix = "Very serene:"\n[attributes.angry]\nprefix = "Very angry:"\n'
+        '[prompts]\ntexts = ["The lake"]\n'
+    )
+    (tmp_path / "grid.toml").write_text(
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ntrace = "none"\n'
+        'method = "prefix"\naugmentation = "none"\nwording = ["task", "A {attribute} text:"]\n'
+    )
+    run = tmp_path / "run"
+    assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
+    for samples in run.rglob("samples.parquet"):
+        pd.read_parquet(samples).assign(text="a serene lake").to_parquet(samples)
+        manifest = samples.with_name("manifest.json")
+        manifest.write_text(json.dumps(unsealed(manifest.read_text())[0]))
+    assert lapa2("score --scorers echo --out", tmp_path / "scores", run) == 0
+    table = pd.read_csv(tmp_path / "scores" / "table.csv")
+    said = {
+        ("prefix Very serene: / Very {attribute}:", "calm"): 1,
+        ("prefix A {attribute} text:", "calm"): 0,
+    }
+    found = table.set_index(["variant", "attribute"])["mean"].to_dict()
+    assert {place: found[place] for place in said} == said
+    assert (table["n"] == np.where(table["attribute"] == "all", 2, 1)).all()
+    data = ItemData(load_run(run), "item", ("grid",), ("echo",))
+    scores = data.scores(data.cells, metrics=["echo"])
+    assert scores.groupby("variant")["scorer"].unique().map(list).to_dict() == {
+        "prefix Very serene: / Very {attribute}:": ["echo (calm: serene calm; angry: angry)"],
+        "prefix A {attribute} text:": ["echo (calm: calm; angry: angry)"],
+    }
 
 
 def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):

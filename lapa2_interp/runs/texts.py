@@ -39,8 +39,8 @@ def read_texts(
 
     Returns:
         Tables (missing columns filled with ""), each with the manifest and the task of its texts,
-        where they are known. A run has one per model, task and length, with its cells' columns; a
-        file has one.
+        where they are known. A run has one per model, task, wording of its prefixes and length,
+        with its cells' columns; a file has one.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.
@@ -53,13 +53,14 @@ def read_texts(
         chosen = run.select(**wanted)
         keys = each_once({key: cell for key, cell in run.finished.items() if key in chosen})
         finished = run.cells[run.cells["key"].isin(keys)]
+        wordings = finished["key"].map(lambda key: str(run.plan[key].task.attributes))
         return [
             (
                 run.samples(list(group["key"])),
                 run.manifest(str(group["key"].iloc[0])),
                 _task_of(run, source, str(group["key"].iloc[0])),
             )
-            for _, group in finished.groupby(["model", "task", "max_length"], sort=False)
+            for _, group in finished.groupby(["model", "task", wordings, "max_length"], sort=False)
         ]
     kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
     if kind is None or not source.is_file():
