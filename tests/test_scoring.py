@@ -506,6 +506,40 @@ def test_differences_are_paired_on_prompts():
     assert difference_table(score_table(samples([1, 2]), Lengths()), "other").empty
 
 
+def made_up(prompt, arm, attribute, value):
+    return {"prompt": prompt, "arm": arm, "attribute": attribute, "value": value, "text": "w",
+            "metric": "accuracy", "skipped": "", "scorer": "made up"}  # fmt: skip
+
+
+def test_differences_of_all_attributes_are_of_the_texts_that_both_arms_have():
+    """Five prompts lack the bad attribute in one arm, which changes no text of the other."""
+    rows = [
+        made_up(f"p{i}", arm, attribute, value)
+        for arm in ("baseline", "lapa2")
+        for attribute, value in (("positive", 0.9), ("negative", 0.1))
+        for i in range(10)
+        for _ in range(1 + (attribute == "positive"))  # more texts of one attribute weigh no more
+        if not (arm == "lapa2" and attribute == "negative" and i < 5)
+    ]
+    found = difference_table(pd.DataFrame(rows)).set_index("attribute")["difference"]
+    assert found.to_dict() == pytest.approx({"positive": 0, "negative": 0, "all": 0})
+
+
+def test_arms_that_are_alike_are_no_certainty():
+    rows = [made_up(f"p{i}", arm, "positive", 1.0) for arm in ("baseline", "x") for i in range(10)]
+    (row,) = difference_table(pd.DataFrame(rows)).to_dict("records")
+    # 10 prompts would all be right in both arms with chance 0.05 where 26 % of all prompts are not
+    assert (row["difference"], row["low"], row["high"]) == pytest.approx(
+        (0, -0.2589, 0.2589), abs=1e-4
+    )
+    assert np.isnan(row["detectable"])
+    other = [{**row, "value": float(row["arm"] == "x")} for row in rows]
+    (row,) = difference_table(pd.DataFrame(other)).to_dict("records")
+    assert (row["difference"], row["low"], row["high"]) == pytest.approx((1, 0.4822, 1), abs=1e-4)
+    (row,) = difference_table(pd.DataFrame(rows).assign(metric="perplexity")).to_dict("records")
+    assert (row["low"], row["high"]) == (0, 0), "no greatest value, so no width to give"
+
+
 def test_distinct_has_its_cells_too():
     frame = pd.concat([samples([3, 4]), samples([5, 5], "lapa2")])
     table = distinct_cells(frame)
