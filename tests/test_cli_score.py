@@ -428,6 +428,37 @@ def test_a_file_is_taken_at_its_word(tmp_path, capsys):
     assert pd.read_parquet(tmp_path / "mixed" / "scores.parquet")["id"].tolist() == ["007", "8"]
 
 
+def test_what_a_file_lacks_is_missing_in_its_scores(tmp_path):
+    file, out = tmp_path / "texts.jsonl", tmp_path / "out"
+    file.write_text('{"text": "the lake is here", "id": "7"}\n{"text": "the sea is here"}\n')
+    assert lapa2("score --scorers repetition --out", out, file) == 0
+    assert pd.read_parquet(out / "scores.parquet")["id"].isna().tolist() == [False, True]
+
+
+def test_lengths_that_make_rows_are_shown(tmp_path, capsys):
+    file = tmp_path / "texts.csv"
+    file.write_text("text,max_length\na b c d,11\na b c d,22\n")
+    assert lapa2("score --scorers repetition --out", tmp_path / "out", file) == 0
+    shown = re.findall(r"^ +(\d+) +\S+ +0 ", capsys.readouterr().out, re.MULTILINE)
+    assert shown == ["11", "22"]
+
+
+def test_a_scorer_that_is_asked_for_twice_scores_once(run_folder, tmp_path):
+    line = "score --scorers sentiment:accuracy=linear accuracy=linear distinct sentiment:distinct --out"
+    assert lapa2(line, tmp_path / "out", run_folder) == 0
+    table = pd.read_csv(tmp_path / "out" / "table.csv")
+    assert len(table) == 2 * 3 * 4
+    assert not table.duplicated(["attribute", "arm", "metric"]).any()
+
+
+def test_sheets_of_columns_that_are_numbers(tmp_path):
+    file = tmp_path / "texts.csv"
+    file.write_text("text,prompt,attribute,task,method,model,arm\na,p,x,1,2,3,4\nb,p,x,1,2,5,4\n")
+    assert lapa2("scorers sheets --n 2 --out", tmp_path / "sheets", file) == 0
+    key = pd.read_csv(tmp_path / "sheets" / "key.csv")
+    assert set(key["arm"]) == {"1 2 4 @ 3", "1 2 4 @ 5"}
+
+
 def test_texts_that_are_all_blank_have_no_distinct_n(tmp_path, capsys):
     file = tmp_path / "texts.csv"
     file.write_text('text,arm\n"  ",a\nthe sea,b\n')

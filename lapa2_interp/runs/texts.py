@@ -16,6 +16,7 @@ from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
+from lapa2_interp.scoring.tables import APART, KEYS
 from lapa2_interp.tasks import Task
 
 READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -74,7 +75,7 @@ def read_texts(
         raise ScoringError(
             f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
         ) from error
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # each compression has errors of its own for a damaged file
         raise ScoringError(f"cannot read {source}: {' '.join(str(error).split())[:160]}") from error
     if not len(table):
         raise ScoringError(f"{source} has no rows")
@@ -92,9 +93,17 @@ def read_texts(
         table = table.drop(columns="text", errors="ignore").rename(columns={column: "text"})
     table = table.reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
-        table[name] = table[name].fillna("").astype(str) if name in table else ""
+        table[name] = as_words(table[name]) if name in table else ""
+    for name in set(table) & {*KEYS, *APART}:
+        if table[name].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
+            table[name] = as_words(table[name])  # groups are made of what can be hashed
     texts = [text if isinstance(text, str) else "" for text in table["text"]]
     return [(table.assign(text=texts), None, None)]
+
+
+def as_words(column: pd.Series) -> pd.Series:
+    """A column as texts; "" where it has no value."""
+    return column.astype(object).where(column.notna(), "").astype(str)
 
 
 def _task_of(run: Run, source: Path, key: str) -> Task | None:

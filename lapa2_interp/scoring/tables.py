@@ -14,7 +14,7 @@ import pandas as pd
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
-from lapa2_interp.scoring.distinct import distinct_table
+from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
 KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
@@ -235,36 +235,29 @@ def _of_difference(metric: str, change: Difference) -> tuple[float, float]:
 
 
 def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
-    """distinct-1, -2, -3 of every cell's texts as rows of a cell table."""
-    rows = []
+    """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN where all are empty.
+
+    Raises:
+        ScoringError: All texts of all cells are empty.
+    """
+    frames = []
     for keys, part in _cells(samples):
         filled = part[part["text"].str.strip() != ""]
+        left = len(part) - len(filled)
         if len(filled):
             table = distinct_table(list(filled["text"]), list(_clusters(filled)), tokenizer)
-            left = len(part) - len(filled)
-            facts = pd.DataFrame(
-                [{**keys, "skipped": left, "why": f"{left} empty text" if left else ""}]
-            )
-            table = table.rename(columns={"clusters": "prompts"}).merge(facts, how="cross")
-            rows.append(
-                table[
-                    [
-                        *keys,
-                        "metric",
-                        "mean",
-                        "low",
-                        "high",
-                        "n",
-                        "prompts",
-                        "skipped",
-                        "why",
-                        "scorer",
-                    ]
-                ]
-            )
-    if not rows:
+        else:
+            metrics = [f"distinct-{n}" for n in ORDERS]
+            table = pd.DataFrame({"metric": metrics, "n": 0, "clusters": 0})
+        why = f"{left} empty text" if left else ""
+        facts = pd.DataFrame([{**keys, "skipped": left, "why": why}])
+        frames.append(table.merge(facts, how="cross"))
+    found = pd.concat(frames, ignore_index=True)
+    if "scorer" not in found:
         raise ScoringError("there is no text to count the words of: all are empty")
-    return pd.concat(rows, ignore_index=True)
+    found = found.assign(scorer=found["scorer"].dropna().iloc[0])
+    columns = ["metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]
+    return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:
