@@ -43,7 +43,7 @@ from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, for_task, load_task, name_of
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.soft_prefix import read_card, set_folder
-from lapa2_interp.tasks import Attribute, MethodSettings, Prompts, Task
+from lapa2_interp.tasks import MethodSettings, Prompts, Task
 from lapa2_interp.trace import TraceKind
 
 EosPolicy = Literal["keep", "stop", "block"]
@@ -315,9 +315,11 @@ class Cell(BaseModel):
         generate, in words; usually empty.
 
         Of a method of one's own these are all its parameters: reading a run imports no module that
-        the run names.
+        the run names. Of a task of one's own this is the wording of its hard prefixes, too: another
+        file may have the task's name. Wordings of several forms have " / " between them.
         """
-        usual = load_task(self.task.name) if self.task.name in BUILT_IN_TASKS else self.task
+        built_in = self.task.name in BUILT_IN_TASKS
+        usual = load_task(self.task.name) if built_in else self.task
         default: dict[str, Any] = {}
         if ":" not in self.method:
             default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
@@ -326,13 +328,16 @@ class Cell(BaseModel):
             for name, value in self.parameters.items()
             if default.get(name) != value
         ]
-        own = self.task.attributes[self.attribute].prefix
-        other = usual.attributes.get(self.attribute, Attribute(prefix=own))
-        if own != other.prefix and self.parameters.get("prefixes", "hard") == "hard":
-            form = own.replace(self.attribute.capitalize(), "{Attribute}").replace(
-                self.attribute, "{attribute}"
-            )
-            changed.append(f"prefix {form}")
+        own = {name: each.prefix for name, each in self.task.attributes.items()}
+        others = {name: each.prefix for name, each in usual.attributes.items() if built_in}
+        hard = self.parameters.get("prefixes", "hard") == "hard"
+        # The bare name stands for what is not known (`runs.read`), so it is not told.
+        if hard and any(prefix != others.get(name, name) for name, prefix in own.items()):
+            forms = [
+                prefix.replace(name.capitalize(), "{Attribute}").replace(name, "{attribute}")
+                for name, prefix in own.items()
+            ]
+            changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
         changed += ["prefix words barred"] * self.bar_prefix_words
         changed += [f"top-k {self.top_k}"] * (self.top_k != TOP_K)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")

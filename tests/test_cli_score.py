@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import load, run_of
@@ -11,6 +12,8 @@ from conftest import load, run_of
 from lapa2_interp import Augmentation, load_task, methods
 from lapa2_interp.cli import main
 from lapa2_interp.files import unsealed
+from lapa2_interp.paper.data import ItemData
+from lapa2_interp.runs.read import load_run
 from lapa2_interp.tasks import Task
 
 
@@ -101,6 +104,39 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
     assert table["mean"].to_dict() == {"calm\rish": 1, "angry": 0, "all": 0.5}
+
+
+def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
+    file = tmp_path / "mood.toml"
+    file.write_text(
+        '[attributes.calm]\nprefix = "Very serene:"\n[attributes.angry]\nprefix = "Very angry:"\n'
+        '[prompts]\ntexts = ["The lake"]\n'
+    )
+    (tmp_path / "grid.toml").write_text(
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ntrace = "none"\n'
+        'method = "prefix"\naugmentation = "none"\nwording = ["task", "A {attribute} text:"]\n'
+    )
+    run = tmp_path / "run"
+    assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
+    for samples in run.rglob("samples.parquet"):
+        pd.read_parquet(samples).assign(text="a serene lake").to_parquet(samples)
+        manifest = samples.with_name("manifest.json")
+        manifest.write_text(json.dumps(unsealed(manifest.read_text())[0]))
+    assert lapa2("score --scorers echo --out", tmp_path / "scores", run) == 0
+    table = pd.read_csv(tmp_path / "scores" / "table.csv")
+    said = {
+        ("prefix Very serene: / Very {attribute}:", "calm"): 1,
+        ("prefix A {attribute} text:", "calm"): 0,
+    }
+    found = table.set_index(["variant", "attribute"])["mean"].to_dict()
+    assert {place: found[place] for place in said} == said
+    assert (table["n"] == np.where(table["attribute"] == "all", 2, 1)).all()
+    data = ItemData(load_run(run), "item", ("grid",), ("echo",))
+    scores = data.scores(data.cells, metrics=["echo"])
+    assert scores.groupby("variant")["scorer"].unique().map(list).to_dict() == {
+        "prefix Very serene: / Very {attribute}:": ["echo (calm: serene calm; angry: angry)"],
+        "prefix A {attribute} text:": ["echo (calm: calm; angry: angry)"],
+    }
 
 
 def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):
@@ -390,6 +426,37 @@ def test_a_file_is_taken_at_its_word(tmp_path, capsys):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert lapa2("score --scorers repetition --out", tmp_path / "mixed", file) == 0
     assert pd.read_parquet(tmp_path / "mixed" / "scores.parquet")["id"].tolist() == ["007", "8"]
+
+
+def test_what_a_file_lacks_is_missing_in_its_scores(tmp_path):
+    file, out = tmp_path / "texts.jsonl", tmp_path / "out"
+    file.write_text('{"text": "the lake is here", "id": "7"}\n{"text": "the sea is here"}\n')
+    assert lapa2("score --scorers repetition --out", out, file) == 0
+    assert pd.read_parquet(out / "scores.parquet")["id"].isna().tolist() == [False, True]
+
+
+def test_lengths_that_make_rows_are_shown(tmp_path, capsys):
+    file = tmp_path / "texts.csv"
+    file.write_text("text,max_length\na b c d,11\na b c d,22\n")
+    assert lapa2("score --scorers repetition --out", tmp_path / "out", file) == 0
+    shown = re.findall(r"^ +(\d+) +\S+ +0 ", capsys.readouterr().out, re.MULTILINE)
+    assert shown == ["11", "22"]
+
+
+def test_a_scorer_that_is_asked_for_twice_scores_once(run_folder, tmp_path):
+    line = "score --scorers sentiment:accuracy=linear accuracy=linear distinct sentiment:distinct --out"
+    assert lapa2(line, tmp_path / "out", run_folder) == 0
+    table = pd.read_csv(tmp_path / "out" / "table.csv")
+    assert len(table) == 2 * 3 * 4
+    assert not table.duplicated(["attribute", "arm", "metric"]).any()
+
+
+def test_sheets_of_columns_that_are_numbers(tmp_path):
+    file = tmp_path / "texts.csv"
+    file.write_text("text,prompt,attribute,task,method,model,arm\na,p,x,1,2,3,4\nb,p,x,1,2,5,4\n")
+    assert lapa2("scorers sheets --n 2 --out", tmp_path / "sheets", file) == 0
+    key = pd.read_csv(tmp_path / "sheets" / "key.csv")
+    assert set(key["arm"]) == {"1 2 4 @ 3", "1 2 4 @ 5"}
 
 
 def test_texts_that_are_all_blank_have_no_distinct_n(tmp_path, capsys):

@@ -113,6 +113,8 @@ def test_scorers_by_name():
     assert masked.score([Item("")]) == [Skipped("empty text")]
     with pytest.raises(ScoringError, match="give --task"):
         make_scorer("echo", "", Options())
+    with pytest.raises(ScoringError, match="echo takes no model, found echo=gpt2; ask for echo"):
+        make_scorer("echo", "gpt2", options)
 
 
 USUAL = ("accuracy", "perplexity")
@@ -143,6 +145,11 @@ def test_a_plain_name_is_by_both_classifiers(asked, expected):
 def test_an_unknown_scorer_is_named():
     with pytest.raises(ScoringError, match="unknown scorer 'liner'.*did you mean 'linear'"):
         chosen_scorers(["accuracy", "liner"], USUAL)
+
+
+def test_no_model_behind_the_equals_sign_is_no_default():
+    with pytest.raises(ScoringError, match="accuracy= names no model"):
+        chosen_scorers(["accuracy="], USUAL)
 
 
 def test_the_second_scorer_of_a_metric_has_its_name_in_parentheses():

@@ -19,6 +19,7 @@ from lapa2_interp.scoring.human import (
     HUMAN_RUBRIC,
     HUMAN_TASK,
     METRICS,
+    _rows,
     agreement,
     human_table,
     krippendorff_alpha,
@@ -210,12 +211,14 @@ def test_one_system_needs_no_arm(tmp_path):
 
 def nasty_samples():
     return pd.DataFrame(
-        {"prompt": NASTY, "attribute": "=good", "text": NASTY, "arm": "-arm", "note": None}
+        {"prompt": NASTY, "attribute": "=good", "text": NASTY, "arm": "-arm", "=1+1": None}
     )
 
 
 def test_formulas_are_harmless_and_come_back(tmp_path):
     key = make_sheets(nasty_samples(), tmp_path, n=len(NASTY))
+    assert "'=1+1" in read_csv(tmp_path / "key.csv")[0], "names of columns are cells, too"
+    assert "=1+1" in next(_rows(tmp_path / "key.csv", ()))[1]
     for name in ("sheet.csv", "key.csv"):
         cells = [cell for row in read_csv(tmp_path / name) for cell in row.values()]
         assert not [cell for cell in cells if re.match(r"\s*[=+\-@]|[\t\r\n]", cell)]
@@ -256,6 +259,7 @@ def test_the_page_escapes_texts_and_loads_nothing(tmp_path):
         (lambda s: s.assign(arm=1.5), {}, "arm must be text, found 1.5"),
         (lambda s: s.iloc[:0], {}, "there are no samples"),
         (lambda s: s.assign(arm="one"), {}, "two texts of arm 'one' continue prompt 'Prompt 0' for 'positive' as"),
+        (lambda s: s, {"seed": -1}, "the seed is -1; give 0 or more"),
         (lambda s: s, {"n": 1}, "n = 1 texts cannot be shared by 2 arms"),
         (lambda s: s, {"n": 98}, "has 48 texts and n = 98 asks 49 of it; give n up to 96"),
         (lambda s: s[10:], {"n": 90}, "arm 'zq-plain' has 38 texts and n = 90 asks 45 of it; give n up to 76"),
@@ -453,6 +457,14 @@ def test_one_prompt_tells_no_spread():
     found = human_table(answered([[1, 2], [3, 4]], prompts=[0, 0])).iloc[0]
     assert found["mean"] == 2.5
     assert np.isnan([found["low"], found["high"]]).all()
+
+
+def test_texts_without_a_prompt_are_no_one_prompt():
+    ratings = [[1, 2], [3, 4], [5, 5]]
+    apart = human_table(answered(ratings)).drop(columns="arm")
+    nameless = human_table(answered(ratings).assign(prompt="")).drop(columns="arm")
+    assert nameless.equals(apart)
+    assert set(nameless["prompts"]) == {3}
 
 
 def brute_force(ratings):

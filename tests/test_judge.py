@@ -412,6 +412,22 @@ def test_a_server_that_refuses_every_format_has_its_reason_repeated(server, make
     assert (waits, len(server.bodies)) == ([], 3)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"code": "context_length_exceeded", "message": "too many tokens"},
+        {"code": 400, "message": "This model's maximum context length is 4096 tokens."},
+    ],
+)
+def test_a_text_that_is_too_long_ends_no_run_and_is_not_asked_again(server, make, error, tmp_path):
+    replies = {"long": Reply(status=400, body={"error": error}), "short": Reply()}
+    server.reply = replies.__getitem__
+    for asked in (2, 2):
+        table = run_scorer(make(concurrency=1), [item("long"), item("short")], Cache(tmp_path))
+        assert table["skipped"].tolist() == ["text too long for the judge", ""]
+        assert len(server.bodies) == asked
+
+
 @pytest.mark.parametrize("key", [None, "", " \n"])
 def test_without_a_key_the_variable_to_set_is_named(server, make, monkeypatch, key):
     (
@@ -719,6 +735,19 @@ def test_the_version_holds_model_server_prompt_and_temperature(make, monkeypatch
     monkeypatch.setattr("lapa2_interp.scoring.judge.PROMPT", "Rate {text}.")
     versions |= {make("gpt-4o", base_url="https://judge.example/v1").version}
     assert len(versions) == 6
+
+
+def test_two_paths_of_one_server_are_two_judges(make):
+    """A gateway has a model behind each."""
+    places = {
+        "https://user:secret@judge.example/v1": "judge.example",
+        "https://judge.example/v1/": "judge.example",
+        "https://user:secret@judge.example/a/v1": "judge.example/a/v1",
+        "https://judge.example/b/v1/": "judge.example/b/v1",
+        "https://judge.example": "judge.example/",
+    }
+    for url, place in places.items():
+        assert make("gpt-4o", base_url=url).version.startswith(f"gpt-4o at {place}, prompt ")
 
 
 def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):

@@ -201,6 +201,21 @@ def test_training_from_files(tmp_path):
         read_graded(tmp_path / "bad.jsonl", test=False)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": {"text": None}, "continuation": {}}, "no attribute 'encode'"),
+        ({"prompt": {"text": "a"}, "continuation": "b"}, "no attribute 'get'"),
+        ({"prompt": {"text": "a", "toxicity": 1.5}, "continuation": {}}, "toxicity 1.5; allowed: 0 to 1"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_not_graded_texts_are_refused(row, message, tmp_path):
+    file = tmp_path / "rtp.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=f"is not a file of RealToxicityPrompts .*{message}"):
+        [read_graded(file, test) for test in (False, True)]
+
+
 @pytest.mark.parametrize("labels", [("nontoxic", "toxic"), ("toxic", "nontoxic")])
 def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
     rows = [

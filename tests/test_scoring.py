@@ -1,7 +1,9 @@
 """Scorers on hand-made texts: the runner and its cache, perplexity, distinct-n, classifiers,
 tables."""
 
+import gzip
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,11 +15,20 @@ from scipy.stats import t
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.models import load_transformers
 from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
-from lapa2_interp.scoring import Cache, Item, Scorer, ScoringStoppedError, Skipped, run_scorer
+from lapa2_interp.scoring import (
+    Cache,
+    Item,
+    Scorer,
+    ScoringStoppedError,
+    Skipped,
+    run_scorer,
+    transformer,
+)
 from lapa2_interp.scoring.distinct import Repetition, distinct, distinct_table, token_lists
+from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
-from lapa2_interp.scoring.transformer import Classifier, Perplexity
+from lapa2_interp.scoring.transformer import Classifier, Perplexity, _beside
 
 
 class Lengths(Scorer):
@@ -108,7 +119,7 @@ def test_caches_that_cannot_be_used(tmp_path):
 
 
 def test_a_changed_score_is_asked_for_again(tmp_path, capsys):
-    """Also one that another key was given; a score from before scores had a hash is read."""
+    """Also one that another key was given, or that has no hash."""
     with Cache(tmp_path) as cache:
         cache.put([("a", (0.5,)), ("b", (0.25,)), ("c", Skipped("empty text")), ("d", (1.0,))])
         cache._open.execute(
@@ -116,8 +127,8 @@ def test_a_changed_score_is_asked_for_again(tmp_path, capsys):
         )
         cache._open.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
         cache._open.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
-        assert cache.get("abcde") == {"c": Skipped("empty text"), "d": (1.0,)}
-    assert "2 scores in" in capsys.readouterr().err
+        assert cache.get("abcde") == {"c": Skipped("empty text")}
+    assert "3 scores in" in capsys.readouterr().err
 
 
 # --- perplexity
@@ -295,6 +306,39 @@ def test_a_classifier_that_was_trained_again_has_another_version(classifier):
         network.score.weight.mul_(2)
     network.save_pretrained(classifier)
     assert Classifier(classifier).version != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_folder_whose_tokenizer_or_configuration_changed_has_another_version(classifier, name):
+    file = Path(classifier) / name
+    before = [Classifier(classifier).version, _beside(classifier)]
+    assert before[0].endswith(before[1])
+    file.write_text(file.read_text() + "\n")
+    assert Classifier(classifier).version != before[0]
+    assert _beside("smollm2-135m") == _beside("owner/model") == "", "keys of names stay"
+    assert _beside(classifier) in Perplexity(classifier).version
+
+
+def test_a_text_that_is_no_unicode_is_left_out(classifier):
+    broken = Item("half a pair \ud800 in a text of more than ten words in all")
+    for scorer in (Perplexity("tiny-gpt2"), Classifier(classifier), LinearScorer("sentiment")):
+        found = scorer.score([broken, Item("a fine day " * 6), Item(" ")])
+        assert found[0] == Skipped("text not valid Unicode")
+        assert isinstance(found[1], tuple)
+        assert found[2] == Skipped("empty text")
+
+
+def test_no_number_is_no_probability_of_zero(monkeypatch):
+    """It may come of float16, so another precision is asked again."""
+    scorer = Perplexity("tiny-gpt2")
+    for value, expected in (
+        (math.nan, Skipped("no number", final=False)),
+        (math.inf, Skipped("probability 0")),
+    ):
+        monkeypatch.setattr(
+            transformer, "text_nll", lambda _, rows, value=value: torch.full(rows.ids.shape, value)
+        )
+        assert scorer.score([Item("a fine day " * 6)]) == [expected]
 
 
 def several(classifier):
@@ -506,11 +550,55 @@ def test_differences_are_paired_on_prompts():
     assert difference_table(score_table(samples([1, 2]), Lengths()), "other").empty
 
 
+def made_up(prompt, arm, attribute, value):
+    return {"prompt": prompt, "arm": arm, "attribute": attribute, "value": value, "text": "w",
+            "metric": "accuracy", "skipped": "", "scorer": "made up"}  # fmt: skip
+
+
+def test_differences_of_all_attributes_are_of_the_texts_that_both_arms_have():
+    """Five prompts lack the bad attribute in one arm, which changes no text of the other."""
+    rows = [
+        made_up(f"p{i}", arm, attribute, value)
+        for arm in ("baseline", "lapa2")
+        for attribute, value in (("positive", 0.9), ("negative", 0.1))
+        for i in range(10)
+        for _ in range(1 + (attribute == "positive"))  # more texts of one attribute weigh no more
+        if not (arm == "lapa2" and attribute == "negative" and i < 5)
+    ]
+    found = difference_table(pd.DataFrame(rows)).set_index("attribute")["difference"]
+    assert found.to_dict() == pytest.approx({"positive": 0, "negative": 0, "all": 0})
+
+
+def test_arms_that_are_alike_are_no_certainty():
+    rows = [made_up(f"p{i}", arm, "positive", 1.0) for arm in ("baseline", "x") for i in range(10)]
+    (row,) = difference_table(pd.DataFrame(rows)).to_dict("records")
+    # 10 prompts would all be right in both arms with chance 0.05 where 26 % of all prompts are not
+    assert (row["difference"], row["low"], row["high"]) == pytest.approx(
+        (0, -0.2589, 0.2589), abs=1e-4
+    )
+    assert np.isnan(row["detectable"])
+    other = [{**row, "value": float(row["arm"] == "x")} for row in rows]
+    (row,) = difference_table(pd.DataFrame(other)).to_dict("records")
+    assert (row["difference"], row["low"], row["high"]) == pytest.approx((1, 0.4822, 1), abs=1e-4)
+    (row,) = difference_table(pd.DataFrame(rows).assign(metric="perplexity")).to_dict("records")
+    assert (row["low"], row["high"]) == (0, 0), "no greatest value, so no width to give"
+
+
 def test_distinct_has_its_cells_too():
     frame = pd.concat([samples([3, 4]), samples([5, 5], "lapa2")])
     table = distinct_cells(frame)
     assert table["metric"].tolist() == ["distinct-1", "distinct-2", "distinct-3"] * 2
     assert table["mean"][0] == pytest.approx(1 / 7)
+    assert set(table["scorer"]) == {"distinct (words)"}
+
+
+def test_a_cell_of_empty_texts_is_in_the_table_of_distinct():
+    blank = samples([1, 1], "blank").assign(text=" ")
+    table = distinct_cells(pd.concat([blank, samples([3, 4])]))
+    assert table["arm"].tolist() == ["blank"] * 3 + ["baseline"] * 3
+    assert table["mean"].isna().tolist() == [True] * 3 + [False] * 3
+    assert (table["n"].tolist(), table["prompts"].tolist()) == ([0] * 3 + [2] * 3,) * 2
+    assert table["why"].tolist() == ["2 empty text"] * 3 + [""] * 3
     assert set(table["scorer"]) == {"distinct (words)"}
 
 
@@ -555,6 +643,11 @@ def test_parts_cover_the_text(gpt2_tokenizer):
         ("a.csv", b"txt,label\nx,y\n", "has no column 'text'; found txt, label; give --column"),
         ("a.csv", "text\nh\u00f6\n".encode("latin-1"), "is not UTF-8"),
         ("a.jsonl", b"not json", "cannot read"),
+        *[
+            (f"a.csv{ending}", b"PK\3\4 damaged" * 9, "cannot read")
+            for ending in (".gz", ".xz", ".zip")
+        ],
+        ("b.csv.gz", gzip.compress(b"text\na fine day\n" * 99)[:20] + b"x" * 40, "cannot read"),
         ("a.txt", b"x", "neither a run folder nor a file that ends in .jsonl, .csv, .parquet"),
     ],
 )
@@ -574,3 +667,20 @@ def test_files_give_their_texts(tmp_path):
     ]
     assert manifest is None
     assert task is None
+
+
+def test_columns_of_any_type_are_read(tmp_path):
+    """Prompts that are numbers with gaps, categories, and values that cannot be hashed."""
+    table = pd.DataFrame(
+        {
+            "text": ["a b c d", "e f g h"],
+            "prompt": pd.array([1, None], "Int64"),
+            "attribute": pd.Categorical(["x", None]),
+            "model": [{"name": "a"}, {"name": "b"}],
+        }
+    )
+    table.to_parquet(tmp_path / "a.parquet")
+    ((found, *_),) = read_texts(tmp_path / "a.parquet")
+    assert found[["prompt", "attribute"]].to_numpy().tolist() == [["1", "x"], ["", ""]]
+    cells = cell_table(score_table(found, Lengths()))
+    assert set(cells["model"]) == {"{'name': 'a'}", "{'name': 'b'}"}

@@ -361,12 +361,13 @@ def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
 
 def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     """The cells, one block per scorer, and what the arms changed."""
-    from lapa2_interp.scoring.tables import KEYS
+    from lapa2_interp.scoring.tables import APART, KEYS
 
     usual = ("attribute", "arm")
+    told = (*KEYS, *APART)
     keys = [
         key
-        for key in KEYS
+        for key in told
         if key in table
         and (table[key].nunique() > 1 or (key in usual and (table[key] != "").any()))
     ]
@@ -394,7 +395,7 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
             "\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80"
             " % power)"
         )
-        drop = [key for key in differences if key == "scorer" or (key in KEYS and key not in keys)]
+        drop = [key for key in differences if key == "scorer" or (key in told and key not in keys)]
         shown = differences.drop(columns=drop)
         shown = shown.assign(
             difference=shown["difference"].round(12) + 0.0

@@ -129,9 +129,9 @@ class ItemData:
         """
         frames = []
         with Cache(self.run.home / "scores") as cache:
-            for (task, _), group in cells[cells["state"] == "finished"].groupby(
-                ["task", "model"], sort=False
-            ):
+            finished = cells[cells["state"] == "finished"]
+            wordings = finished["key"].map(lambda key: str(self.run.plan[key].task.attributes))
+            for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False):
                 samples = self.texts(group, lengths, parts)
                 options = self._options(group)
                 for name, asked in self._asked(str(task), metrics).items():

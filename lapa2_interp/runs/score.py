@@ -18,7 +18,7 @@ from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.read import load_run, shown_only
-from lapa2_interp.runs.texts import at_lengths, in_parts, only_rows, read_texts
+from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, split_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
@@ -201,21 +201,30 @@ def _score(
     notify: Callable[[str], None],
 ) -> Scored:
     scores, cells = [], []
+    done: set[tuple[int, str, str]] = set()  # place of a set, name, and version or tokenizer
     with Cache(cache or cache_folder() / "scores") as store:
         for each in scorers:
             task, name, model = split_scorer(each)
-            own = [one for one in sets if task in ("", _task_name(one[1]))]
-            if not own:
+            places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
+            if not places:
                 raise ScoringError(f"{each}: no text of task {task!r}")
-            notify(f"{each}: {_work(own, model)}")
+            notify(f"{each}: {_work([sets[n] for n in places], model)}")
             if name == "distinct":
-                together = pd.concat([samples for samples, _ in own], ignore_index=True)
+                left = [n for n in places if (n, name, model) not in done]
+                done |= {(n, name, model) for n in left}
+                if not left:
+                    continue
+                together = pd.concat([sets[n][0] for n in left], ignore_index=True)
                 cells.append(distinct_cells(together, reading_tokenizer(model) if model else None))
                 continue
             found = []
-            for samples, options in own:
+            for n in places:
+                samples, options = sets[n]
                 limited = replace(options, max_cost=max_cost)
                 with closing(make_scorer(name, model, limited)) as scorer:
+                    if (once := (n, scorer.name, scorer.version)) in done:
+                        continue
+                    done.add(once)
                     if notice := getattr(scorer, "notice", ""):
                         notify(notice)
                     try:
@@ -225,6 +234,8 @@ def _score(
                             notify(f"{name}: {usage}")
                     if max_cost is not None:
                         max_cost = max(0.0, max_cost - getattr(scorer, "spent", 0.0))
+            if not found:
+                continue
             scores.append(pd.concat(found, ignore_index=True))
             cells.append(cell_table(scores[-1]))
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
@@ -233,9 +244,11 @@ def _score(
 
 
 def _plain(value: Any) -> str | None:
-    """A value of a file's column as text."""
-    if value is None or isinstance(value, str):
+    """A value of a file's column as text; None where there is none."""
+    if isinstance(value, str):
         return value
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return None
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -308,14 +321,11 @@ def sheet_texts(
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
     samples = only_rows(pd.concat(sets, ignore_index=True), only or {})
     if {"task", "method"} <= set(samples):  # what is compared is a method's arm
-        arm = samples["task"] + " " + samples["method"] + " " + samples["arm"]
+        arm = as_words(samples["task"]) + " " + as_words(samples["method"]) + " " + samples["arm"]
         if "variant" in samples:
-            arm += (
-                samples["variant"]
-                .fillna("")
-                .map(lambda variant: f" | {variant}" if variant else "")
-            )
+            variants = as_words(samples["variant"])
+            arm += variants.map(lambda variant: f" | {variant}" if variant else "")
         if "model" in samples and samples["model"].nunique() > 1:
-            arm += " @ " + samples["model"].fillna("")
+            arm += " @ " + as_words(samples["model"])
         samples = samples.assign(arm=arm)
     return samples.drop(columns="tokens", errors="ignore")

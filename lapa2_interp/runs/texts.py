@@ -16,6 +16,7 @@ from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
+from lapa2_interp.scoring.tables import APART, KEYS
 from lapa2_interp.tasks import Task
 
 READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -39,8 +40,8 @@ def read_texts(
 
     Returns:
         Tables (missing columns filled with ""), each with the manifest and the task of its texts,
-        where they are known. A run has one per model, task and length, with its cells' columns; a
-        file has one.
+        where they are known. A run has one per model, task, wording of its prefixes and length,
+        with its cells' columns; a file has one.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.
@@ -53,13 +54,14 @@ def read_texts(
         chosen = run.select(**wanted)
         keys = each_once({key: cell for key, cell in run.finished.items() if key in chosen})
         finished = run.cells[run.cells["key"].isin(keys)]
+        wordings = finished["key"].map(lambda key: str(run.plan[key].task.attributes))
         return [
             (
                 run.samples(list(group["key"])),
                 run.manifest(str(group["key"].iloc[0])),
                 _task_of(run, source, str(group["key"].iloc[0])),
             )
-            for _, group in finished.groupby(["model", "task", "max_length"], sort=False)
+            for _, group in finished.groupby(["model", "task", wordings, "max_length"], sort=False)
         ]
     kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
     if kind is None or not source.is_file():
@@ -73,7 +75,7 @@ def read_texts(
         raise ScoringError(
             f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
         ) from error
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # each compression has errors of its own for a damaged file
         raise ScoringError(f"cannot read {source}: {' '.join(str(error).split())[:160]}") from error
     if not len(table):
         raise ScoringError(f"{source} has no rows")
@@ -91,9 +93,17 @@ def read_texts(
         table = table.drop(columns="text", errors="ignore").rename(columns={column: "text"})
     table = table.reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
-        table[name] = table[name].fillna("").astype(str) if name in table else ""
+        table[name] = as_words(table[name]) if name in table else ""
+    for name in set(table) & {*KEYS, *APART}:
+        if table[name].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
+            table[name] = as_words(table[name])  # groups are made of what can be hashed
     texts = [text if isinstance(text, str) else "" for text in table["text"]]
     return [(table.assign(text=texts), None, None)]
+
+
+def as_words(column: pd.Series) -> pd.Series:
+    """A column as texts; "" where it has no value."""
+    return column.astype(object).where(column.notna(), "").astype(str)
 
 
 def _task_of(run: Run, source: Path, key: str) -> Task | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sqlite3
 import sys
 from abc import ABC, abstractmethod
@@ -55,6 +56,17 @@ class Skipped:
 
     reason: str
     final: bool = True
+
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+"""Half a character of UTF-16 by itself, which UTF-8 does not have."""
+
+
+def unreadable(text: str) -> str:
+    """Why no model can read a text, or ""."""
+    if not text.strip():
+        return "empty text"
+    return "text not valid Unicode" if SURROGATE.search(text) else ""
 
 
 NAMES = {
@@ -109,7 +121,7 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
         usual: The names where only such a word is asked for.
 
     Raises:
-        ScoringError: An unknown name.
+        ScoringError: An unknown name, or = without a model.
     """
     words = [each for each in asked if each in WHICH]
     names = [each for each in asked if each not in WHICH] or list(usual)
@@ -119,6 +131,8 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
         _, name, model = split_scorer(each)
         if name not in NAMES:
             raise ScoringError(one_of("scorer", name, [*NAMES, *WHICH]))
+        if each.endswith("=") and not model:
+            raise ScoringError(f"{each} names no model; give one, or leave = out")
         if name in ("accuracy", "toxicity") and not model:
             found += [f"{each}={one}" for one in by]
         else:
@@ -194,7 +208,8 @@ class ScoringStoppedError(ScoringError):
 class Cache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
-    Each is stored with a hash of key and value. A score that does not have it is asked for again.
+    Each is stored with a hash of key and value. A score without it, or with another, is asked for
+    again.
 
     Args:
         folder: Made when missing; None keeps scores in memory.
@@ -273,8 +288,6 @@ class Cache:
 def _stored(key: str, value: str) -> Any:
     """What a row of the cache says; raises ValueError where it is not what was written."""
     text, _, digest = value.rpartition(" ")
-    if value.endswith(("]", '"')):  # written before scores had a hash
-        return json.loads(value)
     if digest != _digest(key, text):
         raise ValueError(value)
     return json.loads(text)

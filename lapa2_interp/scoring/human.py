@@ -121,8 +121,10 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
 
     Raises:
         ScoringError: A column or value is missing, a text is there twice, there are too few texts,
-            or the folder holds sheets of another draw.
+            the seed is negative, or the folder holds sheets of another draw.
     """
+    if seed < 0:
+        raise ScoringError(f"the seed is {seed}; give 0 or more")
     table = _checked(samples)
     rng = np.random.default_rng(seed)
     drawn = _draw(table, n, rng)
@@ -232,7 +234,7 @@ def _csv(table: pd.DataFrame) -> bytes:
     """A table as spreadsheets read it without asking: UTF-8 with a mark, formulas made harmless."""
     out = io.StringIO(newline="")
     writer = csv.writer(out)
-    writer.writerow(table.columns)
+    writer.writerow([_cell(name) for name in table.columns])
     writer.writerows(
         [_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
     )
@@ -374,7 +376,7 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
     columns: list[str] = []
     line = 1
     try:
-        columns = [name.strip() for name in next(reader, [])]
+        columns = [_restored(name.strip()) for name in next(reader, [])]
         missing = [name for name in needed if name not in columns]
         if missing:
             raise ScoringError(
@@ -401,8 +403,9 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     """Mean rating per arm and metric.
 
     Whole prompts are resampled, as in every table of texts: the ratings of one text share the text,
-    and the texts of one prompt share the prompt, so this covers both. The annotators are taken as
-    they are; the interval says nothing about other people.
+    and the texts of one prompt share the prompt, so this covers both. A text without a prompt is
+    taken as a prompt of its own. The annotators are taken as they are; the interval says nothing
+    about other people.
 
     Args:
         answers: From `read_answers`.
@@ -417,6 +420,7 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
         for metric in METRICS:
             asked = of_arm[of_arm["metric"] == metric]
             given = asked[asked["rating"].notna()]
+            given = given.assign(prompt=given["prompt"].where(given["prompt"] != "", given["id"]))
             mean, low, high = (np.nan,) * 3
             if len(given):
                 interval = mean_interval(given["rating"].to_numpy(), given["prompt"])

@@ -82,6 +82,7 @@ LONGEST_WAIT = 120.0
 """Seconds. A server that asks for more ends the run, which can be taken up later."""
 
 REFUSED = Skipped("refused", final=False)
+TOO_LONG = Skipped("text too long for the judge")
 MALFORMED = Skipped("malformed answer", final=False)
 MOST_TOKENS = 10**8
 """A request does not have more tokens, whatever a server says."""
@@ -137,6 +138,12 @@ class _Problem:
         if self.code == "insufficient_quota":
             return False
         return self.status is None or self.status in (408, 409, 429) or self.status >= 500
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the text does not fit the model, in OpenAI's words, which vLLM has, too."""
+        told = self.code == "context_length_exceeded" or "maximum context length" in self.said
+        return told and self.status in (400, 413, 422)
 
 
 class Judge(Scorer):
@@ -231,7 +238,9 @@ class Judge(Scorer):
         decoding = (
             "the server's temperature" if temperature is None else f"temperature {temperature:g}"
         )
-        self.version = f"{model} at {self.host}, prompt {template}, {decoding}"
+        path = urlsplit(self.base_url).path.rstrip("/") or "/"
+        place = self.host if path == "/v1" else self.host + path
+        self.version = f"{model} at {place}, prompt {template}, {decoding}"
         self._clock = clock
         self._sleep = sleep
         self._client: httpx.Client | None = None
@@ -356,6 +365,8 @@ class Judge(Scorer):
                 "content_policy_violation",
             ):
                 return REFUSED
+            if answer.too_long:
+                return TOO_LONG
             if answer.status in (400, 422) and form + 1 < len(FORMATS):
                 form += 1
                 continue

@@ -45,6 +45,8 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
     A plain accuracy, masked or toxicity is by the linear classifier, which costs next to nothing:
     methods that read their drafts take it.
     """
+    if model and name in ("echo", "repetition"):
+        raise ScoringError(f"{name} takes no model, found {name}={model}; ask for {name}")
     match name, model:
         case "accuracy", "" | "linear" | "adapter":
             if options.task is None:

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from lapa2_interp.errors import ScoringError
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
 from lapa2_interp.scoring.bounded import BoundedClient
 
 ENDS = date(2026, 12, 31)
@@ -272,13 +272,7 @@ def _host(base_url: str) -> str:
 
 def _unscorable(text: str) -> str:
     """Why the API cannot take a text, or ""."""
-    if not text.strip():
-        return EMPTY
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        return "text not valid Unicode"
-    return TOO_LONG if size > MAX_BYTES else ""
+    return unreadable(text) or (TOO_LONG if len(text.encode()) > MAX_BYTES else "")
 
 
 def _toxicity(response: httpx.Response) -> float | None:

@@ -14,8 +14,8 @@ import pandas as pd
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
-from lapa2_interp.scoring.distinct import distinct_table
-from lapa2_interp.stats import Interval, mean_interval, paired_difference
+from lapa2_interp.scoring.distinct import ORDERS, distinct_table
+from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
 KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that make cells, where a table has them."""
@@ -96,7 +96,10 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
 
 
 def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
-    """Means with 95 % intervals, per cell and for all attributes together.
+    """Means with 95 % intervals, per cell and for all attributes together ("all").
+
+    A mean is over the texts that have a number, each counted once. So that of "all" leans to the
+    attributes with more such texts; `difference_table` weighs them alike.
 
     Args:
         scores: From `score_table`, for one or several scorers.
@@ -161,12 +164,16 @@ def within(metric: str, interval: Interval) -> tuple[float, float]:
 
 
 def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
-    """Every other arm against the baseline, paired on the prompts (and attributes) both have.
+    """Every other arm against the baseline, paired on the prompts and attributes both have.
+
+    A prompt's difference is the mean of its attributes' differences. So for all attributes together
+    it may be another number than the difference of the two means of `cell_table`.
 
     Returns:
-        The cell's keys and metric, difference, low, high, p (sign-flip permutation over prompts),
-        detectable (the smallest difference these texts could have shown), prompts, scorer; empty
-        where there is no such arm.
+        The cell's keys and metric, difference, low, high (never a point where the metric has a
+        least and a greatest value, see SURE), p (sign-flip permutation over prompts), detectable
+        (the smallest difference these texts could have shown; NaN where all prompts have one
+        difference, which tells no spread), prompts, scorer; empty where there is no such arm.
     """
     columns = ["metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer"]
     if baseline not in set(scores["arm"]):
@@ -177,18 +184,19 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
             ["metric", "scorer"], sort=False
         ):
             texts = texts[texts["prompt"] != ""]  # what nothing pairs
-            before = texts[texts["arm"] == baseline]
-            for arm, after in texts[texts["arm"] != baseline].groupby("arm", sort=False):
-                if not set(before["prompt"]) & set(after["prompt"]):
+            place = [name for name in ("prompt", "attribute") if name in texts]
+            means = texts.groupby(["arm", *place], sort=False)["value"].mean()
+            before = means[means.index.get_level_values("arm") == baseline].droplevel("arm")
+            for arm in texts["arm"][texts["arm"] != baseline].unique():
+                after = means[means.index.get_level_values("arm") == arm].droplevel("arm")
+                shared = before.index.intersection(after.index)
+                if not len(shared):
                     continue
+                prompts = shared.get_level_values("prompt").to_numpy()
                 change = paired_difference(
-                    before["value"].to_numpy(),
-                    before["prompt"].to_numpy(),
-                    after["value"].to_numpy(),
-                    after["prompt"].to_numpy(),
+                    before[shared].to_numpy(), prompts, after[shared].to_numpy(), prompts
                 )
-                least, most = RANGES.get(plain(str(metric)), (-np.inf, np.inf))
-                low, high = np.clip([change.low, change.high], least - most, most - least)
+                low, high = _of_difference(str(metric), change)
                 rows.append(
                     {
                         **keys,
@@ -198,7 +206,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                         "low": low,
                         "high": high,
                         "p": change.p,
-                        "detectable": change.detectable,
+                        "detectable": np.nan if _alike(change) else change.detectable,
                         "prompts": change.clusters,
                         "scorer": scorer,
                     }
@@ -206,37 +214,50 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
     return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
 
 
+def _alike(change: Difference) -> bool:
+    """Whether all prompts have one difference, but for rounding."""
+    return change.high - change.low < 1e-12
+
+
+def _of_difference(metric: str, change: Difference) -> tuple[float, float]:
+    """The interval of a difference, kept inside what the metric's range allows.
+
+    Where it is a point, the share of prompts that SURE leaves open may have any difference.
+    """
+    least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
+    low, high = change.low, change.high
+    if _alike(change) and np.isfinite(most - least):
+        unseen = 1 - SURE ** (1 / change.clusters)
+        middle, away = (1 - unseen) * change.mean, unseen * (most - least)
+        low, high = middle - away, middle + away
+    low, high = np.clip([low, high], least - most, most - least)
+    return float(low), float(high)
+
+
 def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
-    """distinct-1, -2, -3 of every cell's texts as rows of a cell table."""
-    rows = []
+    """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN where all are empty.
+
+    Raises:
+        ScoringError: All texts of all cells are empty.
+    """
+    frames = []
     for keys, part in _cells(samples):
         filled = part[part["text"].str.strip() != ""]
+        left = len(part) - len(filled)
         if len(filled):
             table = distinct_table(list(filled["text"]), list(_clusters(filled)), tokenizer)
-            left = len(part) - len(filled)
-            facts = pd.DataFrame(
-                [{**keys, "skipped": left, "why": f"{left} empty text" if left else ""}]
-            )
-            table = table.rename(columns={"clusters": "prompts"}).merge(facts, how="cross")
-            rows.append(
-                table[
-                    [
-                        *keys,
-                        "metric",
-                        "mean",
-                        "low",
-                        "high",
-                        "n",
-                        "prompts",
-                        "skipped",
-                        "why",
-                        "scorer",
-                    ]
-                ]
-            )
-    if not rows:
+        else:
+            metrics = [f"distinct-{n}" for n in ORDERS]
+            table = pd.DataFrame({"metric": metrics, "n": 0, "clusters": 0})
+        why = f"{left} empty text" if left else ""
+        facts = pd.DataFrame([{**keys, "skipped": left, "why": why}])
+        frames.append(table.merge(facts, how="cross"))
+    found = pd.concat(frames, ignore_index=True)
+    if "scorer" not in found:
         raise ScoringError("there is no text to count the words of: all are empty")
-    return pd.concat(rows, ignore_index=True)
+    found = found.assign(scorer=found["scorer"].dropna().iloc[0])
+    columns = ["metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]
+    return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:

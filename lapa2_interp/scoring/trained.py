@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp.errors import ScoringError, first_problem, one_of
 from lapa2_interp.files import unsealed
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
 
 WEIGHTS = Path(__file__).parent / "weights"
 TOXIC_LABEL = "toxic"
@@ -133,10 +133,10 @@ class TaskScorer(Scorer):
         return self.load()
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if item.text.strip()]
+        texts = [item.text for item in items if not unreadable(item.text)]
         rows = iter(self.classifier.probabilities(texts) if texts else ())
         return [
-            tuple(map(float, next(rows))) if item.text.strip() else Skipped("empty text")
+            Skipped(why) if (why := unreadable(item.text)) else tuple(map(float, next(rows)))
             for item in items
         ]
 

@@ -70,7 +70,9 @@ def read_graded(path: Path, test: bool) -> Graded:
                         if part.get("toxicity") is not None and part["text"].strip():
                             texts.append(part["text"])
                             scores.append(float(part["toxicity"]))
-    except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
+                            if not 0 <= scores[-1] <= 1:
+                                raise ValueError(f"toxicity {scores[-1]:g}; allowed: 0 to 1")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, lzma.LZMAError) as error:
         raise DataError(
             f"{path} is not a file of RealToxicityPrompts ({type(error).__name__}: {error})"
         ) from error

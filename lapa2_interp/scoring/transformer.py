@@ -3,26 +3,31 @@ classifier."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of
 from lapa2_interp.models import check_weights, load_transformers, move, provenance
-from lapa2_interp.models.smollm2 import quiet_transformers
+from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MIN_WORDS = 10
 MAX_TOKENS = 1024
+READ = (".json", ".txt", ".model", ".py")
+"""Endings of the files of a model that are read besides its weights."""
 
 
 class Perplexity(Scorer):
@@ -67,7 +72,7 @@ class Perplexity(Scorer):
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
-            f" words{bos}"
+            f" words{bos}{_beside(model)}"
         )
 
     def close(self) -> None:
@@ -78,13 +83,15 @@ class Perplexity(Scorer):
         bos = text_markers(self.tokenizer).start
         scores: list[Score] = []
         ids = [
-            self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
+            []
+            if unreadable(item.text)
+            else self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
             for item in items
         ]
         scored = [
             i
             for i, item in enumerate(items)
-            if len(item.text.split(" ")) >= self.min_words and ids[i] and item.text.strip()
+            if len(item.text.split(" ")) >= self.min_words and ids[i]
         ]
         values: dict[int, float] = {}
         if scored:
@@ -94,11 +101,13 @@ class Perplexity(Scorer):
                 nll = text_nll(self.network, rows).double().sum(1) / rows.targets.sum(1)
             values = dict(zip(scored, nll.exp().tolist(), strict=True))
         for i, item in enumerate(items):
-            if not item.text.strip():
-                scores.append(Skipped("empty text"))
+            if why := unreadable(item.text):
+                scores.append(Skipped(why))
             elif i not in values:
                 scores.append(Skipped(f"under {self.min_words} words"))
-            elif not math.isfinite(values[i]):
+            elif math.isnan(values[i]):  # float16 overflows; another precision may not
+                scores.append(Skipped("no number", final=False))
+            elif math.isinf(values[i]):
                 scores.append(Skipped("probability 0"))
             else:
                 scores.append((values[i],))
@@ -153,6 +162,7 @@ class Classifier(Scorer):
         self.version = (
             f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
             f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}"
+            f"{_beside(model)}"
         )
 
     def close(self) -> None:
@@ -160,9 +170,9 @@ class Classifier(Scorer):
 
     @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if item.text.strip()]
+        texts = [item.text for item in items if not unreadable(item.text)]
         if not texts:
-            return [Skipped("empty text")] * len(items)
+            return [Skipped(unreadable(item.text)) for item in items]
         limit = min(512, context_of(self.network.config) - 2)
         batch = self.tokenizer(
             texts,
@@ -178,7 +188,21 @@ class Classifier(Scorer):
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
         rows = iter(probabilities.tolist())
-        return [tuple(next(rows)) if item.text.strip() else Skipped("empty text") for item in items]
+        return [
+            Skipped(why) if (why := unreadable(item.text)) else tuple(next(rows)) for item in items
+        ]
+
+
+def _beside(model: str) -> str:
+    """For a version: a hash of what decides scores in a folder besides its weights, such as its
+    tokenizer; "" for a name or a hub id."""
+    if model == SMOLLM2 or not Path(model).is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for file in sorted(Path(model).iterdir()):
+        if file.is_file() and file.suffix in READ:
+            digest.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return f", other files {digest.hexdigest()[:12]}"
 
 
 def _load_classifier(
