@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_CLASSES, cell_of, generate, load
+from conftest import MODEL_CLASSES, cell_of, load
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, methods
 from lapa2_interp.attention.bias import Bias
