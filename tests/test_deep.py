@@ -128,11 +128,14 @@ def test_long_texts_are_scored_in_eighths(tmp_path):
     assert {"acc", "acc masked", "echo %", "rep %"} <= set(rows["metric"])
     claims = table(run, "long.claims")
     assert claims["claim"].tolist() == [
-        *(f"the last eighth is less on target than the first: {arm}"
-          for arm in ("baseline", "lapa2", "token-selective")),
+        "the last eighth is less on target than the first: baseline",
+        "the last eighth is as much on target as the first: lapa2",
         "the last eighth is more on target with lapa2 than with baseline",
         "the last eighth is more on target with token-selective than with lapa2",
-    ]  # fmt: skip
+    ]
+    assert claims["expected"].tolist() == ["less", "same", "more", "more"]
+    assert claims["margin"].tolist() == [5.0] * 4
+    assert claims["whose"].tolist() == ["paper"] * 3 + ["ours"]
     steps = table(run, "long.steps")
     assert set(steps["arm"]) == {"baseline", "lapa2", "token-selective"}
     script("figures", "long", run)

@@ -764,13 +764,14 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
     assert disputed(table).startswith("Of 1 claim with two scorers, 1 have another verdict by the")
 
 
-def noted(*differences, margin=0.0, expected="more", compared=None):
+def noted(*differences, margin=0.0, expected="more", compared=None, whose="paper"):
     """Claims with (mean, standard error, p) over 30 prompts."""
     found = Findings("item")
     for number, (mean, error, p) in enumerate(differences):
         of = Difference(mean, mean - 2.1 * error, mean + 2.1 * error, p, error, 30, 2.0, 0.5)
         key = "" if compared is None else compared[number]
-        found.note(f"claim {number}", "acc", expected, of, margin=margin, compared=key)
+        more = {"compared": key, "whose": whose}
+        found.note(f"claim {number}", "acc", expected, of, margin=margin, **more)
     return found.frame()
 
 
@@ -824,6 +825,30 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
     assert same["p_within"].iloc[0] == pytest.approx(t.sf(1.3 / 0.4, 29))
     assert same["p"].iloc[1] == pytest.approx(2 * t.sf(1.5 / 0.4, 29))
     assert behind(same)["p"].tolist() == [same["p_within"].iloc[0], same["p"].iloc[1]]
+
+
+def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
+    """It has other words, is tested alike, and is told apart; what both compare counts in each."""
+    differences = (3.0, 0.5, 0.001), (-3.0, 0.5, 0.001), (0.0, 9.0, 0.9)
+    paper, ours = (noted(*differences, whose=each, compared="abc") for each in ("paper", "ours"))
+    assert ours["verdict"].tolist() == ["as expected", "against what was expected", "inconclusive"]
+    assert ours["raw"].tolist() == ours["verdict"].tolist()
+    assert ours["holm"].tolist() == paper["holm"].tolist()
+    same = noted((0.2, 0.4, 0.6), margin=1.5, expected="same", whose="ours")
+    assert same["verdict"].item() == "as expected"
+    assert behind(same)["p"].item() == same["p_within"].item()
+    reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
+    for item, table in (("half", paper), ("heads", ours)):
+        table.assign(item=item).to_csv(tmp_path / f"{item}.claims.csv", index=False)
+    assert len(counted_once(reproduce["collect_verdicts"](tmp_path))) == 6
+    text = (tmp_path / "verdicts.md").read_text("utf-8")
+    first, second = text.split("### Ours, not the paper's")
+    assert first.startswith("### The paper's claims")
+    assert "\n1 as in the paper, 1 against the paper, 1 inconclusive. 95 %" in first
+    assert "\n1 as expected, 1 against what was expected, 1 inconclusive. 95 %" in second
+    (tmp_path / "half.claims.csv").unlink()
+    reproduce["collect_verdicts"](tmp_path)
+    assert (tmp_path / "verdicts.md").read_text("utf-8").startswith("### Ours")
 
 
 def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small():

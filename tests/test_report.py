@@ -81,10 +81,11 @@ def make_run(folder, trace="pooled"):
     return folder / "run"
 
 
-def claim(item, text, verdict, here=1.5, expected="more"):
+def claim(item, text, verdict, here=1.5, expected="more", **more):
     nothing = float("nan")
     low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
-    return vars(Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4))
+    found = Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
+    return vars(found) | more
 
 
 def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
@@ -219,6 +220,29 @@ def test_claims_come_with_interval_p_power_and_verdict(html):
         "data-task": "sentiment",
         "data-method": "prefix",
     }
+
+
+def test_claims_of_ours_are_told_apart_and_each_comparison_counts_once(run):
+    """What two items compare counts with its largest corrected p, wherever it stands."""
+    same = {"compared": "x", "holm": 0.001}
+    rows = [
+        claim("decay", "sure", "as in the paper", **same),
+        claim("decay", "mine", "as expected", whose="ours", **same),
+    ]
+    write_item(run, "decay", [], ["x"], rows)
+    later = [claim("half", "strict", "inconclusive", compared="x", holm=0.5)]
+    write_item(run, "half", [], ["x"], later)
+    html = page(run)
+    text = " ".join(Parts(html).text.split())
+    told = "1 as in the paper, 1 against the paper, 0 no difference, 2 inconclusive, 1 missing."
+    assert f"Of 5 claims the paper makes: {told}" in text
+    told = "1 as expected, 0 against what was expected, 0 no difference, 0 inconclusive, 0 missing."
+    assert f"Of 1 claims of ours: {told}" in text
+    assert "Claims: ✓ 1 as in the paper Claims of ours: ✓ 1 as expected" in text
+    assert "Ours, not the paper's" in text
+    rows = re.findall(r'data-verdict=.*?<td class="words">(.*?)</td>.*?</a>(.*?)</td>', html, re.S)
+    assert [name for name, again in rows if again] == ["sure"]
+    assert "claims as expected" not in text, "tiles are of the paper's claims"
 
 
 def test_the_run_is_told(html, finished):
