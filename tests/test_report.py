@@ -5,17 +5,19 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pandas as pd
 import pytest
+from browsers import browser_page
 
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import unsealed
 from lapa2_interp.layout import pieces
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.page import embedded
 from lapa2_interp.paper.claims import Finding
 from lapa2_interp.report import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
@@ -411,6 +413,76 @@ def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     below = str(_forest({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
     assert 'class="here" d="M1.0 9l9 -5v10z"' in below
     assert 'class="paper" d="M1.0 9l9 -5v10z"' in below
+
+
+def test_the_page_is_read_in_a_browser(run):
+    """Sorted, filtered and read by keys; what an address asks for, however odd, is shown."""
+    write_item(run, "half", [["2 lines", 1], ["b", 9], ["a", 10]], ["words", "number"])
+    html = page(run)
+    found = Parts(html)
+    data = found.data
+
+    def text(n):
+        return {"t": ["word\n"] * n, "p": [1000] * n, "b": [10] * n, "end": "length"}
+
+    for arm, sizes in zip(data["groups"][0]["arms"], [(120, 40), (0, 1)], strict=True):
+        arm["texts"] = [text(n) for n in sizes]
+    file = run / "report.html"
+    file.write_text(html.replace(found.scripts["data"], str(embedded(data))), "utf-8")
+
+    with browser_page() as browser:
+
+        def go(address):
+            browser.ask(f"location.hash = {json.dumps(address)}; 0")
+            wait()
+
+        def wait():
+            browser.ask("new Promise(done => setTimeout(() => done(0), 150))")
+
+        def each(what, value):
+            return browser.ask(f"[...document.querySelectorAll('{what}')].map(each => {value})")
+
+        def top(what):
+            return browser.ask(f"document.querySelector('{what}').getBoundingClientRect().top")
+
+        browser.goto(file.as_uri() + "#colour=constructor")
+        assert each("#colour input", "each.checked") == [True, False]
+        columns = each(".column", "each.textContent")
+        assert "0 tokens" in columns[1]
+        assert "NaN" not in columns[1]
+        assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 120 44"]
+
+        browser.ask("document.querySelector('.column').focus()")
+        for _ in range(80):
+            browser.press("ArrowRight")
+        wait()
+        browser.press("ArrowRight")
+        wait()
+        assert each(".column:first-child .token.here", "each.dataset.step") == ["80"]
+        assert 0 < top(".token.here") < 900
+        assert each("#tip", "each.matches('.hidden')") == [False]
+        labels = each(".column", "[each.getAttribute('role'), each.getAttribute('aria-label')]")
+        assert labels[0] == ["group", "Text of baseline; arrow keys read its tokens"]
+
+        go(f"prompt={quote(data['groups'][0]['prompts'][1])}")
+        assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 40 44"] * 2
+        assert each(".spark polyline", "each.getAttribute('points')")[1] == "0,12.0 1,12.0"
+        assert abs(top("#texts")) < 100
+        go("item=sent_topic&verdict=missing")
+        assert abs(top("section.claims")) < 100, "not at the texts that were chosen before"
+
+        each("#arms input:checked", "each.click()")
+        assert each(".column", "0") == []
+        address = browser.ask("location.href")
+        assert address.endswith("arms=&colour=p")
+        browser.goto(address)
+        assert each(".column", "0") == []
+
+        for name, rows in (("words", ["2 lines", "a", "b"]), ("number", ["2 lines", "b", "a"])):
+            heads = f"#item-half th:nth-child({1 + (name == 'number')}) button"
+            each(heads, "each.click()")
+            assert each("#item-half tbody td:first-child", "each.textContent") == rows
+        assert browser.errors == []
 
 
 def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, capsys):
