@@ -454,6 +454,51 @@ def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path
     assert mine["verdict"].tolist() == ["missing", "missing"]
 
 
+@pytest.fixture
+def mine(run, tmp_path):
+    """Runs a script on some of the run's cells, as those of a grid of one's own."""
+
+    def ask(item, **wanted):
+        copy = shutil.copytree(run, tmp_path / "mine", dirs_exist_ok=True)
+        cells = load_run(copy).cells
+        cells = cells[np.all([cells[name].isin(each) for name, each in wanted.items()], axis=0)]
+        listing = json.loads((copy / "run.json").read_text("utf-8"))
+        listing["grids"]["mine"] = list(cells["key"])
+        (copy / "run.json").write_text(json.dumps(listing), "utf-8")
+        script("analyses", item, copy, "--grids", "mine")
+        return table(copy / "tables" / f"{item}.claims.csv")
+
+    return ask
+
+
+@pytest.mark.parametrize("item", ["half", "decay", "components", "prefix_preadd_components"])
+def test_a_grid_without_an_items_methods_is_refused(item, mine):
+    with pytest.raises(RunError, match=rf"no cells of .* in 'mine' of .*mine; {item} shows"):
+        mine(item, method=["negprompt"], arm=["alpha 1 paper"])
+
+
+def test_a_grid_may_lack_arms_or_have_others(mine):
+    """Judged is what is there: no baseline, another alpha, method, wording or number of arms."""
+    prefix = {"task": ["sentiment"], "method": ["prefix"], "law": ["", "log"]}
+    assert mine("alpha", **prefix, alpha=[0.5, 1.0], layers=["all"], profile=["paper"]).empty
+    methods = {"task": ["sentiment"], "method": ["prefix", "con-prefix"], "variant": [""]}
+    claims = mine("alpha", **methods, alpha=[0.0, 0.5])
+    assert claims["claim"].tolist() == ["alpha 0.5 controls better than 0: prefix, sentiment"]
+    worded = {"method": ["prefix"], "variant": ["", "prefix {Attribute}:"]}
+    assert mine("hard_prefix_robustness", **worded, arm=["alpha 0.5 paper"]).empty
+    claims = mine("hard_prefix_robustness", **worded, task=["sentiment"], alpha=[0.0, 0.25, 0.5])
+    assert len(claims) == 2
+    barred = mine("hard_prefix_robustness", method=["air-decoding"], variant=["pro_aug=False"])
+    assert barred.empty
+
+
+@pytest.mark.parametrize("item", ["hard_prefix_robustness", "cases"])
+def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
+    nothing = shutil.ignore_patterns("cells", "tables", "scores")
+    script("analyses", item, shutil.copytree(run, tmp_path / "new", ignore=nothing))
+    assert (tmp_path / "new" / "tables" / f"{item}.md").is_file()
+
+
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(RunError, match=r"no grid 'related'.*lapa2 sweep quick/related --out"):
         script("analyses", "related", run)
