@@ -49,12 +49,14 @@ WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
 for where, words, group in bench.groups(cells, "wording"):
     wording = where["wording"]
-    others = [arm for arm in dict.fromkeys(group["arm"]) if arm != "baseline"]
-    if wording not in THEIRS or not others:
+    arms = list(dict.fromkeys(group["arm"]))
+    others = [arm for arm in arms if arm != "baseline"]
+    if wording not in THEIRS or "baseline" not in arms or not others:
         continue
     sides = [where | {"arm": arm} for arm in ("baseline", others[0])]
     at = {
         "table": "hard_prefix",
+        "task": where["task"],
         "method": where["method"],
         "variant": THEIRS[wording],
         "metric": "acc",
