@@ -106,7 +106,10 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     assert len(heads) == 4 * model.cfg.n_layers * model.cfg.n_heads
     claims = table(run, "deep.claims").set_index("claim")
     assert set(claims["prompts"]) == {4}, "two texts of each"
-    assert claims.loc["in layer 0 the law holds to 1 %", "raw"] == "as in the paper"
+    assert claims.loc["in layer 0 the law holds to 1 %", "raw"] == "as expected"
+    derived = claims.index.str.contains("attention falls as")
+    assert set(claims["whose"][derived]) == {"paper"}
+    assert set(claims["whose"][~derived]) == {"ours"}
     script("figures", "deep", run)
     assert (run / "figures" / "deep.png").read_bytes().startswith(b"\x89PNG")
 
