@@ -35,15 +35,16 @@ table["alpha"] = table["arm"].map(cells.drop_duplicates("arm").set_index("arm")[
 BEST = {"prefix": 0.5, "air-decoding": 0.5, "preadd": 2.0}
 for where, words, group in bench.groups(cells):
     metric, better = ("tox", "less") if where["task"] == "detox" else ("acc", "more")
-    sides = {
-        alpha: where | {"arm": arm} for alpha, arm in zip(group["alpha"], group["arm"], strict=True)
-    }
-    best = BEST[where["method"]]
+    arms = group.drop_duplicates("alpha")[["alpha", "arm"]].to_numpy()
+    sides = {alpha: where | {"arm": arm} for alpha, arm in arms}
+    best = BEST.get(where["method"])
+    if best not in sides:
+        continue
     # 1/2 is the paper's best trade with perplexity, 2 is PREADD's least toxic.
-    for other in (0.0,) if best < 2 else sorted(set(sides) - {best}):
+    for other in sorted({0.0} & set(sides) if best < 2 else set(sides) - {best}):
         text = f"alpha {best:g} controls better than {other:g}: {words}"
         bench.claim(text, scores, sides[other], sides[best], metric, better)
-    if best < 2:
+    if best < 2 and 2.0 in sides:
         text = f"perplexity grows from alpha {best:g} to 2: {words}"
         bench.claim(text, scores, sides[best], sides[2.0], "ppl", "more")
 

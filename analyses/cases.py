@@ -39,12 +39,7 @@ bench = open_bench(
 LENGTH, TARGETS = 64, {"sentiment": "positive", "topic": "world", "detox": "nontoxic"}
 cells = bench.cells
 cells = cells[(cells["state"] == "finished") & ~cells["method"].isin(["freectrl", "datg"])]
-cells = cells[
-    [
-        TARGETS.get(task) == attribute
-        for task, attribute in zip(cells["task"], cells["attribute"], strict=True)
-    ]
-]
+cells = cells[cells["attribute"] == cells["task"].map(TARGETS)]
 
 # %%
 rows = []

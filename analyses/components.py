@@ -27,7 +27,7 @@ from lapa2_interp.paper.tables import without
 sys.excepthook = in_one_line
 bench = open_bench("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = bench.cells
-cells = cells[cells["method"] == "air-decoding"].copy()
+cells = bench.some(cells[cells["method"] == "air-decoding"], "air-decoding")
 on = {
     key: bool(cell.parameters["pro_aug"])
     for key, cell in bench.run.plan.items()

@@ -27,6 +27,7 @@ sys.excepthook = in_one_line
 bench = open_bench("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = bench.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
+cells = bench.some(cells, "a method without LaPA2, FreeCtrl aside,")
 lengths = bench.lengths(cells)
 scores = bench.scores(cells, lengths, metrics=("accuracy",))
 table = bench.table(scores, cells)

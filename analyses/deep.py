@@ -151,27 +151,28 @@ table = pd.DataFrame(table)
 table[["model", "task", "method", "arm"]] = [name, "sentiment", "prefix", "baseline"]
 
 # %% [markdown]
-# The claims: what the paper derives for fixed scores, and where a model departs from it.
+# The claims: what the paper derives for fixed scores; and ours, where a model departs from it.
 
 # %%
 starts = edges[:-1]
 first, last = starts[0], starts[-1]
 
 
-def judge(text, quantity, expected, values, against, margin=0.0):
+def judge(text, quantity, expected, values, against, margin=0.0, whose="ours"):
     """A number of every text against another, or against one number."""
     values = values.dropna()
     names = prompts(values)
     other = np.broadcast_to(against, len(values))
     found = paired_difference(other, names, values.to_numpy(), names)
-    bench.note(text, quantity, expected, found, margin=margin)
+    bench.note(text, quantity, expected, found, margin=margin, whose=whose)
 
 
 for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):
     shares = by_text[alpha].unstack("l")
     for least, most in pairwise(dict.fromkeys((first, starts[len(starts) // 2], last))):
         text = f"from l = {least} to {most} attention falls as l^{alpha - 1:g}: {words}"
-        judge(text, "slope", "same", slope(shares, least, most), alpha - 1, margin=0.1)
+        slopes = slope(shares, least, most)
+        judge(text, "slope", "same", slopes, alpha - 1, margin=0.1, whose="paper")
 in_first = left.xs(0, level="layer").groupby("text").mean()
 later = left[left.index.get_level_values("layer") > 0].groupby("text").mean()
 judge("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)

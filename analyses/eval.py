@@ -20,7 +20,8 @@
 #     python analyses/eval.py results/quick && python figures/eval.py results/quick
 #
 # Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22
-# on sentiment (GPT-2+Prefix), +.24 on topic (Air-Decoding).
+# on sentiment (GPT-2+Prefix), +.24 on topic (Air-Decoding). Judged are relevance and fluency;
+# topicality is in the table alone.
 
 # %%
 import sys

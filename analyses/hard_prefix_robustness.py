@@ -39,19 +39,24 @@ THEIRS = {
 }
 table = bench.table(scores, cells, THEIRS)
 parts = table["variant"].map(split_variant)
-table["variant"] = [", ".join(filter(None, (THEIRS[one], other))) for one, other in parts]
+table["variant"] = [", ".join(filter(None, (THEIRS.get(one, one), other))) for one, other in parts]
 for each in (cells, scores):  # a wording is no variant here: one is compared with another
-    parts = [split_variant(variant) for variant in each["variant"]]
-    each["wording"], each["variant"] = zip(*parts, strict=True)
+    parts = each["variant"].map(split_variant)
+    each["wording"], each["variant"] = parts.str[0], parts.str[1]
 
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
 for where, words, group in bench.groups(cells, "wording"):
     wording = where["wording"]
-    sides = [where | {"arm": arm} for arm in dict.fromkeys(group["arm"])]
+    arms = list(dict.fromkeys(group["arm"]))
+    others = [arm for arm in arms if arm != "baseline"]
+    if wording not in THEIRS or "baseline" not in arms or not others:
+        continue
+    sides = [where | {"arm": arm} for arm in ("baseline", others[0])]
     at = {
         "table": "hard_prefix",
+        "task": where["task"],
         "method": where["method"],
         "variant": THEIRS[wording],
         "metric": "acc",
@@ -63,8 +68,8 @@ for where, words, group in bench.groups(cells, "wording"):
     part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1)]
     for metric, texts in part[part["metric"].map(plain) == "acc"].groupby("metric", sort=False):
         by = texts.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
-        if len(by.columns) == 2:
-            gain = by.drop(columns="baseline").iloc[:, 0] - by["baseline"]
+        if {"baseline", others[0]} <= set(by):
+            gain = by[others[0]] - by["baseline"]
             gains.setdefault((words, wording), {})[metric] = gain
     reported[words, wording] = known[1] - known[0]
 for words in dict.fromkeys(name for name, _ in gains):

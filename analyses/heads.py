@@ -55,7 +55,8 @@ there = set(pooled_scores["arm"])
 for other in OTHERS:
     if {other, CHOSEN} <= there:
         text = f"{CHOSEN} control better than {other}: prefix"
-        bench.claim(text, pooled_scores, {"arm": other}, {"arm": CHOSEN}, "acc", "more")
+        sides = ({"arm": other}, {"arm": CHOSEN})
+        bench.claim(text, pooled_scores, *sides, "acc", "more", whose="ours")
 
 # %%
 note = (

@@ -31,7 +31,7 @@ bench = open_bench(
     "prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components"
 )
 cells = bench.cells
-cells = cells[cells["method"].isin(["prefix", "preadd"])].copy()
+cells = bench.some(cells[cells["method"].isin(["prefix", "preadd"])], "prefix or preadd")
 on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in bench.run.plan.items()}
 names = [
     "baseline" if not a else "pre+pro" if on[key] else "pre"

@@ -87,6 +87,10 @@ SCALES = {
 """The grids of a scale, and what is changed in them."""
 
 
+TITLES = {"paper": "The paper's claims", "ours": "Ours, not the paper's"}
+"""The tables of verdicts.md, by whose claims they judge."""
+
+
 def run_script(file: Path, *arguments: str) -> str:
     """Run a script as if from the command line; what stopped it, or nothing.
 
@@ -110,14 +114,19 @@ def run_script(file: Path, *arguments: str) -> str:
 
 def collect_verdicts(tables: Path) -> pd.DataFrame:
     """All claims of all items as one table: verdicts.csv, and .md with each comparison once, the
-    surest first."""
+    surest first, those of the paper apart from ours."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
     frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
     claims = pd.concat([Findings("").frame(), *frames], ignore_index=True)
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
-    if len(claims):
-        write_text(tables / "verdicts.md", as_markdown("The paper's claims", *by_sureness(claims)))
+    pages = [
+        as_markdown(title, *by_sureness(part))
+        for whose, title in TITLES.items()
+        if len(part := claims[claims["whose"] == whose])
+    ]
+    if pages:
+        write_text(tables / "verdicts.md", "\n".join(pages))
     return claims
 
 
@@ -278,9 +287,10 @@ def main() -> int:
     if left_out:
         print(f"\nleft out, as the run has no grid of theirs: {', '.join(left_out)}")
     done = len(items) - len(failed) - len(left_out)
-    print(f"\n{done} of {len(items)} items; claims: {tally(claims)}")
-    if len(claims) and (told := disputed(claims)):
-        print(told)
+    print(f"\n{done} of {len(items)} items")
+    for whose, title in TITLES.items():
+        if len(part := claims[claims["whose"] == whose]):
+            print(f"{title}: {tally(part)}. {disputed(part)}".rstrip())
     print(f"tables, figures and report.html in {out}")
     return int(bool(failed or stopped))
 

@@ -26,7 +26,6 @@ from lapa2_interp.paper.scripts import in_one_line
 sys.excepthook = in_one_line
 bench = open_bench("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = bench.cells
-longest = int(cells["max_length"].max())
 scores = bench.scores(cells)
 names = {"baseline": "none"} | {
     arm: law for arm, law in cells.drop_duplicates("arm").set_index("arm")["law"].items() if law

@@ -106,7 +106,10 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     assert len(heads) == 4 * model.cfg.n_layers * model.cfg.n_heads
     claims = table(run, "deep.claims").set_index("claim")
     assert set(claims["prompts"]) == {4}, "two texts of each"
-    assert claims.loc["in layer 0 the law holds to 1 %", "raw"] == "as in the paper"
+    assert claims.loc["in layer 0 the law holds to 1 %", "raw"] == "as expected"
+    derived = claims.index.str.contains("attention falls as")
+    assert set(claims["whose"][derived]) == {"paper"}
+    assert set(claims["whose"][~derived]) == {"ours"}
     script("figures", "deep", run)
     assert (run / "figures" / "deep.png").read_bytes().startswith(b"\x89PNG")
 
@@ -128,11 +131,14 @@ def test_long_texts_are_scored_in_eighths(tmp_path):
     assert {"acc", "acc masked", "echo %", "rep %"} <= set(rows["metric"])
     claims = table(run, "long.claims")
     assert claims["claim"].tolist() == [
-        *(f"the last eighth is less on target than the first: {arm}"
-          for arm in ("baseline", "lapa2", "token-selective")),
+        "the last eighth is less on target than the first: baseline",
+        "the last eighth is as much on target as the first: lapa2",
         "the last eighth is more on target with lapa2 than with baseline",
         "the last eighth is more on target with token-selective than with lapa2",
-    ]  # fmt: skip
+    ]
+    assert claims["expected"].tolist() == ["less", "same", "more", "more"]
+    assert claims["margin"].tolist() == [5.0] * 4
+    assert claims["whose"].tolist() == ["paper"] * 3 + ["ours"]
     steps = table(run, "long.steps")
     assert set(steps["arm"]) == {"baseline", "lapa2", "token-selective"}
     script("figures", "long", run)

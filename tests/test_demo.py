@@ -172,6 +172,7 @@ def test_the_page_loads_nothing_and_escapes_what_models_write(made):
     assert not re.search(r"url\(|@import", text[: text.index("</style>")])
     assert "default-src 'none'" in text
     assert "<|" not in text
+    assert "Here is one text of each, steered towards" in text
 
 
 def test_numbers_are_those_of_the_run_folder(made):

@@ -454,6 +454,51 @@ def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path
     assert mine["verdict"].tolist() == ["missing", "missing"]
 
 
+@pytest.fixture
+def mine(run, tmp_path):
+    """Runs a script on some of the run's cells, as those of a grid of one's own."""
+
+    def ask(item, **wanted):
+        copy = shutil.copytree(run, tmp_path / "mine", dirs_exist_ok=True)
+        cells = load_run(copy).cells
+        cells = cells[np.all([cells[name].isin(each) for name, each in wanted.items()], axis=0)]
+        listing = json.loads((copy / "run.json").read_text("utf-8"))
+        listing["grids"]["mine"] = list(cells["key"])
+        (copy / "run.json").write_text(json.dumps(listing), "utf-8")
+        script("analyses", item, copy, "--grids", "mine")
+        return table(copy / "tables" / f"{item}.claims.csv")
+
+    return ask
+
+
+@pytest.mark.parametrize("item", ["half", "decay", "components", "prefix_preadd_components"])
+def test_a_grid_without_an_items_methods_is_refused(item, mine):
+    with pytest.raises(RunError, match=rf"no cells of .* in 'mine' of .*mine; {item} shows"):
+        mine(item, method=["negprompt"], arm=["alpha 1 paper"])
+
+
+def test_a_grid_may_lack_arms_or_have_others(mine):
+    """Judged is what is there: no baseline, another alpha, method, wording or number of arms."""
+    prefix = {"task": ["sentiment"], "method": ["prefix"], "law": ["", "log"]}
+    assert mine("alpha", **prefix, alpha=[0.5, 1.0], layers=["all"], profile=["paper"]).empty
+    methods = {"task": ["sentiment"], "method": ["prefix", "con-prefix"], "variant": [""]}
+    claims = mine("alpha", **methods, alpha=[0.0, 0.5])
+    assert claims["claim"].tolist() == ["alpha 0.5 controls better than 0: prefix, sentiment"]
+    worded = {"method": ["prefix"], "variant": ["", "prefix {Attribute}:"]}
+    assert mine("hard_prefix_robustness", **worded, arm=["alpha 0.5 paper"]).empty
+    claims = mine("hard_prefix_robustness", **worded, task=["sentiment"], alpha=[0.0, 0.25, 0.5])
+    assert len(claims) == 2
+    barred = mine("hard_prefix_robustness", method=["air-decoding"], variant=["pro_aug=False"])
+    assert barred.empty
+
+
+@pytest.mark.parametrize("item", ["hard_prefix_robustness", "cases"])
+def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
+    nothing = shutil.ignore_patterns("cells", "tables", "scores")
+    script("analyses", item, shutil.copytree(run, tmp_path / "new", ignore=nothing))
+    assert (tmp_path / "new" / "tables" / f"{item}.md").is_file()
+
+
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(RunError, match=r"no grid 'related'.*lapa2 sweep quick/related --out"):
         script("analyses", "related", run)
@@ -764,13 +809,14 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
     assert disputed(table).startswith("Of 1 claim with two scorers, 1 have another verdict by the")
 
 
-def noted(*differences, margin=0.0, expected="more", compared=None):
+def noted(*differences, margin=0.0, expected="more", compared=None, whose="paper"):
     """Claims with (mean, standard error, p) over 30 prompts."""
     found = Findings("item")
     for number, (mean, error, p) in enumerate(differences):
         of = Difference(mean, mean - 2.1 * error, mean + 2.1 * error, p, error, 30, 2.0, 0.5)
         key = "" if compared is None else compared[number]
-        found.note(f"claim {number}", "acc", expected, of, margin=margin, compared=key)
+        more = {"compared": key, "whose": whose}
+        found.note(f"claim {number}", "acc", expected, of, margin=margin, **more)
     return found.frame()
 
 
@@ -824,6 +870,30 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
     assert same["p_within"].iloc[0] == pytest.approx(t.sf(1.3 / 0.4, 29))
     assert same["p"].iloc[1] == pytest.approx(2 * t.sf(1.5 / 0.4, 29))
     assert behind(same)["p"].tolist() == [same["p_within"].iloc[0], same["p"].iloc[1]]
+
+
+def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
+    """It has other words, is tested alike, and is told apart; what both compare counts in each."""
+    differences = (3.0, 0.5, 0.001), (-3.0, 0.5, 0.001), (0.0, 9.0, 0.9)
+    paper, ours = (noted(*differences, whose=each, compared="abc") for each in ("paper", "ours"))
+    assert ours["verdict"].tolist() == ["as expected", "against what was expected", "inconclusive"]
+    assert ours["raw"].tolist() == ours["verdict"].tolist()
+    assert ours["holm"].tolist() == paper["holm"].tolist()
+    same = noted((0.2, 0.4, 0.6), margin=1.5, expected="same", whose="ours")
+    assert same["verdict"].item() == "as expected"
+    assert behind(same)["p"].item() == same["p_within"].item()
+    reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
+    for item, table in (("half", paper), ("heads", ours)):
+        table.assign(item=item).to_csv(tmp_path / f"{item}.claims.csv", index=False)
+    assert len(counted_once(reproduce["collect_verdicts"](tmp_path))) == 6
+    text = (tmp_path / "verdicts.md").read_text("utf-8")
+    first, second = text.split("### Ours, not the paper's")
+    assert first.startswith("### The paper's claims")
+    assert "\n1 as in the paper, 1 against the paper, 1 inconclusive. 95 %" in first
+    assert "\n1 as expected, 1 against what was expected, 1 inconclusive. 95 %" in second
+    (tmp_path / "half.claims.csv").unlink()
+    reproduce["collect_verdicts"](tmp_path)
+    assert (tmp_path / "verdicts.md").read_text("utf-8").startswith("### Ours")
 
 
 def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small():

@@ -219,7 +219,7 @@ def test_three_integers_are_read_with_or_without_a_code_fence(fence):
         "5 4 3",
         "[5, 4, 3]",
         '[["relevance", 5], ["fluency", 4], ["topicality", 3]]',
-        f"InProcess it is: {GOOD}",
+        f"Here it is: {GOOD}",
         f"{GOOD} {GOOD}",
         f"```json\n{GOOD}\n``` as asked",
         rating(5, 4, 0),

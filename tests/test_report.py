@@ -5,17 +5,19 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pandas as pd
 import pytest
+from browsers import browser_page
 
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import unsealed
 from lapa2_interp.layout import pieces
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.page import embedded
 from lapa2_interp.paper.claims import Finding
 from lapa2_interp.report import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
@@ -81,10 +83,11 @@ def make_run(folder, trace="pooled"):
     return folder / "run"
 
 
-def claim(item, text, verdict, here=1.5, expected="more"):
+def claim(item, text, verdict, here=1.5, expected="more", **more):
     nothing = float("nan")
     low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
-    return vars(Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4))
+    found = Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
+    return vars(found) | more
 
 
 def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
@@ -219,6 +222,29 @@ def test_claims_come_with_interval_p_power_and_verdict(html):
         "data-task": "sentiment",
         "data-method": "prefix",
     }
+
+
+def test_claims_of_ours_are_told_apart_and_each_comparison_counts_once(run):
+    """What two items compare counts with its largest corrected p, wherever it stands."""
+    same = {"compared": "x", "holm": 0.001}
+    rows = [
+        claim("decay", "sure", "as in the paper", **same),
+        claim("decay", "mine", "as expected", whose="ours", **same),
+    ]
+    write_item(run, "decay", [], ["x"], rows)
+    later = [claim("half", "strict", "inconclusive", compared="x", holm=0.5)]
+    write_item(run, "half", [], ["x"], later)
+    html = page(run)
+    text = " ".join(Parts(html).text.split())
+    told = "1 as in the paper, 1 against the paper, 0 no difference, 2 inconclusive, 1 missing."
+    assert f"Of 5 claims the paper makes: {told}" in text
+    told = "1 as expected, 0 against what was expected, 0 no difference, 0 inconclusive, 0 missing."
+    assert f"Of 1 claims of ours: {told}" in text
+    assert "Claims: ✓ 1 as in the paper Claims of ours: ✓ 1 as expected" in text
+    assert "Ours, not the paper's" in text
+    rows = re.findall(r'data-verdict=.*?<td class="words">(.*?)</td>.*?</a>(.*?)</td>', html, re.S)
+    assert [name for name, again in rows if again] == ["sure"]
+    assert "claims as expected" not in text, "tiles are of the paper's claims"
 
 
 def test_the_run_is_told(html, finished):
@@ -387,6 +413,76 @@ def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     below = str(_forest({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
     assert 'class="here" d="M1.0 9l9 -5v10z"' in below
     assert 'class="paper" d="M1.0 9l9 -5v10z"' in below
+
+
+def test_the_page_is_read_in_a_browser(run):
+    """Sorted, filtered and read by keys; what an address asks for, however odd, is shown."""
+    write_item(run, "half", [["2 lines", 1], ["b", 9], ["a", 10]], ["words", "number"])
+    html = page(run)
+    found = Parts(html)
+    data = found.data
+
+    def text(n):
+        return {"t": ["word\n"] * n, "p": [1000] * n, "b": [10] * n, "end": "length"}
+
+    for arm, sizes in zip(data["groups"][0]["arms"], [(120, 40), (0, 1)], strict=True):
+        arm["texts"] = [text(n) for n in sizes]
+    file = run / "report.html"
+    file.write_text(html.replace(found.scripts["data"], str(embedded(data))), "utf-8")
+
+    with browser_page() as browser:
+
+        def go(address):
+            browser.ask(f"location.hash = {json.dumps(address)}; 0")
+            wait()
+
+        def wait():
+            browser.ask("new Promise(done => setTimeout(() => done(0), 150))")
+
+        def each(what, value):
+            return browser.ask(f"[...document.querySelectorAll('{what}')].map(each => {value})")
+
+        def top(what):
+            return browser.ask(f"document.querySelector('{what}').getBoundingClientRect().top")
+
+        browser.goto(file.as_uri() + "#colour=constructor")
+        assert each("#colour input", "each.checked") == [True, False]
+        columns = each(".column", "each.textContent")
+        assert "0 tokens" in columns[1]
+        assert "NaN" not in columns[1]
+        assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 120 44"]
+
+        browser.ask("document.querySelector('.column').focus()")
+        for _ in range(80):
+            browser.press("ArrowRight")
+        wait()
+        browser.press("ArrowRight")
+        wait()
+        assert each(".column:first-child .token.here", "each.dataset.step") == ["80"]
+        assert 0 < top(".token.here") < 900
+        assert each("#tip", "each.matches('.hidden')") == [False]
+        labels = each(".column", "[each.getAttribute('role'), each.getAttribute('aria-label')]")
+        assert labels[0] == ["group", "Text of baseline; arrow keys read its tokens"]
+
+        go(f"prompt={quote(data['groups'][0]['prompts'][1])}")
+        assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 40 44"] * 2
+        assert each(".spark polyline", "each.getAttribute('points')")[1] == "0,12.0 1,12.0"
+        assert abs(top("#texts")) < 100
+        go("item=sent_topic&verdict=missing")
+        assert abs(top("section.claims")) < 100, "not at the texts that were chosen before"
+
+        each("#arms input:checked", "each.click()")
+        assert each(".column", "0") == []
+        address = browser.ask("location.href")
+        assert address.endswith("arms=&colour=p")
+        browser.goto(address)
+        assert each(".column", "0") == []
+
+        for name, rows in (("words", ["2 lines", "a", "b"]), ("number", ["2 lines", "b", "a"])):
+            heads = f"#item-half th:nth-child({1 + (name == 'number')}) button"
+            each(heads, "each.click()")
+            assert each("#item-half tbody td:first-child", "each.textContent") == rows
+        assert browser.errors == []
 
 
 def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, capsys):

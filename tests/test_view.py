@@ -680,6 +680,38 @@ def test_a_pixel_shows_the_largest_of_its_cells(browser, shown, tmp_path):
     assert max(strong) - min(strong) > 50, "a band along the last key, then one column"
 
 
+@pytest.mark.parametrize("grid", ["text", "run"])
+def test_the_grid_tells_the_number_that_is_drawn(browser, place, shown, grid):
+    """And not that of the current step: the mean over the text, or of all texts with its ends."""
+    opened(browser, place, f"grid={grid}&step=3")
+    first, second = shown.found.readings
+    layers, heads = first.masses.shape[2:]
+    browser.hover(*middle(browser, 3, 1, 2, layers, heads))
+    known = browser.ask("document.querySelector('.readout').textContent")
+    number = r" (\+?-?[\d.e-]+)" + (r" \[([\d.e-]+), ([\d.e-]+)\]" if grid == "run" else "")
+    said = re.match(rf"Head 1\.2: attention on the prefix.*?, baseline{number}; ", known)
+    if grid == "run":
+        ends = [float(first.of_run[name][1, 2]) for name in ("mean", "low", "high")]
+        difference = shown.found.differences["mean"][1, 2]
+    else:
+        means = [each.masses[0, :, 1, 2].mean() for each in (first, second)]
+        ends, difference = means[:1], means[1] - means[0]
+    assert [float(each) for each in said.groups()] == pytest.approx(ends, rel=1e-3)
+    told = re.search(r", difference (\+?-?[\d.e-]+)", known)
+    assert float(told[1]) == pytest.approx(difference, rel=1e-3)
+    quiet(browser, place)
+
+
+def test_the_mean_of_all_heads_leaves_the_pin(browser, place):
+    opened(browser, place, "pin=0.1")
+    for canvas in (0, "document.querySelectorAll('canvas').length - 1"):
+        browser.ask(f"document.querySelectorAll('canvas')[{canvas}].focus()")
+        for key in ("p", "Enter", " "):
+            browser.press(key)
+    assert told(browser)["pin"] == "0.1"
+    assert browser.ask("location.hash") == "#pin=0.1"
+
+
 def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
     opened(browser, place, "head=1.2&pin=0.1&step=2")
     steps, live = len(shown.found.readings[0].tokens), shown.found.layout.n_live

@@ -817,7 +817,7 @@ def methods(grid: Grid) -> Panel:
     return Panel(
         "Every decoding method",
         "A method combines the next-token distributions of the model with and without prefixes."
-        f" InProcess is one text of each, steered towards “{stored['attribute']}”, from the prompt"
+        f" Here is one text of each, steered towards “{stored['attribute']}”, from the prompt"
         f" “{stored['prompt']}”. One text shows what a method's output looks like, not how good"
         " it is.",
         f"lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive"

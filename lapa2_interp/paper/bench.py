@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.errors import RunError
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.paper.claims import Findings
 from lapa2_interp.paper.data import ItemData
@@ -63,6 +64,23 @@ class Bench(Findings):
     def cells(self) -> pd.DataFrame:
         """As `ItemData.cells`."""
         return self.data.cells
+
+    def some(self, cells: pd.DataFrame, what: str) -> pd.DataFrame:
+        """The cells that an item is made of, of those of its grids.
+
+        Args:
+            cells: Rows of `cells`.
+            what: Which they are, in words.
+
+        Raises:
+            RunError: There are none.
+        """
+        if cells.empty:
+            raise RunError(
+                f"no cells of {what} in {' or '.join(map(repr, self.grids))} of {self.run.name};"
+                f" {self.item} shows these alone, so give --grids one that has them"
+            )
+        return cells.copy()
 
     def table(
         self, scores: pd.DataFrame, cells: pd.DataFrame, variants: Mapping[str, str] | None = None

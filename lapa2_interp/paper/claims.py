@@ -1,4 +1,4 @@
-"""Claims of the paper and their verdicts.
+"""Claims of the paper, and our own beside them, with their verdicts.
 
 A claim puts a number in a range. The measured number has a 95 % interval. The verdict says whether
 the whole interval lies inside the range, outside it, or neither.
@@ -26,13 +26,21 @@ from lapa2_interp.stats import Difference, holm, paired_difference
 Verdict = Literal[
     "as in the paper", "against the paper", "no difference", "inconclusive", "missing"
 ]
-VERDICTS: tuple[Verdict, ...] = (
+VERDICTS = (
     "as in the paper",
     "against the paper",
+    "as expected",
+    "against what was expected",
     "no difference",
     "inconclusive",
     "missing",
 )
+"""Verdicts in the order of a tally. Of claims of ours, two read in other words (`OUR_WORDS`)."""
+OUR_WORDS = {
+    "as in the paper": "as expected",
+    "against the paper": "against what was expected",
+}
+Whose = Literal["paper", "ours"]
 Relation = Literal["more", "less", "same"]
 NONE = float("nan")
 SURE = 0.05
@@ -128,6 +136,8 @@ class Finding:
         error, texts, noise: As of `stats.Difference`, for other numbers of prompts and texts.
         compared: Equal where one test is made of the same texts by the same number; "" where not
             known.
+        whose: "paper", or "ours": what we expect and the paper does not say. Verdicts on it are
+            worded by `OUR_WORDS` in tables (`Findings.frame`).
     """
 
     item: str
@@ -160,6 +170,7 @@ class Finding:
     texts: float = NONE
     noise: float = NONE
     compared: str = ""
+    whose: Whose = "paper"
 
     @classmethod
     def of(
@@ -176,7 +187,7 @@ class Finding:
         Args:
             found: Ours; None where there was nothing to compare.
             second: Another scorer, and ours by its numbers.
-            facts: Fields scorer, task, method and compared.
+            facts: Fields scorer, task, method, compared and whose.
         """
         told = (item, claim.text, claim.quantity, claim.relation, paper)
         if found is None:
@@ -234,8 +245,9 @@ class Findings:
         expected: Relation,
         paper: float = NONE,
         margin: float | None = None,
+        whose: Whose = "paper",
     ) -> None:
-        """Judge what the paper says of two arms.
+        """Judge what is claimed of two arms.
 
         Args:
             scores: One row per text (`paper.data.ItemData.scores`).
@@ -244,13 +256,14 @@ class Findings:
             expected: As in `Claim`.
             paper: The paper's difference.
             margin: Differences that do not matter; by default `MARGINS`.
+            whose: Who claims it.
         """
         if margin is None:
             margin = MARGINS.get(metric, 0.0)
         found = compare(scores, before, after, metric)
         second = by_other(scores, before, after, metric)
         facts = _facts(scores, before, after, metric, f"{expected} {margin:g}")
-        self.note(text, metric, expected, found, paper, margin, second, **facts)
+        self.note(text, metric, expected, found, paper, margin, second, whose=whose, **facts)
 
     def as_reported(
         self,
@@ -308,7 +321,11 @@ class Findings:
             verdict = row.raw
             if verdict != "missing":
                 verdict = judge(row.expected, row.low, row.high, *both)
-            rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], "verdict": verdict})
+            told: dict[str, str] = {"verdict": verdict, "raw": row.raw}
+            told["second_verdict"] = row.second_verdict
+            if row.whose == "ours":
+                told = {name: OUR_WORDS.get(said, said) for name, said in told.items()}
+            rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], **told})
         return pd.DataFrame(rows, columns=list(Finding.__dataclass_fields__))
 
 
@@ -366,20 +383,21 @@ def _facts(
 
 
 def counted_once(claims: pd.DataFrame) -> pd.DataFrame:
-    """The rows of claims, each comparison once. Where several items make it, they correct for
-    different numbers of claims: the row with the largest corrected p counts."""
+    """The rows of claims, each comparison of the paper and each of ours once. Where several items
+    make it, they correct for different numbers of claims: the row with the largest corrected p
+    counts."""
     alone = claims["compared"] == ""
     ordered = claims.assign(largest=-behind(claims)["holm"].fillna(1.0)).sort_values(
         "largest", kind="stable"
     )
-    first = ~ordered["compared"].duplicated() | alone
+    first = ~ordered[["whose", "compared"]].duplicated() | alone
     return claims[first.reindex(claims.index)]
 
 
 def behind(claims: pd.DataFrame) -> pd.DataFrame:
     """The p and holm of the test behind each verdict; behind none, the smaller ones."""
     small = (claims["verdict"] == "no difference") | (
-        (claims["expected"] == "same") & (claims["verdict"] == "as in the paper")
+        (claims["expected"] == "same") & claims["verdict"].isin(["as in the paper", "as expected"])
     )
     small |= (claims["verdict"] == "inconclusive") & (claims["holm_within"] < claims["holm"])
     return pd.DataFrame(
@@ -408,7 +426,7 @@ def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 
 WORDS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",
-         "scorer", "task", "method", "grids", "compared")  # fmt: skip
+         "scorer", "task", "method", "grids", "compared", "whose")  # fmt: skip
 """Columns of a table of claims that are no numbers."""
 
 
@@ -442,7 +460,7 @@ def disputed(claims: pd.DataFrame) -> str:
     if not len(both):
         return ""
     others = both[both["raw"] != both["second_verdict"]]
-    sides = ("as in the paper", "against the paper")
+    sides = (*OUR_WORDS, *OUR_WORDS.values())
     opposite = (others["raw"].isin(sides) & others["second_verdict"].isin(sides)).sum()
     return (
         f"Of {counted(len(both), 'claim')} with two scorers, {len(others)} have another verdict by"
@@ -451,7 +469,7 @@ def disputed(claims: pd.DataFrame) -> str:
 
 
 def tally(claims: pd.DataFrame, column: str = "verdict") -> str:
-    """How many claims have which verdict, each comparison counted once, in words.
+    """How many of these claims have which verdict, each comparison counted once, in words.
 
     Args:
         column: verdict, or raw: without correction.

@@ -166,8 +166,8 @@ def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
 
 
 def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Means with intervals of a table of curves at the first, some middle and the last step, one
-    row per arm."""
+    """Means with intervals of a table of curves at the first and some middle steps, and at the last
+    step of its longest arm, one row per arm; empty where an arm has ended."""
     steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
     rows = table[table["step"].isin(steps)]
     cell = [

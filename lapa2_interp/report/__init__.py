@@ -3,7 +3,7 @@
 It shows, of a run folder and the tables and figures made from it:
 
 1. what was run: models, grids, cells that are there and that are not, weights, versions, seeds;
-2. the paper's claims with intervals and verdicts;
+2. the paper's claims with intervals and verdicts, and ours apart from them;
 3. every item: its figure, table and notes;
 4. texts of the arms side by side, every token coloured by the attention of the query that predicted
    it;
@@ -30,7 +30,15 @@ from lapa2_interp.files import write_text
 from lapa2_interp.layout import pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
-from lapa2_interp.paper.claims import behind, disagreement, disputed, read_claims, short_name
+from lapa2_interp.paper.claims import (
+    OUR_WORDS,
+    behind,
+    counted_once,
+    disagreement,
+    disputed,
+    read_claims,
+    short_name,
+)
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import STATES, FinishedCell, Run
@@ -68,10 +76,17 @@ ORDER = (
 MARKS = {
     "as in the paper": "✓",
     "against the paper": "✗",
+    "as expected": "✓",
+    "against what was expected": "✗",
     "no difference": "≈",
     "inconclusive": "○",
     "missing": "–",
 }
+VERDICTS = {
+    "paper": [verdict for verdict in MARKS if verdict not in OUR_WORDS.values()],
+    "ours": [verdict for verdict in MARKS if verdict not in OUR_WORDS],
+}
+"""The verdicts on the paper's claims, and on ours."""
 SIZE = 3_800_000
 """Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
 TOKEN_BYTES = 18
@@ -145,11 +160,7 @@ def run_report(
         "method": list(dict.fromkeys(cells.get("method", ()))),
     }
     items = _items(tables, figures, names)
-    claims = [claim for item in items for claim in item["claims"]]
-    seen: set[str] = set()
-    for claim in claims:
-        claim["again"] = claim["compared"] in seen
-        seen |= {claim["compared"]} - {""}
+    groups = _groups_of_claims(items)
     used = (
         sum(len(item["image"] or "") for item in items)
         + 3 * sum(len(str(item["rows"])) for item in items)
@@ -160,15 +171,15 @@ def run_report(
     return template("run_report.html.j2", Path(__file__).parent).render(
         title=title,
         colours=COLOURS,
-        verdicts=MARKS,
+        verdicts={word: MARKS[word] for group in groups for word in group["verdicts"]},
         states=STATES,
         names=names,
         run=_overview(run, cells),
         facts=_facts(run, manifests),
         items=items,
         absent=[name for name in ORDER if name not in {item["name"] for item in items}],
-        claims=claims,
-        disputed=_disputed(tables),
+        groups=groups,
+        claims=[claim for group in groups for claim in group["claims"]],
         cells=_cell_rows(cells),
         n_prompts=n_prompts,
         max_prompts=PROMPTS,
@@ -277,6 +288,8 @@ def _item(
     if name == "eval" and not data and not any("no judge" in note for note in notes):
         notes = ["no judge: this run has no stored ratings.", *notes]
     pairs = _pairs(tables / f"{name}.csv", names)
+    file = tables / f"{name}.claims.csv"
+    judged = read_claims(file) if file.is_file() else None
     return {
         "name": name, "title": title, "notes": notes, "head": head, "has_table": table.is_file(),
         "rows": [
@@ -285,7 +298,7 @@ def _item(
             for row in data
         ],
         "image": base64.b64encode(image.read_bytes()).decode("ascii") if image.is_file() else None,
-        "claims": _claims(tables / f"{name}.claims.csv", names, pairs),
+        "judged": judged, "claims": [] if judged is None else _claims(judged, names, pairs),
     }  # fmt: skip
 
 
@@ -335,16 +348,37 @@ def _marked(cell: str) -> Markup:
     return number + Markup('<span class="ci">{}</span>').format(parts[3]) if parts[3] else number
 
 
+def _groups_of_claims(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The claims of all items, those of the paper apart from ours, which are left out where there
+    are none: {"whose", "verdicts" that they may have, "claims", "disputed" in words}. A claim that
+    is counted in another row gets the mark "again"."""
+    tables = [item["judged"] for item in items if item["claims"]]
+    if not tables:
+        return [{"whose": "paper", "verdicts": VERDICTS["paper"], "claims": [], "disputed": ""}]
+    judged = pd.concat(tables, ignore_index=True)
+    once = set(counted_once(judged).index)
+    claims = [claim for item in items for claim in item["claims"]]
+    for number, claim in enumerate(claims):
+        claim["again"] = number not in once
+    return [
+        {
+            "whose": whose,
+            "verdicts": verdicts,
+            "claims": [claim for claim in claims if claim["whose"] == whose],
+            "disputed": disputed(judged[judged["whose"] == whose]),
+        }
+        for whose, verdicts in VERDICTS.items()
+        if whose == "paper" or (judged["whose"] == whose).any()
+    ]
+
+
 def _claims(
-    file: Path, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]
+    table: pd.DataFrame, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]
 ) -> list[dict[str, Any]]:
     """Judged claims for reading, each with a drawing of its interval on the scale of its metric."""
-    if not file.is_file():
-        return []
-    table = read_claims(file)
     numbers = table[["paper", "here", "low", "high", "detectable"]].join(behind(table))
     words = table[
-        ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "compared"]
+        ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "whose"]
     ].astype(str)
     texts = (table["texts"] * table["prompts"]).map("{:.0f}".format).replace("nan", "")
     seconds = [disagreement(row) for row in _records(table)]
@@ -370,11 +404,6 @@ def _claims(
             }
         )
     return rows
-
-
-def _disputed(tables: Path) -> str:
-    files = sorted(tables.glob("*.claims.csv"))
-    return disputed(pd.concat(map(read_claims, files), ignore_index=True)) if files else ""
 
 
 def _written(found: Mapping[str, float]) -> dict[str, str]:

@@ -407,8 +407,9 @@ export async function render({ model, el, hash = false }) {
   const slider = make("input", { type: "range", name: "step", min: 0, max: steps - 1, step: 1, oninput: event => set({ step: event.target.value }) });
   const headChoice = choice("head", "Head", Object.fromEntries(["mean", ...Array.from({ length: n }, (_, head) => headName(head))]
     .map(name => [name, name === "mean" ? "mean of all heads" : name])));
-  const pinButton = make("button", { type: "button", onclick: () => pin(state.head) });
-  const pin = head => set({ pin: head === state.pin || head === "mean" ? "" : head });
+  const pinButton = make("button", { type: "button", onclick: () => set(pinOf(state.head)) });
+  /** What pins a head or lets go of it; the mean of all heads leaves the pin. */
+  const pinOf = head => head === "mean" ? {} : { pin: head === state.pin ? "" : head };
   const stepName = make("output", {});
   const controls = make("form", { className: "controls", "aria-label": "What is shown", onsubmit: event => event.preventDefault() },
     make("div", { className: "stepper" },
@@ -529,7 +530,7 @@ export async function render({ model, el, hash = false }) {
       ArrowUp: { step: Math.max(0, step - 1) }, ArrowDown: { step: Math.min(steps - 1, step + 1) },
       PageUp: { step: Math.max(0, step - 10) }, PageDown: { step: Math.min(steps - 1, step + 10) },
       Home: { key: 0 }, End: { key: last },
-      p: { pin: panel.head === state.pin ? "" : panel.head },
+      p: pinOf(panel.head),
     };
     return moves[pressed];
   }
@@ -540,7 +541,7 @@ export async function render({ model, el, hash = false }) {
     const moves = {
       ArrowLeft: () => to(layer, place - 1), ArrowRight: () => to(layer, place + 1), ArrowUp: () => to(layer - 1, place),
       ArrowDown: () => to(layer + 1, place), Home: () => to(layer, 0), End: () => to(layer, data.heads - 1),
-      Enter: () => ({ pin: state.head === state.pin ? "" : state.head }), " ": () => ({ pin: state.head === state.pin ? "" : state.head }),
+      Enter: () => pinOf(state.head), " ": () => pinOf(state.head),
       Escape: () => ({ head: "mean" }),
     };
     return moves[pressed]?.();
@@ -687,15 +688,17 @@ export async function render({ model, el, hash = false }) {
     masses.forEach((value, i) => { told[`mass${i}`] = value; });
     odds.forEach((value, i) => { told[`odds${i}`] = value; });
     if (head !== "mean") {
-      const known = { ...Object.fromEntries(Object.entries(data.study)), ...Object.fromEntries(arms.filter(arm => arm.run.mean).map(arm => [`all texts, ${arm.name}`, { ...arm.run, about: `attention on the ${data.steered}, all texts, ${arm.name}`, unit: "" }])) };
-      const layer = Math.floor(head / data.heads), at = head % data.heads, found = [];
-      for (const [name, each] of Object.entries(known)) {
-        const one = { mean: each.mean[layer][at], low: each.low[layer][at], high: each.high[layer][at] };
-        found.push(`${each.about} ${shown(one.mean)}${within(one)}${each.unit && ` ${each.unit}`}`);
-        if (data.study[name]) Object.assign(told, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
+      // In the grid the head is what one asks about, and first the value that is drawn; those of the step stand above.
+      const first = hover ? "head" in hover && !("key" in hover) : heads.contains(root.ownerDocument.activeElement), found = [];
+      const names = new Set([...(first ? [state.grid] : []), ...Object.keys(data.study), ...(grids.run ? ["run"] : [])]);
+      for (const name of [...names].filter(name => name !== "mass" && name !== "odds")) {
+        const study = data.study[name];
+        for (const each of valuesOf(name)) {
+          const one = { mean: each.mean[head], low: each.low?.[head], high: each.high?.[head] };
+          found.push(`${study ? study.about : `${grids[name]}, ${each.title}`} ${shown(one.mean, each.title === "difference")}${within(one)}${study?.unit ? ` ${study.unit}` : ""}`);
+          if (study) Object.assign(told, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
+        }
       }
-      // In the grid the head is what one asks about.
-      const first = hover ? "head" in hover && !("key" in hover) : heads.contains(root.ownerDocument.activeElement);
       if (found.length) lines.splice(first ? 0 : lines.length, 0, `Head ${now.head}: ${found.join("; ")}.`);
     }
     for (const name of Object.keys(el.dataset)) if (name !== "ready" && !(name in told)) delete el.dataset[name];
