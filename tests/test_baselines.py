@@ -802,6 +802,7 @@ def test_who_waits_for_another_process_says_so(tmp_path, capsys):
             later = pool.submit(second)
             end = time.monotonic() + 20
             while "waiting" not in told and time.monotonic() < end:
+                time.sleep(0.01)  # a busy loop would keep the other thread waiting
                 told += capsys.readouterr().err
             left = time.monotonic()
         assert later.result(timeout=20) >= left
