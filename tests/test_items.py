@@ -35,6 +35,7 @@ from lapa2_interp.paper.claims import (
     Claim,
     Findings,
     behind,
+    compare,
     counted_once,
     disputed,
     read_claims,
@@ -1020,6 +1021,27 @@ def test_what_several_items_compare_has_one_name():
         names.append(row.compared)
     assert names[0] == names[1]
     assert len(set(names)) == 3
+
+
+def test_texts_that_one_arm_lacks_move_no_claim():
+    """Texts of one attribute are better than those of the other, and the same in both arms."""
+    values = {"positive": 90.0, "negative": 10.0}
+    whole = pd.DataFrame(
+        [
+            {"arm": arm, "prompt": f"p{i}", "attribute": name, "metric": "acc", "value": value + i}
+            for arm in ("baseline", "a")
+            for i in range(10)
+            for name, value in values.items()
+        ]
+    )
+    less = whole[
+        (whole["arm"] == "baseline") | (whole["attribute"] == "positive") | (whole["prompt"] < "p5")
+    ]
+    for texts in (whole, less):
+        found = compare(texts, {"arm": "baseline"}, {"arm": "a"}, "acc")
+        assert (found.mean, found.low, found.high, found.clusters) == (0, 0, 0, 10)
+    alone = whole[(whole["arm"] == "baseline") == (whole["attribute"] == "positive")]
+    assert compare(alone, {"arm": "baseline"}, {"arm": "a"}, "acc") is None
 
 
 def test_claims_read_back_as_they_were(tmp_path):

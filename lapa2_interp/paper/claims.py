@@ -332,9 +332,12 @@ class Findings:
 def compare(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
-    """after - before, paired on prompts; None where one of them has no text."""
+    """after - before, paired on prompts; None where one of them has no text. Texts of an attribute
+    that only one of them has of a prompt are left out: attributes differ."""
     one, two = _sides(scores, before, after, metric)
-    if not len(one) or not len(two) or not set(one["prompt"]) & set(two["prompt"]):
+    places = [pd.MultiIndex.from_frame(each[["prompt", "attribute"]]) for each in (one, two)]
+    one, two = one[places[0].isin(places[1])], two[places[1].isin(places[0])]
+    if not len(one):
         return None
     return paired_difference(
         one["value"].to_numpy(),
