@@ -49,6 +49,7 @@ class Lengths(Scorer):
         ]
 
 
+BROKEN_GZIP = gzip.compress(b"text\na fine day\n" * 99, mtime=0)[:20] + b"x" * 40
 TEXTS = [Item(text) for text in ("one", "one two", "", "one", "a b c")]
 
 
@@ -167,6 +168,27 @@ def test_a_very_long_text_is_scored_up_to_the_limit():
     )
     assert long == pytest.approx(cut, rel=1e-6)  # a byte is a token
     assert abs(half / cut - 1) > 0.01
+
+
+@pytest.mark.parametrize("doubled_bos", [False, True])
+def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypatch, doubled_bos):
+    scorer = Perplexity("tiny-llama", "float64", doubled_bos=doubled_bos)
+    texts = ["a b c d e f g h i j k l m n o p", "q r s t u v w x y z a b"]
+    cut = [text[:length] for text in texts for length in (99, 21, 5, 29)]
+    apart = [run_scorer(scorer, [Item(text)]) for text in cut]
+    read, whole = [], transformer.text_nll
+
+    def seen(network, rows):
+        read.append(rows.targets.shape[0])
+        return whole(network, rows)
+
+    monkeypatch.setattr(transformer, "text_nll", seen)
+    found = run_scorer(scorer, [Item(text) for text in cut])
+    assert sum(read) == len(texts)
+    assert found["skipped"].tolist() == [each["skipped"][0] for each in apart]
+    alone = [each["perplexity"][0] for each in apart]
+    np.testing.assert_allclose(found["perplexity"], alone, rtol=1e-12, equal_nan=True)
+    assert np.isfinite(alone).tolist() == [True, True, False, True] * 2
 
 
 def test_the_version_says_when_a_model_scores_its_own_texts():
@@ -647,7 +669,7 @@ def test_parts_cover_the_text(gpt2_tokenizer):
             (f"a.csv{ending}", b"PK\3\4 damaged" * 9, "cannot read")
             for ending in (".gz", ".xz", ".zip")
         ],
-        ("b.csv.gz", gzip.compress(b"text\na fine day\n" * 99)[:20] + b"x" * 40, "cannot read"),
+        ("b.csv.gz", BROKEN_GZIP, "cannot read"),
         ("a.txt", b"x", "neither a run folder nor a file that ends in .jsonl, .csv, .parquet"),
     ],
 )

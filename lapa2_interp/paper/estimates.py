@@ -69,13 +69,13 @@ def scoring_seconds(
         for cells in arms.values():
             texts = sum(cell.n_texts for cell in cells)
             classified += lengths * texts * cells[0].length
-            # A text that is cut is the beginning of the whole one, which is read once.
             control = "toxicity" if cells[0].task.name == "detox" else "accuracy"
             adapted += texts * cells[0].length * (f"{control}=adapter" in chosen)
             if control == "accuracy":
                 adapted += MASKED * texts * cells[0].length * ("masked=adapter" in chosen)
             firsts = sum(len(cell.prompts) for cell in cells)
-            read += lengths * texts_read(firsts, float(texts)) * cells[0].length
+            # A text that is cut is the beginning of the whole one, which is read once.
+            read += texts_read(firsts, float(texts)) * cells[0].length
     operations = 2 * read * model_size(SMOLLM2).parameters
     device = default_device()
     at = pace(SMOLLM2, "float32", device, operations=operations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp.scoring.adapter import AT_ONCE, batches_of, beginnings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ class Perplexity(Scorer):
     Fluency; eval_perplexity.py).
 
     The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
-    spaces) are skipped, as there.
+    spaces) are skipped, as there. The model is causal, so a text cut at several lengths is read
+    once.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
@@ -50,7 +52,8 @@ class Perplexity(Scorer):
 
     name = "perplexity"
     columns = ("perplexity",)
-    batch_size = 8
+    batch_size = 256
+    by_length = False
 
     def __init__(
         self,
@@ -78,40 +81,45 @@ class Perplexity(Scorer):
     def close(self) -> None:
         self.__dict__.pop("network", None)  # before the next scorer loads its own
 
-    @torch.no_grad()
     def score(self, items: Sequence[Item]) -> list[Score]:
+        found = {place: score for piece in self.scored(items) for place, score in piece.items()}
+        return [found[place] for place in range(len(items))]
+
+    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
         bos = text_markers(self.tokenizer).start
-        scores: list[Score] = []
-        ids = [
-            []
-            if unreadable(item.text)
-            else self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
-            for item in items
-        ]
-        scored = [
-            i
-            for i, item in enumerate(items)
-            if len(item.text.split(" ")) >= self.min_words and ids[i]
-        ]
-        values: dict[int, float] = {}
-        if scored:
-            texts = [[bos, *ids[i]] if self.doubled_bos else ids[i] for i in scored]
-            rows = TextRows.of(texts, (bos,), self.network.device)
-            with packed(self.network):
-                nll = text_nll(self.network, rows).double().sum(1) / rows.targets.sum(1)
-            values = dict(zip(scored, nll.exp().tolist(), strict=True))
-        for i, item in enumerate(items):
+        left_out: dict[int, Score] = {}
+        texts: dict[int, list[int]] = {}
+        for place, item in enumerate(items):
             if why := unreadable(item.text):
-                scores.append(Skipped(why))
-            elif i not in values:
-                scores.append(Skipped(f"under {self.min_words} words"))
-            elif math.isnan(values[i]):  # float16 overflows; another precision may not
-                scores.append(Skipped("no number", final=False))
-            elif math.isinf(values[i]):
-                scores.append(Skipped("probability 0"))
-            else:
-                scores.append((values[i],))
-        return scores
+                left_out[place] = Skipped(why)
+                continue
+            ids = self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
+            if not ids or len(item.text.split(" ")) < self.min_words:
+                left_out[place] = Skipped(f"under {self.min_words} words")
+                continue
+            texts[place] = [bos, *ids] if self.doubled_bos else ids
+        yield left_out
+        places = list(texts)
+        groups = [[places[i] for i in group] for group in beginnings(list(texts.values()))]
+        groups.sort(key=lambda group: len(texts[group[-1]]))
+        for batch in batches_of([len(texts[group[-1]]) for group in groups], AT_ONCE):
+            chosen = [groups[i] for i in batch]
+            rows = TextRows.of([texts[group[-1]] for group in chosen], (bos,), self.network.device)
+            with torch.no_grad(), packed(self.network):
+                nll = text_nll(self.network, rows).double().cpu()
+            yield {
+                place: _perplexity(nll[row, : len(texts[place])].mean().exp().item())
+                for row, group in enumerate(chosen)
+                for place in group
+            }
+
+
+def _perplexity(value: float) -> Score:
+    if math.isnan(value):  # float16 overflows; another precision may not
+        return Skipped("no number", final=False)
+    if math.isinf(value):
+        return Skipped("probability 0")
+    return (value,)
 
 
 class Classifier(Scorer):
