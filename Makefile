@@ -155,7 +155,7 @@ steering-prompts: $(VENV)/.run-installed
 # The committed results of scale quick; GRIDS="quick/alpha quick/layers": these anew, beside the others.
 gallery: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE) \
-		$(if $(GRIDS),--grids $(GRIDS) --beside figures/$(SCALE))
+		$(if $(GRIDS),--grids $(GRIDS) $(if $(wildcard figures/$(SCALE)/tables),--beside figures/$(SCALE)))
 	mkdir -p figures/$(SCALE)
 	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
 
