@@ -135,16 +135,20 @@ def by_task(
 
 
 def legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
-    """One legend under all panels."""
+    """One legend under all panels, in fewer columns where they do not fit."""
     named: dict[str, Any] = {}
     for _, panel, _ in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
-    figure.legend(
-        list(named.values()),
-        list(named),
-        loc="outside lower center",
-        frameon=False,
-        fontsize=7,
-        ncols=columns,
-    )
+    for fewer in range(columns, 0, -1):
+        legend = figure.legend(
+            list(named.values()),
+            list(named),
+            loc="outside lower center",
+            frameon=False,
+            fontsize=7,
+            ncols=fewer,
+        )
+        if fewer == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
