@@ -315,8 +315,9 @@ class Cell(BaseModel):
         generate, in words; usually empty.
 
         Of a method of one's own these are all its parameters: reading a run imports no module that
-        the run names. Of a task of one's own this is the wording of its hard prefixes, too: another
-        file may have the task's name. Wordings of several forms have " / " between them.
+        the run names. Of a task of one's own this is the wording of its hard prefixes, too, and a
+        hash of the method's own texts: another file may have the task's name. Wordings of several
+        forms have " / " between them.
         """
         built_in = self.task.name in BUILT_IN_TASKS
         usual = load_task(self.task.name) if built_in else self.task
@@ -338,6 +339,11 @@ class Cell(BaseModel):
                 for name, prefix in own.items()
             ]
             changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
+        none = MethodSettings()
+        texts = self.task.methods.get(self.method, none).texts
+        if texts != (usual.methods.get(self.method, none).texts if built_in else {}):
+            digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+            changed.append(f"texts {digest[:6]}")
         changed += ["prefix words barred"] * self.bar_prefix_words
         changed += [f"top-k {self.top_k}"] * (self.top_k != TOP_K)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")

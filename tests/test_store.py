@@ -33,6 +33,7 @@ from lapa2_interp.runs.read import (
     write_run,
 )
 from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.tasks import Task
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
 ASKED = (
@@ -413,6 +414,31 @@ def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
     assert kept == [each.key for each in cells[2:]]
     assert each_once({few.key: few}) == [few.key]
     assert [each.variant for each in cells[4:6]] == ["", "top-k 50"]
+
+
+def test_files_of_one_task_name_are_told_apart_by_their_texts():
+    """By the texts of the method itself; a built-in task's own are not told."""
+
+    def variant(method, task="mood", **texts):
+        if task == "mood":
+            wording = {"calm": {"prefix": "Calm:"}, "angry": {"prefix": "Angry:"}}
+            methods = {"preadd": {"texts": {"calm": texts}}} if texts else {}
+            task = Task(name=task, attributes=wording, prompts={"texts": ["a"]}, methods=methods)
+            found = Cell.of(
+                "tiny-gpt2", method=method, task=task, attribute="calm", dtype="float32"
+            )
+        else:
+            found = Cell.of(
+                "tiny-gpt2", method=method, task=task, attribute="nontoxic", dtype="float32"
+            )
+        return found.variant
+
+    assert variant("prefix") == "prefix {Attribute}:"
+    assert variant("prefix", prefix="Be angry.") == variant("prefix")
+    told = {variant("preadd", prefix=text) for text in ("Be angry.", "Be cross.")}
+    assert len(told) == 2
+    assert all(each.startswith("prefix {Attribute}:, texts ") for each in told)
+    assert variant("preadd", "detox") == ""
 
 
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
