@@ -23,7 +23,7 @@ reproduce: $(VENV)/.run-installed
 	$(VENV)/bin/python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "not slow and not alone and not drill" $(PARALLEL)
 	$(VENV)/bin/python -m pytest -m "not slow and alone and not drill" --durations 10

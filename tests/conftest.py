@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wa
 import functools
 import importlib.metadata
 import multiprocessing
+from collections import Counter
 from multiprocessing import forkserver
 from zlib import crc32
 
@@ -104,6 +105,20 @@ def take_turns(items):
 def pytest_runtest_setup(item):
     drawn = crc32(item.nodeid.split("/")[-1].encode()) % 8 == int(HAS_HOOKED)
     jaxtyping.config.update("jaxtyping_disable", not (drawn or CHECK_ALL))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Where the time of a long run goes: seconds and tests of the files that take most."""
+    seconds, tests = Counter(), Counter()
+    for report in (each for those in terminalreporter.stats.values() for each in those):
+        if hasattr(report, "duration"):
+            file = report.nodeid.partition("::")[0]
+            seconds[file] += report.duration
+            tests[file] += report.when == "call"
+    if sum(seconds.values()) > 60:
+        terminalreporter.section("seconds by file")
+        for file, total in seconds.most_common(40):
+            terminalreporter.write_line(f"{total:6.1f} s in {tests[file]:4d} tests  {file}")
 
 
 @functools.cache
