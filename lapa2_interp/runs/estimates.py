@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from time import perf_counter
 
@@ -144,6 +145,7 @@ def _lengths(cell: Cell) -> tuple[int, int]:
     return before, max(1, cell.length - (min(prompts) if cell.task.length_counts_prompt else 0))
 
 
+@lru_cache(maxsize=4096)
 def _tokens(text: str, model: str) -> int:
     """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in
     the tiny models."""

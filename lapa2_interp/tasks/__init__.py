@@ -11,6 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -175,8 +176,14 @@ def read_task(name: str) -> Task:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
         raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
+    return _parsed(name, path.stem, text)
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, stem: str, text: str) -> Task:
+    """A task from its file's text: grids ask for the same one thousands of times."""
     try:
-        return Task.model_validate({"name": path.stem} | tomllib.loads(text))
+        return Task.model_validate({"name": stem} | tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
     except ValidationError as error:
