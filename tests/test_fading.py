@@ -154,6 +154,12 @@ def test_every_head_gets_the_mass_it_had_near():
         ({"heads": {"x": ((9, 9),)}}, "head .9, 9. of 'x' does not exist"),
         ({"random": 2, "heads": {}}, "random sets are as large as the first of `heads`"),
         ({"heads": {"all heads": ((0, 0),)}}, "'all heads' is there anyway"),
+        ({"heads": {"random 1": ((0, 0),)}, "random": 1}, "'random 1' is there anyway"),
+        ({"random": -1}, "random must be 0 sets or more; found -1"),
+        ({"metric": ["js", "kl"]}, "one metric at a time; found 2 metrics: js, kl"),
+        ({"metric": {}}, "unknown metric 'none'"),
+        ({"at_once": 0}, "at_once must be at least 1, or None for what fits; found 0"),
+        ({"file": "/"}, "/ is a folder; give a file in it"),
         ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
     ],
 )

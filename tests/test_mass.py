@@ -71,6 +71,9 @@ def test_what_cannot_be_reached_is_refused(question):
     ):
         alpha_at_mass(model, question, 1.2 * most, rule, most=2)
     with pytest.raises(CircuitError, match=r"without a bias .* is 0\.\d+ already; ask for more"):
-        alpha_at_mass(model, question, 0.0, rule)
+        alpha_at_mass(model, question, 1e-9, rule)
+    for mass in (float("nan"), -0.1, 2):
+        with pytest.raises(CircuitError, match="mass must be a share of attention between 0 and 1"):
+            alpha_at_mass(model, question, mass, rule)
     with pytest.raises(CircuitError, match="most must be a finite number above 0; found 0"):
         alpha_at_mass(model, question, 0.5, rule, most=0)

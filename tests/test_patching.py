@@ -580,6 +580,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("node head_to_logits takes no slots", "head_to_logits", slots=("prompt",))
     refused("unknown slots 'end'; allowed: prefix, bos", "z", slots=("end",))
     refused("unknown part 'q'; allowed: k, v, kv", parts=("q",))
+    refused("at_once must be at least 1", at_once=-1)
     refused("no part; allowed", parts=())
     refused(r"\(0, 4\) of 'x' does not exist; .* layers 0-3, kv_head 0-3", together={"x": [(0, 4)]})
     refused(r"slots prefix, bos", "resid_pre", together={"x": [(0, 3)]})
@@ -599,6 +600,13 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
         refused("resid_mid needs a residual stream that is the sum", "resid_mid")
     monkeypatch.setattr(patching, "_pass", lambda model, cases, rows: torch.zeros(len(rows), 5, 9))
     refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, about=asked)
+
+
+def test_one_part_or_slot_may_be_named_as_a_word():
+    model = load("tiny-gpt2")
+    asked = question(model)
+    assert set(patch(model, asked, parts="kv").frame()["part"]) == {"kv"}
+    assert set(patch(model, asked, "resid_pre", slots="prompt").frame()["slots"]) == {"prompt"}
 
 
 def test_without_words_the_texts_probability_is_the_metric():

@@ -6,11 +6,12 @@ import shlex
 import numpy as np
 import pytest
 
-from lapa2_interp import load_run
+from lapa2_interp import Layout, load_run
 from lapa2_interp.augmentation import several
 from lapa2_interp.circuits import Case, Selection, enough_tokens, knock_out, select
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.selection import choose
+from lapa2_interp.cli import main
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
@@ -78,6 +79,26 @@ def test_an_augmentation_of_a_selection(chosen, tmp_path):
     chosen.check(load("planted"))
     with pytest.raises(CircuitError, match="belongs to planted with .* choose again"):
         chosen.check(load("planted:3"))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_selection_of_another_model_does_not_steer(
+    command, chosen, tmp_path, capsys, monkeypatch
+):
+    file = tmp_path / "selection.json"
+    chosen.save(file)
+    asked = ["generate", "--attribute", "positive", "--prompt", "a", "--out", str(tmp_path / "run")]
+    if command == "chat":
+        messages = tmp_path / "messages.json"
+        messages.write_text(json.dumps([{"role": "system", "content": "Be brief."}]))
+        asked = ["chat", str(messages)]
+        monkeypatch.setattr(  # tiny models have no chat template
+            Layout, "of_chat", lambda tokenizer, *_, **__: Layout.of(tokenizer, "Be brief.", "a")
+        )
+    where = ["--model", "tiny-llama", "--length", "12", "--dtype", "float32"]
+    assert main([*asked, *where, "--selection", str(file)]) == 2
+    assert "the selection belongs to planted with" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_selection_does_not_depend_on_what_attributes_are_called(question):
@@ -162,8 +183,6 @@ def test_damaged_files(chosen, tmp_path):
 
 def test_the_commands(tmp_path, capsys):
     """The card that one command writes is read by the other; the page says what it found."""
-    from lapa2_interp.cli import main
-
     key, card, out = planted("planted").heads, tmp_path / "card.json", tmp_path / "fading"
     line = "select planted --metric lex --by slope --heads 1 --positions auto --tokens 8 --out"
     assert main([*line.split(), str(card)]) == 0

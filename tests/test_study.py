@@ -98,6 +98,15 @@ def test_another_question_needs_another_folder(folder):
         study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=9, notify=str)
 
 
+def test_a_study_of_another_precision_says_so(folder):
+    with pytest.raises(
+        CircuitError, match="made with model dtype='float32', and 'float64' was asked for"
+    ):
+        study(
+            load("planted", "float64"), "sentiment", folder, prompts=PROMPTS, tokens=8, notify=str
+        )
+
+
 def test_few_prompts_make_no_claim(tmp_path, capsys):
     key = planted("planted")
     names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}

@@ -45,7 +45,7 @@ from lapa2_interp.augmentation import CAP, Augmentation
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, front_of
 from lapa2_interp.circuits.knockout import Kept, check_same, units_everything, units_of
-from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
+from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.decoding.teacher_forcing import SCORES_AT_ONCE
@@ -274,7 +274,7 @@ def fading(
     sets = _sets(model, question, dict(heads or {}), random, seed)
     if metric is None:
         metric = "lex" if question.words else "js"
-    name, measure = next(iter(metrics_by_name(metric).items()))
+    name, measure = one_metric(metric)
     if name == "from_raw":
         raise CircuitError(
             "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
@@ -293,7 +293,7 @@ def fading(
     small = [_scored(case, NEAR, tokens) for case in question.cases]
     groups = {
         ",".join(map(str, group)): group
-        for group in batches(question.cases, at_once or rows_at_once(model, small))
+        for group in batches(question.cases, rows_at_once(model, small, at_once))
     }
     steps = tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
     total = steps * sum(len(group) for key, group in groups.items() if key not in store)
@@ -372,16 +372,19 @@ def _sets(
 ) -> dict[str, Heads]:
     """All heads, those given, and random ones."""
     every = units_everything(model)
+    if random < 0:
+        raise CircuitError(f"random must be 0 sets or more; found {random}")
     if random and not heads:
         raise CircuitError("random sets are as large as the first of `heads`; give heads, too")
-    if ALL in heads:
-        raise CircuitError(f"{ALL!r} is there anyway; give the set another name")
+    drawn = [f"random {i + 1}" for i in range(random)]
+    if taken := [name for name in (ALL, *drawn) if name in heads]:
+        raise CircuitError(f"{taken[0]!r} is there anyway; give the set another name")
     found = {ALL: every} | {unit.name: unit.heads for unit in units_of(model, question, heads)}
     rng = np.random.default_rng(seed)
-    for i in range(random):
+    for name in drawn:
         size = len(next(iter(heads.values())))
         picked = sorted(rng.choice(len(every), size, replace=False))
-        found[f"random {i + 1}"] = tuple(every[at] for at in picked)
+        found[name] = tuple(every[at] for at in picked)
     return found
 
 

@@ -48,8 +48,8 @@ from lapa2_interp.augmentation import Phase, Rules, several
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, one_pass, read_raw
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
-from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
-from lapa2_interp.circuits.question import About, Question
+from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
+from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import ranks, spearman
 from lapa2_interp.errors import CircuitError, counted, one_of
 from lapa2_interp.layout import Span
@@ -194,7 +194,7 @@ def attribution(
     cut_hats = np.zeros((n, n_layers, n_heads))
     steps = sum(case.n * len(case.names) for case in question.cases)
     with given_bar(progress, steps, "attribution", "step") as bar:
-        for group in batches(question.cases, at_once):
+        for group in batches(question.cases, rows_at_once(model, question.cases, at_once)):
             cases = [question.cases[i] for i in group]
             l_pre, n_branches = cases[0].layouts[0].l_pre, len(cases[0].names)
             with recorded_gradients():
@@ -261,13 +261,14 @@ def integrated(
     y = (roots + 1) / 2
     b_at, weights = np.log(y * (1 - SHARE) / (1 - SHARE * y)), widths / 2 / (y * (1 - SHARE * y))
     items = [(i, k) for i in range(len(unit.heads)) for k in range(nodes)]
+    most = rows_at_once(model, question.cases, at_once)
     found = np.zeros((len(question.cases), len(unit.heads)))
     steps = sum(case.n * len(case.names) for case in question.cases)
     total = steps * len(items)
     with given_bar(progress, total, "integrated gradients", "step") as bar:
         for number, case in enumerate(question.cases):
-            for first in range(0, len(items), at_once):
-                part = items[first : first + at_once]
+            for first in range(0, len(items), most):
+                part = items[first : first + most]
                 chosen = _chosen(model, tuple(unit.heads[i] for i, _ in part))
                 cases = [case] * len(part)
                 with recorded_gradients():
@@ -482,16 +483,6 @@ def check_gradients(model: Model) -> None:
             f"gradients in {name} are mostly rounding; allowed: float32, float64; load the model"
             ' with dtype="float32"'
         )
-
-
-def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
-    chosen = metrics_by_name(asked)
-    if len(chosen) != 1:
-        raise CircuitError(
-            f"gradients are of one metric; found {counted(len(chosen), 'metric')}: "
-            f"{', '.join(chosen) or 'none'}"
-        )
-    return next(iter(chosen.items()))
 
 
 @contextmanager

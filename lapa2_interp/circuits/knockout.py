@@ -453,6 +453,10 @@ class Kept:
         if file is None:
             return
         path = Path(file)
+        if path.is_dir():
+            raise CircuitError(
+                f"{path} is a folder; give a file in it, such as {path / 'cut.jsonl'}"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
         first = json.dumps({"question": key})

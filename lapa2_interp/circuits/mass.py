@@ -92,6 +92,8 @@ def alpha_at_mass(
         raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
     rule = given[0] or Augmentation(alpha=1)
     high = BOUNDS.get(rule.law, (0.0, math.inf))[1]
+    if not 0 < mass < 1:
+        raise CircuitError(f"mass must be a share of attention between 0 and 1; found {mass:g}")
     if not 0 < most < math.inf:
         raise CircuitError(f"most must be a finite number above 0; found {most:g}")
     top = min(most, high)

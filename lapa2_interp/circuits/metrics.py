@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.errors import CircuitError, one_of
+from lapa2_interp.errors import CircuitError, counted, one_of
 
 
 @dataclass
@@ -126,7 +126,7 @@ def metrics_by_name(
         asked = [asked]
     elif callable(asked):
         asked = {getattr(asked, "__name__", "metric"): asked}
-    if isinstance(asked, Mapping):
+    if isinstance(asked, Mapping) and asked:
         return dict(asked)
     unknown = [name for name in asked if name not in METRICS]
     if unknown or not asked:
@@ -135,6 +135,20 @@ def metrics_by_name(
             f"{one_of('metric', found, METRICS)}, or a mapping of names to functions"
         )
     return {name: METRICS[name] for name in asked}
+
+
+def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
+    """The only metric that is asked for, and its name.
+
+    Raises:
+        CircuitError: Unknown name, or not one.
+    """
+    chosen = metrics_by_name(asked)
+    if len(chosen) != 1:
+        raise CircuitError(
+            f"one metric at a time; found {counted(len(chosen), 'metric')}: {', '.join(chosen)}"
+        )
+    return next(iter(chosen.items()))
 
 
 def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:

@@ -311,6 +311,7 @@ def patch(
     if metric is None:
         metric = "favour" if question.words else "log_prob"
     measured = _metric(metric, question)
+    slots, parts = ((each,) if isinstance(each, str) else each for each in (slots, parts))
     _check_node(model, question, node, slots, parts)
     places = _places(model, question, node, slots, parts, together)
     run = _runner(model, node, slots)
@@ -318,7 +319,7 @@ def patch(
     n_cases, n_places = len(question.cases), len(places)
     sums = np.zeros((2, n_cases))
     effects = {each: np.zeros((n_cases, n_places)) for each in asked}
-    most = at_once or rows_at_once(model, question.cases)
+    most = rows_at_once(model, question.cases, at_once)
     total = sum(case.n for case in question.cases) * n_places * len(asked)
     n_together = max(1, most // n_places)  # cases
     size = max(1, most // n_together)  # places

@@ -29,9 +29,9 @@ from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import on_scores
 from lapa2_interp.circuits.cases import RAW, attribute_words, check_asked, write_texts
 from lapa2_interp.circuits.edits import Heads
-from lapa2_interp.circuits.gradients import check_gradients, one_metric, recorded_gradients
+from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.knockout import head_pairs, units_everything
-from lapa2_interp.circuits.metrics import Metric, Predictions
+from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model

@@ -180,8 +180,17 @@ def _bits(prefix: SoftPrefix) -> str:
     return digest.hexdigest()
 
 
-def rows_at_once(model: Model, cases: Sequence[Case]) -> int:
-    """Items whose logits fit `LOGITS`, where each is as large as the largest of these cases."""
+def rows_at_once(model: Model, cases: Sequence[Case], asked: int | None = None) -> int:
+    """The number asked for; else items whose logits fit `LOGITS`, where each is as large as the
+    largest of these cases.
+
+    Raises:
+        CircuitError: Fewer than 1 is asked for.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise CircuitError(f"at_once must be at least 1, or None for what fits; found {asked}")
+        return asked
     largest = max(len(case.names) * case.n for case in cases)
     return max(1, LOGITS // (4 * largest * model.cfg.d_vocab))
 
@@ -206,7 +215,7 @@ def answers(
         are read together, and all cases of these come before the next edits.
     """
     with_raw = "from_raw" in metrics
-    most = at_once or rows_at_once(model, question.cases)
+    most = rows_at_once(model, question.cases, at_once)
     groups = list(batches(question.cases, most))
     size = max(1, most // max(map(len, groups)))  # edits that are read together
     with torch.no_grad(), packed_model(model):

@@ -282,9 +282,13 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
         kept = read_question(place)
         if kept["settings"] != plain:
             other = next(name for name in plain if kept["settings"].get(name) != plain[name])
+            before, now = kept["settings"].get(other), plain[other]
+            if isinstance(before, dict) and isinstance(now, dict):  # of the model: what differs
+                field = next(name for name in now if before.get(name) != now[name])
+                other, before, now = f"{other} {field}", before.get(field), now[field]
             raise CircuitError(
-                f"{place} holds a study made with {other}={_short(kept['settings'].get(other))},"
-                f" and {_short(plain[other])} was asked for; give another folder"
+                f"{place} holds a study made with {other}={before!r}, and {now!r} was asked for;"
+                " give another folder"
             )
         texts: dict[str, list[list[int]]] = {}
         for prompt, text in kept["texts"]:
@@ -325,11 +329,6 @@ def _some_heads(heads: KnockOut, best: int) -> list[Unit]:
     rng = np.random.default_rng(0)
     drawn = rng.choice(rest, min(best, len(rest)), replace=False)
     return [heads.units[i] for i in sorted({*first.tolist(), *drawn.tolist()})]
-
-
-def _short(value: Any) -> str:
-    """A setting for a message; of a model, its name and precision."""
-    return f"{value['name']} ({value['dtype']})" if isinstance(value, dict) else repr(value)
 
 
 def _views(heads: KnockOut, n_positions: int) -> list[Unit]:

@@ -75,6 +75,7 @@ def chat(
         model_class=model_class,
         trust_remote_code=trust_remote_code,
     )
+    augmentation.check(loaded)
     (made,) = continue_chats(
         loaded, [found], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
     )

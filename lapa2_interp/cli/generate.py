@@ -137,6 +137,7 @@ def generate(
     )
 
     def announce(loaded: Model, plans: Sequence[Plan]) -> None:
+        augmentation.check(loaded)
         for note in dict.fromkeys(note for each in plans for note in each.merged):
             print(f"note: {note}", file=sys.stderr)
         print(announcement(loaded, plans), file=sys.stderr)

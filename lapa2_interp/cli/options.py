@@ -14,6 +14,7 @@ from lapa2_interp.errors import AugmentationError, Lapa2Error, MethodError, Scor
 
 if TYPE_CHECKING:
     from lapa2_interp.augmentation import Augmentation
+    from lapa2_interp.loaded import Model
 
 ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 Several = Parameter(consume_multiple=True)
@@ -124,6 +125,17 @@ class AugmentationOptions:
             **{name: value for name, value in given.items() if value is not None},
         )
         return several(found)
+
+    def check(self, model: Model) -> None:
+        """Refuse a selection that was made in another model.
+
+        Raises:
+            CircuitError: Other weights.
+        """
+        if self.selection is not None:
+            from lapa2_interp.circuits.selection import Selection
+
+            Selection.load(self.selection).check(model)
 
 
 def _span(text: str) -> Any:
