@@ -29,7 +29,7 @@ from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
-from lapa2_interp.errors import CircuitError, TaskError
+from lapa2_interp.errors import CircuitError, LayoutError, TaskError
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
 from lapa2_interp.tasks import Task
@@ -967,6 +967,19 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
     for instrument in (control, attribution, writes):
         with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
             instrument(model, asked, augmentation=pooled)
+
+
+@pytest.mark.parametrize("how", ["cut", "zero", "resample", "mean"])
+def test_phases_and_positions_are_refused_whatever_the_replacement(how):
+    model = load("tiny-llama")
+    asked = question(model)
+    heads = {"one": [(0, 0)]}
+    with pytest.raises(CircuitError, match="acts on queries inside it .phase 'every_query'"):
+        knock_out(model, asked, over=heads, how=how, phase="every_query")
+    n = asked.l_pre
+    unit = Unit({"name": "far"}, ((0, 0),), (n,))
+    with pytest.raises(LayoutError, match=f"position {n} lies outside the prefix.*up to {n - 1}"):
+        knock_out(model, asked, units=[unit], how=how)
 
 
 def test_a_recipe_is_an_augmentation_everywhere():
