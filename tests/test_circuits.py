@@ -29,7 +29,7 @@ from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
-from lapa2_interp.errors import CircuitError, TaskError
+from lapa2_interp.errors import CircuitError, LayoutError, TaskError
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
 from lapa2_interp.tasks import Task
@@ -592,8 +592,9 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     found = knock_out(model, asked, file=file)
     assert np.array_equal(found.effects, whole.effects)
     knock_out(model, asked, file=file)
-    # The control itself is always read again.
-    assert seen == [len(whole.units) + 3 - (len(lines) - 2), 1]
+    # The control itself is always read again, and so are two units.
+    n_kept = max(0, len(lines) - 4)
+    assert seen == [len(whole.units) + 3 - (len(lines) - 2) + min(2, n_kept), 3]
     with pytest.raises(CircuitError, match="another question"):
         knock_out(model, asked, how="zero", file=file)
     lines = file.read_text().splitlines()
@@ -601,7 +602,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     lines[5] = f"{lines[5][:at]}{9 - int(lines[5][at])}{lines[5][at + 1 :]}"
     file.write_text("\n".join(lines) + "\n")
     assert np.array_equal(knock_out(model, asked, file=file).effects, whole.effects)
-    assert seen[2:] == [2], "the damaged unit, and the control itself"
+    assert seen[2:] == [4], "the damaged unit, two others, and the control itself"
     assert f"{file}: line 6 is damaged and made anew" in capsys.readouterr().err
     file.write_text("{}")
     with pytest.raises(CircuitError, match="another question, or is damaged; give another file"):
@@ -630,6 +631,26 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
         case = Case("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
         keys.append(Question((case,)).key(model))
     assert keys[0] != keys[1]
+
+
+def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
+    """Without one head the planted model has the control it had, but other effects."""
+    model, file = load_planted(), tmp_path / "units"
+    asked = planted_question(model, "planted", 12, prompts=("The lake", "The book"))
+
+    def silent(z, hook):
+        z = z.clone()
+        z[:, :, 0] = 0
+        return z
+
+    kept = knock_out(model, asked, metric="js", also=(), file=file)
+    same = knock_out(model, asked, metric="js", also=(), file=file, at_once=1)
+    assert np.array_equal(kept.effects, same.effects)
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
+        fresh = knock_out(model, asked, metric="js", also=())
+        assert np.abs(fresh.whole - kept.whole).max() < 0.01 * kept.whole.max()
+        with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
+            knock_out(model, asked, metric="js", also=(), file=file)
 
 
 def test_a_function_a_name_or_one_case_is_enough():
@@ -967,6 +988,19 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
     for instrument in (control, attribution, writes):
         with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
             instrument(model, asked, augmentation=pooled)
+
+
+@pytest.mark.parametrize("how", ["cut", "zero", "resample", "mean"])
+def test_phases_and_positions_are_refused_whatever_the_replacement(how):
+    model = load("tiny-llama")
+    asked = question(model)
+    heads = {"one": [(0, 0)]}
+    with pytest.raises(CircuitError, match="acts on queries inside it .phase 'every_query'"):
+        knock_out(model, asked, over=heads, how=how, phase="every_query")
+    n = asked.l_pre
+    unit = Unit({"name": "far"}, ((0, 0),), (n,))
+    with pytest.raises(LayoutError, match=f"position {n} lies outside the prefix.*up to {n - 1}"):
+        knock_out(model, asked, units=[unit], how=how)
 
 
 def test_a_recipe_is_an_augmentation_everywhere():

@@ -118,6 +118,24 @@ def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
     assert (lex.mean, lex.boost) == (0.0, False), "it cancels, and rounding is no slope"
 
 
+def test_words_that_are_given_are_those_of_lex(monkeypatch):
+    """A selection decides on Pro-Aug by the words it was asked about, not by the task's."""
+    from lapa2_interp.circuits import prompt
+
+    model, seen = load("planted"), set()
+    monkeypatch.setattr(
+        prompt, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
+    )
+    words = {"negative": ids(model, " bad"), "positive": ids(model, " good")}
+    asked = {"by": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
+    select(model, "sentiment", tokens=2, words=words, **asked)
+    assert seen == {(tuple(words["positive"]), tuple(words["negative"]))}
+    with pytest.raises(CircuitError, match="words are given for a; the attributes are positive"):
+        prompt_slope(
+            model, "sentiment", "air-decoding", metric="lex", words={"a": [1]}, prompts=PROMPTS
+        )
+
+
 def test_a_selection_carries_it_to_generate(tmp_path):
     from lapa2_interp import load_run
     from lapa2_interp.cli import main

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from itertools import product
 
 import numpy as np
 import pytest
@@ -154,6 +155,26 @@ def test_tokens_that_are_given(question):
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
         select(load("planted"), "sentiment", **({"by": "random"} | settings))
+
+
+def test_a_card_names_the_metric_that_was_used(question, chosen):
+    """Scores that need no control say none, unless tokens or Pro-Aug are chosen by it."""
+    model = load("planted")
+    named = {
+        (by, heads, positions): select(
+            model, question, by=by, heads=heads, positions=positions, metric="lex"
+        ).metric
+        for by, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
+    }
+    used = {("cut", 1, "all")} | {each for each in named if each[2] == "auto"}
+    assert {each for each, metric in named.items() if metric == "lex"} == used
+    assert {metric for each, metric in named.items() if each not in used} == {None}
+    assert chosen.metric == "lex"
+
+
+def test_all_heads_are_taken_without_a_file(question, tmp_path):
+    with pytest.raises(CircuitError, match="all heads .0. are taken without any; leave out"):
+        select(load("planted"), question, heads=0, file=tmp_path / "cuts")
 
 
 def test_a_model_without_control_selects_no_head():

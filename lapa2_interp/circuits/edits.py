@@ -143,8 +143,9 @@ def _read_rows(
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
         cuts = (edit.rule,) if cut and edit is not None else ()
         rules.append((*several(augmentation), *cuts))
-    for layout, row in zip(layouts, rules, strict=True):
-        for rule in row:
+    for layout, row, (_, edit, branch) in zip(layouts, rules, rows, strict=True):
+        other = edit is not None and edit.how != "cut" and edit.touches(branch)
+        for rule in (*row, *((edit.rule,) if other and edit is not None else ())):
             _check_rule(rule, layout)
     direct = any(rule.phase == "query" for row in rules for rule in row) or any(
         edit is not None and edit.phase == "query" for _, edit, _ in rows

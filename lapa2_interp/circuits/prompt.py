@@ -32,6 +32,7 @@ from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.knockout import head_pairs, units_everything
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
+from lapa2_interp.circuits.question import in_order
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model
@@ -78,6 +79,7 @@ def prompt_slope(
     texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
     heads: Heads | None = None,
     metric: str | Metric | Mapping[str, Metric] = "js",
+    words: Mapping[str, Sequence[int]] | None = None,
     tokens: int = 32,
     samples: int = 1,
     seed: int = 1,
@@ -99,6 +101,7 @@ def prompt_slope(
         heads: (layer, head) pairs in which the bias acts; None for all.
         metric: A name of `METRICS` but from_raw, or one's own as `attribution` takes it. What a
             raw branch adds to all words of both attributes alike cancels in lex.
+        words: By attribute, the token ids that lex looks at; by default the task's words.
         tokens, samples, seed: Of the texts that the model writes.
 
     Raises:
@@ -122,9 +125,9 @@ def prompt_slope(
             f"{len(asked)} prompts are too few to decide by; give at least {FEW}, better 32"
         )
     name, measure = one_metric(metric)
-    words: tuple[tuple[int, ...], ...] = ()
-    if name == "lex":
-        words = tuple(attribute_words(model.tokenizer, chosen.name, names).values())
+    if not words and name == "lex":
+        words = attribute_words(model.tokenizer, chosen.name, names)
+    told = in_order(words or {}, names)
     if name == "from_raw":
         raise CircuitError(
             "metric from_raw compares with the raw model, which the bias changes; use js, lex, llr"
@@ -158,7 +161,7 @@ def prompt_slope(
             b = torch.zeros((), dtype=model.cfg.dtype, device=rows.device, requires_grad=True)
             found = _Readings(model, prompt, rows, soft, b, chosen_heads)
             logits = torch.stack([found.steered(decoder, branches[each]) for each in names])
-            control = measure(Predictions(logits, rows, None, words)).mean()
+            control = measure(Predictions(logits, rows, None, told)).mean()
             (slope,) = torch.autograd.grad(control, [b])
         if not torch.isfinite(slope):
             raise CircuitError(

@@ -88,7 +88,7 @@ class Question:
             if not words:
                 with suppress(DataError, CircuitError):
                     words = attribute_words(model.tokenizer, name, cases[0].names)
-            return cls(tuple(cases), _in_order(words, cases[0].names))
+            return cls(tuple(cases), in_order(words, cases[0].names))
         if given:
             raise CircuitError(
                 f"{next(iter(given))} belongs to a task; cases have their texts already"
@@ -96,9 +96,9 @@ class Question:
         if isinstance(about, Question):
             if not words_by_name:
                 return about
-            return cls(about.cases, _in_order(words_by_name, about.cases[0].names))
+            return cls(about.cases, in_order(words_by_name, about.cases[0].names))
         found = (about,) if isinstance(about, Case) else tuple(about)
-        return cls(found, _in_order(words_by_name, found[0].names) if found else ())
+        return cls(found, in_order(words_by_name, found[0].names) if found else ())
 
     @property
     def l_pre(self) -> int:
@@ -161,7 +161,7 @@ About = Question | Case | Sequence[Case] | str | Task
 """What a circuit is asked about."""
 
 
-def _in_order(
+def in_order(
     words: Mapping[str, Sequence[int]], names: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
     """The attributes' words in the order of the cases' names."""

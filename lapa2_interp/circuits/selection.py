@@ -71,7 +71,7 @@ class Selection(BaseModel):
         model, weights: The model they were chosen in, and where its weights come from.
         task: The attributes, the target first, and their prefixes.
         by: The score that ordered the heads.
-        metric: By which control was measured.
+        metric: By which control was measured; None where nothing was chosen by it.
         heads: Chosen (layer, head) pairs, best first. `suppressors`: those that work against the
             prefix, strongest first.
         scores: Of the chosen heads and then the suppressors: mean, low, high.
@@ -91,7 +91,7 @@ class Selection(BaseModel):
     weights: str
     task: dict[str, str]
     by: By
-    metric: str
+    metric: str | None
     heads: tuple[tuple[int, int], ...]
     suppressors: tuple[tuple[int, int], ...]
     scores: tuple[tuple[float, float, float], ...]
@@ -194,8 +194,9 @@ def select(
         settings: For a task, as `make_cases`.
 
     Raises:
-        CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut,
-            Pro-Aug asked about cases of one's own, or as `knock_out` and `prompt_slope`.
+        CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut
+            or of all heads, Pro-Aug asked about cases of one's own, or as `knock_out` and
+            `prompt_slope`.
     """
     if by not in get_args(By):
         raise CircuitError(one_of("score", by, get_args(By)))
@@ -205,6 +206,11 @@ def select(
         raise CircuitError(
             f"a file keeps finished knock-outs, and the score {by} makes none; leave out the file,"
             " or choose by cut"
+        )
+    if file is not None and not heads:
+        raise CircuitError(
+            "a file keeps finished knock-outs, and all heads (0) are taken without any; leave out"
+            " the file, or give heads=8"
         )
     if isinstance(about, str | Task):
         settings |= {"seed": seed}
@@ -238,6 +244,7 @@ def select(
     if kept is not None and len(kept) == question.l_pre:
         kept = None
     told = split_half(scores)
+    measured = (heads and by in ("cut", "slope")) or positions == "auto" or pro_aug is not None
     card = model_card(model)
     found = tuple(every[i] for i in chosen)
     return Selection(
@@ -245,7 +252,7 @@ def select(
         weights=card.weights,
         task=prefix_texts(model.tokenizer, question.cases[0]),
         by=by,
-        metric=metric,
+        metric=metric if measured else None,
         heads=found,
         suppressors=tuple(every[i] for i in against),
         scores=tuple(
@@ -283,6 +290,7 @@ def _prompt(
         texts=texts,
         heads=heads,
         metric=metric,
+        words=dict(zip(question.cases[0].names, question.words, strict=False)),
     )
 
 
