@@ -26,7 +26,7 @@ from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.paper import estimates as paper_estimates
 from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
 from lapa2_interp.progress import shown_time
-from lapa2_interp.recipes import RECIPES, name_of
+from lapa2_interp.recipes import RECIPES, name_of, read_recipes
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import (
@@ -144,6 +144,17 @@ def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
         rules = {cell.rules for cell in grid.cells if cell.task.name == task}
         assert {name_of(each) for each in rules if each} == set(RECIPES)
         assert len(rules) == len(RECIPES) + 2  # the baseline; PASTA in chosen heads
+
+
+@pytest.mark.parametrize("text", ["lapa2 + instaboost:M=5", "instaboost:M=5+lapa2"])
+def test_a_grid_takes_recipes_together(text, grid):
+    found = grid(TINY.replace("length = 24", f'length = 24\naugmentation = "{text}"'))
+    (rules,) = {cell.rules for cell in found.cells}
+    assert {(each.law, each.alpha) for each in rules} == {
+        (each.law, each.alpha)
+        for name in ("lapa2", "instaboost:M=5")
+        for each in read_recipes(name)
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ texts; its key is a hash of just that, so that equal cells of two grids are one 
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -297,7 +298,7 @@ def _augmentation(asked: str | dict[str, Any], method: Method) -> Joint:
         return None
     if isinstance(asked, str):
         if asked not in ("paper", "released"):
-            if asked.partition(":")[0].strip() in RECIPES:
+            if re.split("[+:]", asked)[0].strip() in RECIPES:
                 return joint(read_recipes(asked))
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
