@@ -268,6 +268,17 @@ def test_equal_prefixes_have_exactly_no_control(tiny):
     assert all(not found.values[name].any() for name in ("llr", "lex", "js", "kl"))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", [3, 9])
+def test_shares_of_no_control_are_not_numbers(n):
+    for found in share_interval(np.zeros((n, 2)), np.zeros(n)):
+        assert np.isnan(found).all()
+    model = load("tiny-llama")
+    same = {"plus": "ab cd:", "minus": "ab cd:"}
+    table = knock_out(model, cases_of(model, prefixes=same), over="layer", metric="js", also=())
+    assert table.frame()["share"].isna().all()
+
+
 def test_sums_of_llr_are_differences_of_likelihoods(tiny):
     """Against a plain pass: a text's likelihood behind one prefix and the other."""
 
@@ -906,6 +917,11 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
         CircuitError, match="a joint curve of .* heads needs sizes below that; found 1"
     ):
         joint_curve(model, table, sizes=(1000,))
+    for sizes in ((0, 1), (-1, 1), (1000, -1)):
+        with pytest.raises(CircuitError, match=f"at least 1; found {min(sizes)}"):
+            joint_curve(model, table, sizes=sizes)
+    with pytest.raises(CircuitError, match="at least once for each size; found seeds=0"):
+        joint_curve(model, table, sizes=(1,), seeds=0)
     own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
     with pytest.raises(CircuitError, match="'mine' is a function of your own; give it again"):
         joint_curve(model, own, sizes=(1,))

@@ -584,6 +584,8 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("no part; allowed", parts=())
     refused(r"\(0, 4\) of 'x' does not exist; .* layers 0-3, kv_head 0-3", together={"x": [(0, 4)]})
     refused(r"slots prefix, bos", "resid_pre", together={"x": [(0, 3)]})
+    sets = {"x": [(0, "last")]}
+    refused("found slots prompt beside them", "resid_pre", slots=["prompt"], together=sets)
     refused("the set 'x' is empty", "z", together={"x": []})
     refused("hooks of a TransformerBridge.*TransformersModel; load it as", "z", of=plain)
     refused("resid_mid, which this model lacks: its blocks compute attention and MLP side by side",

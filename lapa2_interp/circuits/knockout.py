@@ -610,7 +610,8 @@ def joint_curve(
             name ends in -0 or -1.
 
     Raises:
-        CircuitError: The table is not one of heads, or has fewer than 2 prompts; or as `knock_out`.
+        CircuitError: The table is not one of heads, or has fewer than 2 prompts; sizes or seeds
+            below 1; or as `knock_out`.
     """
     if metric is None:
         metric = "lex" if "lex" in (table.metric, *table.others) else table.metric
@@ -623,6 +624,13 @@ def joint_curve(
     if table.n_prompts < 2 or not single or len({u.heads for u in table.units}) < len(table.units):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = units_everything(model)
+    if small := [n for n in sizes if n < 1]:
+        raise CircuitError(f"sizes are numbers of heads, at least 1; found {small[0]}")
+    if seeds < 1:
+        raise CircuitError(
+            f"random heads are drawn at least once for each size; found seeds={seeds}, give 1 or"
+            " more"
+        )
     asked = sizes
     sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
     if not sizes:

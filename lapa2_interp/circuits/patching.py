@@ -130,7 +130,7 @@ class Patching:
         for direction, effects in self.effects.items():
             values = self.question.by_prompt(effects)
             with np.errstate(divide="ignore", invalid="ignore"):
-                recovery, low, high = _recovery(values, whole)
+                recovery, low, high = share_interval(values, whole)
             tests, order = max_t(values), ranks(values * (np.sign(whole.sum()) or 1.0))
             table = pd.DataFrame([dict(place.where) for place in self.places])
             columns = {
@@ -248,16 +248,6 @@ class Patching:
         return figure
 
 
-def _recovery(
-    values: Float[np.ndarray, "prompt place"], whole: Float[np.ndarray, " prompt"]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`share_interval`, and NaN where the runs do not differ."""
-    if not whole.any():
-        nothing = np.full(values.shape[1], np.nan)
-        return nothing, nothing, nothing
-    return share_interval(values, whole)
-
-
 def patch(
     model: Model,
     about: About,
@@ -287,7 +277,7 @@ def patch(
         slots: Parts of the text by name: "prefix", "bos", "prompt", "last" (the prompt's last
             token), "generated". A place of `z` or `pattern` covers all that are named, by default
             every query after the prefix. The residual nodes have a place for each of them, by
-            default all. Nothing else takes slots.
+            default all; sets by name (`together`) name theirs themselves. Nothing else takes slots.
         parts: For nodes of the prefix: "k", "v", "kv" (both together), a place for each. By default
             k and v for `prefix_kv`, both together for `prefix_to_head`.
         together: Sets by name, patched together, instead of every place by itself: pairs of a layer
@@ -451,6 +441,11 @@ def _places(
         usual = ("bos" if soft else "prefix", "prompt", "last", "generated")
         kind, columns = "slots", usual if slots is None else tuple(slots)
         known = [name for name in get_args(Slots) if not (soft and name == "prefix")]
+        if together is not None and slots is not None:
+            raise CircuitError(
+                f"the sets of together name the parts of the text of node {node} themselves; found"
+                f" slots {', '.join(slots)} beside them: leave out slots, or together"
+            )
     sets: list[tuple[dict[str, Any], tuple[At, ...]]]
     if together is None:
         every = product(range(n_layers), columns)

@@ -148,7 +148,10 @@ def share_interval(
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, " unit"], Float[np.ndarray, " unit"]]:
     """Sum of a part over the sum of the whole, with its 95 % interval over prompts: a ratio of
     sums, never a mean of ratios. Below `stats.FEW` prompts the interval is Student's, on how far
-    each prompt's part is from its share."""
+    each prompt's part is from its share. NaN where the whole is 0 in every prompt."""
+    if not whole.any():
+        nothing = np.full(part.shape[1], np.nan)
+        return nothing, nothing.copy(), nothing.copy()
     share = part.sum(0) / whole.sum()
     n = len(whole)
     if n < FEW:
