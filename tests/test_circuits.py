@@ -190,6 +190,26 @@ def test_phase_query_is_each_step_by_itself(tiny, how):
     assert (last[:, 1:] - whole[:, 1:]).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
+@pytest.mark.parametrize("how", ["cut", "zero"])
+def test_under_phase_query_a_span_may_end_with_the_prompt(how, model_class):
+    """The prompt before its last token is read before that key exists. The first step is that of
+    phase last_query, whatever acts."""
+    model = load("tiny-llama", "float64", model_class)
+    case = cases_of(model)[0]
+    heads = ((1, 0), (2, 3))
+    early = Augmentation(alpha=0.7, phase="all_queries")
+    for phase in ("query", "last_query"):
+        rule = (Augmentation(alpha=0.5, span="input", phase=phase), early)
+        whole, last = (
+            logits_of(model, [case], Edit(heads, how, each), augmentation=rule)[:, 0]
+            for each in ("query", "last_query")
+        )
+        assert (last[:, 0] - whole[:, 0]).abs().max() < 1e-10
+        lone = logits_of(model, [case], Edit(heads, how, "query"), augmentation=rule[0])[:, 0]
+        assert (lone[:, 0] - whole[:, 0]).abs().max() > 1e-6
+
+
 def test_hooks_of_a_user_stay_live():
     model = load("tiny-llama")
     case = cases_of(model)[0]

@@ -175,11 +175,19 @@ def _read_rows(
     with ExitStack() as stack:
         if mix is not None:
             stack.enter_context(mix.applied())
-        stack.enter_context(augmented(model, [*rules, *(rules[i] for i in swapped)], own))
-        if direct:
-            logits = _read_directly(state, tokens, first.n)
-        else:
-            logits = state.read(tokens, keep=first.n)
+        acting = [*rules, *(rules[i] for i in swapped)]
+        if direct and (n_before := tokens.shape[1] - first.n):
+            # Keys of a span may be behind these queries, where a rule acts on none of them.
+            slots = np.arange(state.cache.get_seq_length(), len(layouts[0]) - 1)
+            early = [
+                [rule for rule in row if each.acts(rule, slots).any()]
+                for row, each in zip(acting, own, strict=True)
+            ]
+            with augmented(model, early, own):
+                state.read(tokens[:, :n_before])
+            tokens = tokens[:, n_before:]
+        stack.enter_context(augmented(model, acting, own))
+        logits = _read_directly(state, tokens) if direct else state.read(tokens, keep=first.n)
     return logits[: len(rows)]
 
 
@@ -205,15 +213,12 @@ def front_of(layout: Layout) -> Layout:
     return replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)
 
 
-def _read_directly(state: BridgeRows, tokens: Tensor, keep: int) -> Float[Tensor, "row step vocab"]:
+def _read_directly(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
     """Every step by itself: the query that predicts is the last of its pass, and it is read again,
     clean, before the next."""
-    start = tokens.shape[1] - keep
-    if start:
-        state.read(tokens[:, :start])
     found = []
-    for i in range(start, tokens.shape[1]):
-        found.append(state.read(tokens[:, max(i - 1, start) : i + 1]))
+    for i in range(tokens.shape[1]):
+        found.append(state.read(tokens[:, max(i - 1, 0) : i + 1]))
         state.crop(1)
     return torch.cat(found, dim=1)
 
