@@ -610,7 +610,7 @@ def test_what_has_no_gradient_is_refused():
             call(model, cases, augmentation=Augmentation(alpha=1, phase="query"))
         with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
             call(model, cases, metric="jz")
-        with pytest.raises(CircuitError, match="of one metric; found 2 metrics: a, b"):
+        with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):
             call(model, cases, metric=dict.fromkeys("ab", lex))
         with pytest.raises(CircuitError, match="metric 'hit' has no gradient"):
             call(model, cases, metric={"hit": lambda found: found.logits[0].argmax(2).float()})
