@@ -17,6 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two threads on a core that is busy wa
 import functools
 import importlib.metadata
 import multiprocessing
+import signal
+import tarfile
 from collections import Counter
 from multiprocessing import forkserver
 from zlib import crc32
@@ -24,6 +26,8 @@ from zlib import crc32
 import jaxtyping
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what runs in a script's background is deaf
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 CHECK_ALL = os.environ.get("LAPA2_TYPES") == "all"
 whole = jaxtyping.jaxtyped
 
@@ -286,6 +290,14 @@ def warm():
     context.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()  # now: an engine blocks Ctrl-C while it starts processes, and theirs would be deaf for ever
     return context
+
+
+def unpack(name, folder):
+    """An archive of tests/data, in a folder. Python 3.11.0 to 3.11.3 know no filters."""
+    with tarfile.open(Path(__file__).parent / "data" / f"{name}.tar.xz") as stored:
+        stored.extraction_filter = getattr(tarfile, "data_filter", None)
+        stored.extractall(folder)
+    return folder
 
 
 def start(function, *arguments):

@@ -13,7 +13,6 @@ import re
 import runpy
 import shutil
 import sys
-import tarfile
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from conftest import unpack
 from scipy.stats import t
 
 from lapa2_interp import load_run
@@ -70,16 +70,10 @@ def shortened(score):
     return json.dumps([float(f"{value:.7g}") for value in score])
 
 
-def unpack(folder):
-    with tarfile.open(ROOT / "tests" / "data" / "small_run.tar.xz") as stored:
-        stored.extractall(folder, filter="data")
-    return folder / "run"
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The stored run, with the float32 scores of models where the scripts keep scores."""
-    folder = unpack(tmp_path_factory.mktemp("small"))
+    folder = unpack("small_run", tmp_path_factory.mktemp("small")) / "run"
     known = pd.read_csv(SCORES, keep_default_na=False)
     with Cache(folder / "scores") as scores:
         scores.put(
@@ -1200,7 +1194,7 @@ def write_golden():
         key = each.key
         each.key = lambda self, item, key=key: asked.add(found := key(self, item)) or found
     with tempfile.TemporaryDirectory() as place:
-        stored = unpack(Path(place))
+        stored = unpack("small_run", Path(place)) / "run"
         for each in ITEMS:
             script("analyses", each, stored)
             for made in (stored / "tables").glob(f"{each}.*csv"):

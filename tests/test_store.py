@@ -4,14 +4,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import LOWEST, load, run_of
+from conftest import LOWEST, load, run_of, unpack
 
 from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
 from lapa2_interp.cell import CELL
@@ -302,9 +300,7 @@ def test_reading_what_is_no_run(tmp_path):
 @pytest.fixture
 def old(tmp_path):
     """A folder that `lapa2 generate` wrote before its runs had cells."""
-    with tarfile.open(Path(__file__).parent / "data" / "generated_before_cells.tar.xz") as stored:
-        stored.extractall(tmp_path, filter="data")
-    return tmp_path / "generated"
+    return unpack("generated_before_cells", tmp_path) / "generated"
 
 
 def test_what_generate_wrote_before_is_a_run(old, tmp_path, capsys):
