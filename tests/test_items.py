@@ -1120,6 +1120,21 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
     assert ("**" in "".join(tables.wide(found)["acc"])) == (best is not None)
 
 
+def test_best_compares_texts_of_attributes_that_both_arms_have():
+    """Two arms alike; one has no number for the harder attribute at most of its prompts."""
+    easy = scores({"a": 0, "b": 0})
+    hard = easy.assign(attribute="negative", value=easy["value"] - 30)
+    hard.loc[(hard["arm"] == "b") & (hard["prompt"] > "p1"), "value"] = np.nan
+    both = pd.concat([easy, hard], ignore_index=True)
+    cells = both.drop_duplicates(["arm", "attribute"]).assign(
+        state="finished", profile="", alpha=0.0, max_length=64
+    )
+    found = tables.item_table("scaling", both, cells)
+    means = found[(found["attribute"] == "all") & (found["metric"] == "acc")].set_index("arm")
+    assert means.loc["b", "mean"] > means.loc["a", "mean"] + 10
+    assert not found["best"].any()
+
+
 @pytest.mark.parametrize(
     ("apart", "values"), [("dtype", ["float32", "float64"]), ("max_length", [64, 128])]
 )
