@@ -2,6 +2,7 @@
 that load back."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def test_probe_and_lists(capsys):
         "the package has no words for task 'detox'",
     ):
         assert expected in printed
+    assert not re.search(r"--set \w+: .*(\bstep \d|The same\b)", printed), "texts stand alone"
 
 
 @pytest.mark.parametrize(
@@ -343,6 +345,7 @@ def test_a_finished_run_needs_force(tmp_path, capsys):
         *[
             "models",
             "layout",
+            "chat",
             "probe",
             "generate",
             "trace",
@@ -359,6 +362,8 @@ def test_help_teaches(command, capsys):
     assert lapa2(f"{command} --help") == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Usage: lapa2" in printed
+    if command in ("layout", "chat"):
+        assert "--set" not in printed, "they have no such option"
     if command == "generate":
         for expected in (
             "[default: smollm2-135m]",

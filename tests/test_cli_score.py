@@ -139,6 +139,41 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
     }
 
 
+def test_a_run_of_ones_own_task_is_scored_by_a_classifier_of_ones_own(tmp_path, capsys):
+    """Trained for the task's file; the task is known by its name and by its file."""
+    file, run, data = tmp_path / "mood.toml", tmp_path / "run", tmp_path / "data.csv"
+    file.write_text(
+        '[attributes.calm]\nprefix = "Very serene:"\n[attributes.angry]\nprefix = "Very angry:"\n'
+        '[prompts]\ntexts = ["The lake"]\n'
+    )
+    rows = [("serene lake", "calm"), ("calm sea", "calm"), ("rage", "angry"), ("fury", "angry")]
+    pd.DataFrame(rows, columns=["text", "label"]).to_csv(data, index=False)
+    line = f"scorers train --task {file} --data {data} --out {tmp_path / 'own'}"
+    assert lapa2(line) == 0
+    grid = (
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ntrace = "none"\n'
+        'method = "prefix"\naugmentation = "none"\n'
+    )
+    (tmp_path / "grid.toml").write_text(grid)
+    assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
+    weights = tmp_path / "own" / "mood.npz"
+    own = f"accuracy={weights}"
+    for task in ("", "--task mood", f"--task {file}"):
+        line = f"score --force {task} --scorers mood:{own} masked={weights} echo --out"
+        assert lapa2(line, tmp_path / "scores", run) == 0
+        table = pd.read_csv(tmp_path / "scores" / "table.csv")
+        assert table["metric"].unique().tolist() == ["accuracy", "masked", "echo"]
+        assert table["scorer"][0].startswith("accuracy (linear mood ")
+    assert lapa2(f"scorers check --label label --scorer {own} --", data) == 0
+    assert "accuracy (linear mood " in capsys.readouterr().out
+    assert lapa2(f"score --labels A=calm --scorers {own} --out", tmp_path / "no", run) == 2
+    assert "--labels belongs to" in capsys.readouterr().err.splitlines()[-1]
+    assert lapa2("score --scorers accuracy --out", tmp_path / "no", run) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "unknown adapter scorer 'mood'; allowed: detox, sentiment, topic" in told
+    assert "`lapa2 scorers train`" in told
+
+
 def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):
     from lapa2_interp.scoring.transformer import Perplexity
 

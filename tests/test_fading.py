@@ -90,10 +90,14 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
     )  # stopped while it wrote
     read.clear()
     second = found_of(filler=(8,), at_once=4, file=file)
-    assert len(read) == len(lines) - 2
+    assert read[0] == 2, "texts by which the model is known again"
+    assert len(read[1:]) == len(lines) - 2
     pd.testing.assert_frame_equal(first.frame(), second.frame())
-    with pytest.raises(CircuitError, match="answers to another question"):
+    told = r"another question: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
+    with pytest.raises(CircuitError, match=told):
         found_of(filler=(8, 32), at_once=4, file=file)
+    with pytest.raises(CircuitError, match=r"another question: alpha 0.5, here 1.0; give another"):
+        found_of(filler=(8,), alpha=1.0, at_once=4, file=file)
 
 
 def test_verdicts_of_the_planted_models(planted_fading):
@@ -205,6 +209,24 @@ def test_a_file_of_another_model_is_refused(tmp_path):
         else:
             with pytest.raises(CircuitError, match="answers of another model or metric: near was"):
                 found_of(filler=(8,), metric=metric, file=file)
+
+
+def test_a_hook_that_acts_far_from_the_prompt_alone_is_known_again(tmp_path):
+    """Control near is what it was; behind more text, another reader of the prefix is at work."""
+    model, file = load("planted"), tmp_path / "kept"
+    few = {"prompts": ["The lake", "The road", "The book"], "filler": (40,)}
+
+    def weaker(scores, hook):
+        return 0.9 * scores if scores.shape[-1] > 30 else scores
+
+    first = found_of(**few, file=file)
+    again = found_of(**few, file=file)
+    assert np.array_equal(first.changed[40, ALL, "hold"], again.changed[40, ALL, "hold"])
+    hooks = [(f"blocks.{i}.attn.hook_attn_scores", weaker) for i in range(model.cfg.n_layers)]
+    with model.hooks(fwd_hooks=hooks):
+        assert np.array_equal(found_of(**few).near, first.near)
+        with pytest.raises(CircuitError, match="answers of another model or metric: 40 was"):
+            found_of(**few, file=file)
 
 
 def test_control_that_grows_has_not_faded(planted_fading):

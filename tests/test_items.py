@@ -896,6 +896,19 @@ def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
     assert (tmp_path / "verdicts.md").read_text("utf-8").startswith("### Ours")
 
 
+def test_claims_of_the_paper_and_ours_are_corrected_apart():
+    """What we expect besides does not change a verdict on the paper, nor the other way round."""
+    made = Findings("item")
+    of = Difference(3.0, 0.5, 5.5, 0.02, 1.2, 30, 2.0, 0.5)
+    for number, whose in enumerate(["paper", "ours", "ours", "paper", "ours"]):
+        key = "shared" if number < 2 else f"{number}"
+        made.note(f"{number}", "acc", "more", of, margin=5.0, compared=key, whose=whose)
+    table = made.frame()
+    assert table["holm"].tolist() == pytest.approx([0.04, 0.06, 0.06, 0.04, 0.06])
+    small = of.p_within(5.0)
+    assert table["holm_within"].tolist() == pytest.approx(np.array([2, 3, 3, 2, 3]) * small)
+
+
 def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small():
     """Eight claims: one has an interval above 0, p of .04, and lies far inside the margin."""
     table = noted((0.45, 0.2, 0.04), *[(0.0, 0.2, 0.9)] * 7, margin=5.0)
@@ -1099,6 +1112,21 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])
     assert ("**" in "".join(tables.wide(found)["acc"])) == (best is not None)
+
+
+def test_best_compares_texts_of_attributes_that_both_arms_have():
+    """Two arms alike; one has no number for the harder attribute at most of its prompts."""
+    easy = scores({"a": 0, "b": 0})
+    hard = easy.assign(attribute="negative", value=easy["value"] - 30)
+    hard.loc[(hard["arm"] == "b") & (hard["prompt"] > "p1"), "value"] = np.nan
+    both = pd.concat([easy, hard], ignore_index=True)
+    cells = both.drop_duplicates(["arm", "attribute"]).assign(
+        state="finished", profile="", alpha=0.0, max_length=64
+    )
+    found = tables.item_table("scaling", both, cells)
+    means = found[(found["attribute"] == "all") & (found["metric"] == "acc")].set_index("arm")
+    assert means.loc["b", "mean"] > means.loc["a", "mean"] + 10
+    assert not found["best"].any()
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,19 @@ def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):
         assert row["corrected"] == pytest.approx((norm.isf(0.025 / tests) + 0.8416) * new, rel=1e-4)
 
 
+def test_claims_of_ours_do_not_correct_those_of_the_paper(grid):
+    of = Difference(3.0, 0.0, 6.0, 0.04, 1.5, 20, 4.0, 0.6)
+    made = Findings("item", ("mine",))
+    for name, whose in (("a", "paper"), ("b", "ours"), ("c", "ours")):
+        facts = {"margin": 5.0, "task": "sentiment", "method": "prefix", "whose": whose}
+        made.note(name, "acc", "more", of, compared=name, **facts)
+    table = power(grid, made.frame()).set_index("claim")
+    new = table["detectable"].iloc[0] / 2.8016
+    for name, tests in (("a", 1), ("b", 2), ("c", 2)):
+        level = norm.isf(0.025 / tests) + 0.8416
+        assert table.loc[name, "corrected"] == pytest.approx(level * new, rel=1e-4)
+
+
 def test_grids_say_what_they_tell(grid):
     of_acc = 2.8 * 49 * np.sqrt(2 / 48)
     of_tox = 2.8 * 11 * np.sqrt(2 / 20)

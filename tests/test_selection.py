@@ -13,7 +13,7 @@ from lapa2_interp.circuits import Case, Selection, enough_tokens, knock_out, sel
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.selection import choose
 from lapa2_interp.cli import main
-from lapa2_interp.errors import CircuitError
+from lapa2_interp.errors import AugmentationError, CircuitError
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
 
@@ -71,6 +71,10 @@ def test_an_augmentation_of_a_selection(chosen, tmp_path):
     key = planted("planted").heads
     law = chosen.augmentation(0.25, law="log")
     assert (law.alpha, law.heads, law.span) == (0.25, chosen.heads, ("prefix", (ATTRIBUTE,)))
+    with pytest.raises(AugmentationError, match=r"gives the heads itself; found heads=\("):
+        chosen.augmentation(heads=((0, 1),))
+    with pytest.raises(AugmentationError, match="beta"):
+        chosen.augmentation(beta=1)
     cut = chosen.suppressed()
     assert (cut.law, cut.alpha, key["suppressor"] in cut.heads) == ("cut", 1.0, True)
     file = tmp_path / "selection.json"

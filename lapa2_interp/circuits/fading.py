@@ -44,7 +44,14 @@ from lapa2_interp.attention.hooked import on_scores, without_sinks
 from lapa2_interp.augmentation import CAP, Augmentation
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, front_of
-from lapa2_interp.circuits.knockout import Kept, check_same, units_everything, units_of
+from lapa2_interp.circuits.knockout import (
+    AGAIN,
+    Kept,
+    check_same,
+    rounding,
+    units_everything,
+    units_of,
+)
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
@@ -235,7 +242,8 @@ def fading(
             of it add up, and else js.
         seed: Of the texts and the random heads.
         file: Where finished texts' numbers are kept, a line for each group that is read together:
-            the same question goes on from there.
+            the same question goes on from there. Two of its texts are read again, near and at the
+            longest filler: they must be what is kept but for rounding.
         at_once: Texts read together; changes nothing but memory and time.
         progress: A bar to advance by steps read.
         settings: For a task, as `make_cases`.
@@ -279,12 +287,15 @@ def fading(
         raise CircuitError(
             "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
         )
-    store = Kept(
-        file,
-        question.key(
-            model, fading=lengths, tokens=tokens, sets=sets, alpha=alpha, metric=name, seed=seed
-        ),
-    )
+    more_facts = {
+        "fading": lengths,
+        "tokens": tokens,
+        "sets": sets,
+        "alpha": alpha,
+        "metric": name,
+        "seed": seed,
+    }
+    store = Kept(file, question.key(model, **more_facts), question.facts(model, **more_facts))
     n = len(question.cases)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
     changed: dict[tuple[int, str, Bias], np.ndarray] = {
@@ -297,18 +308,19 @@ def fading(
     }
     steps = tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
     total = steps * sum(len(group) for key, group in groups.items() if key not in store)
+    stored = next((key for key in groups if key in store), None)
+    again = [] if stored is None else [question.cases[i] for i in groups[stored][:AGAIN]]
+    total += tokens * (2 + len(BIASES)) * len(again)
     with (
         closing(store),
         torch.no_grad(),
         packed_model(model),
         given_bar(progress, total, "fading", "step") as bar,
     ):
-        if stored := next((key for key in groups if key in store), None):
-            cases = [_scored(question.cases[i], NEAR, tokens) for i in groups[stored]]
-            text = torch.tensor([case.text[-tokens:] for case in cases], device=model.cfg.device)
-            read = _Reading(model, cases, tokens).logits()
-            now = measure(Predictions(read, text, None, question.words)).double().mean(1)
-            check_same(file, {"near": store[stored]["near"]}, {"near": now.cpu().numpy()})
+        if stored is not None:
+            every = {ALL: sets[ALL]}
+            now = _read(model, again, question, lengths[-1:], tokens, every, alpha, measure, bar)
+            _check_again(file, store[stored], now, rounding(model))
         for key, group in groups.items():
             if key not in store:
                 cases = [question.cases[i] for i in group]
@@ -361,6 +373,28 @@ def _read(
             for bias, (rule, reading) in ways.items():
                 found[f"{length}, {bias}, {each}"] = value(reading.logits(rule, chosen))
     return found
+
+
+def _check_again(
+    file: str | Path | None,
+    kept: Mapping[str, np.ndarray],
+    now: Mapping[str, np.ndarray],
+    share: float,
+) -> None:
+    """Refuse a file whose numbers are not what this model has: control near, and what differs from
+    it.
+
+    Args:
+        now: Of the first cases of `kept`.
+        share: Of the control near, by which rounding may move a difference from it.
+    """
+    near, n = kept["near"], len(now["near"])
+    before = {name: kept[name][:n] for name in now}
+    whole = dict.fromkeys(now, near)
+    check_same(file, {"near": before["near"]}, now, whole=whole)
+    moved = before["near"] - now["near"]
+    there = {name: values + moved for name, values in now.items()}
+    check_same(file, before, there, whole=whole, share=share)
 
 
 def _are_cases(about: Any) -> bool:

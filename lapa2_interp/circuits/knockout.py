@@ -45,7 +45,8 @@ from lapa2_interp.stats import FEW, bounds
 NULL = "nothing"
 """The null unit: nothing is changed, and every head's output is moved by one rounding step."""
 AGAIN = 2
-"""Units of a file, those of largest effect, that are read again: they must be what they were."""
+"""Units of a file, those of largest effect, that are read again: they must be what they were. Of a
+file of `fading`, so many texts."""
 
 
 @dataclass(frozen=True)
@@ -356,12 +357,13 @@ def knock_out(
     if not wanted:
         raise CircuitError("there is no unit to knock out; give at least one")
     edits = [_edits(unit, how, phase) for unit in wanted]
-    store = Kept(
-        file,
-        question.key(
-            model, how=how, phase=phase, metrics=list(chosen), augmentation=str(augmentation)
-        ),
-    )
+    more_facts = {
+        "how": how,
+        "phase": phase,
+        "metrics": list(chosen),
+        "augmentation": str(augmentation),
+    }
+    store = Kept(file, question.key(model, **more_facts), question.facts(model, **more_facts))
     names = ["", NULL, *(unit.name for unit in wanted)]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
@@ -474,11 +476,16 @@ class Kept:
     """Finished parts of a question, such as units, in memory and, if there is a file, on disk: a
     line each.
 
+    Args:
+        key: Of the question. `facts`: what tells it from others, by name, for a message.
+
     Raises:
         CircuitError: The file is of another question.
     """
 
-    def __init__(self, file: str | Path | None, key: str) -> None:
+    def __init__(
+        self, file: str | Path | None, key: str, facts: Mapping[str, str] | None = None
+    ) -> None:
         self.done: dict[str, dict[str, np.ndarray]] = {}
         self.file = None
         if file is None:
@@ -490,11 +497,10 @@ class Kept:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-        first = json.dumps({"question": key})
-        if lines and lines[0] != first:
+        first = json.dumps({"question": key, "facts": facts or {}})
+        if lines and (other := _differs(lines[0], key, facts or {})):
             raise CircuitError(
-                f"{path} holds answers to another question, or is damaged; give another file, or"
-                " remove it"
+                f"{path} holds answers to another question{other}; give another file, or remove it"
             )
         whole = []
         for i, line in enumerate(lines[1:], 2):
@@ -531,6 +537,21 @@ class Kept:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def _differs(line: str, key: str, facts: Mapping[str, str]) -> str:
+    """How the question in the first line of a file differs from this one, in words; "" where it
+    does not."""
+    try:
+        there = json.loads(line)
+        if there["question"] == key:
+            return ""
+        told = there.get("facts", {})
+        names = [name for name in {**told, **facts} if told.get(name) != facts.get(name)]
+        others = [f"{name} {told.get(name)}, here {facts.get(name)}" for name in names if told]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        others = []
+    return f": {'; '.join(others)}" if others else ", or is damaged"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from lapa2_interp.tasks import Task
 
 LOGITS = 2**28
 """Bytes of logits that are held at once."""
+SHOWN = 60
+"""Letters of a fact that is told as it is."""
 SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples", "seed")
 """What can be asked of a task's cases, as `make_cases` takes it."""
 
@@ -140,7 +142,7 @@ class Question:
         return "js", *(("lex",) if self.words else ()), "llr", "kl", *(("from_raw",) if raw else ())
 
     def key(self, model: Model, **more: Any) -> str:
-        """What identifies this question to this model."""
+        """A hash of what identifies this question to this model."""
         cases = [
             [
                 [case.names, case.source, case.text],
@@ -154,7 +156,26 @@ class Question:
             more |= {"soft prefixes": [_bits(each) for each in soft.values()]}
         card = model_card(model)
         facts = [card.name, card.weights, card.dtype, card.model_class, cases, self.words, more]
-        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+        return _hash(json.dumps(facts, default=str))
+
+    def facts(self, model: Model, **more: Any) -> dict[str, str]:
+        """What tells this question to this model from others, by name, for messages; what is long
+        as a hash."""
+        card = model_card(model)
+        found = {
+            "model": card.name,
+            "weights": card.weights,
+            "dtype": card.dtype,
+            "model class": card.model_class,
+            "attributes": self.cases[0].names,
+            "prompts": self.prompts,
+            "layouts": [[each.ids for each in case.layouts] for case in self.cases],
+            "texts": [case.text for case in self.cases],
+            "words": self.words,
+            **more,
+        }
+        shown = {name: json.dumps(value, default=str) for name, value in found.items()}
+        return {name: text if len(text) <= SHOWN else _hash(text) for name, text in shown.items()}
 
 
 About = Question | Case | Sequence[Case] | str | Task
@@ -170,6 +191,10 @@ def in_order(
             f"words are given for {', '.join(words)}; the attributes are {', '.join(names)}"
         )
     return tuple(tuple(map(int, words[name])) for name in names) if words else ()
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _bits(prefix: SoftPrefix) -> str:

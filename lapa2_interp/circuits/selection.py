@@ -47,7 +47,7 @@ from lapa2_interp.circuits.knockout import Unit, knock_out, prefix_mass, units_e
 from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
 from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval, split_half
-from lapa2_interp.errors import CircuitError, first_problem, one_of
+from lapa2_interp.errors import AugmentationError, CircuitError, first_problem, one_of
 from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Method
@@ -117,8 +117,16 @@ class Selection(BaseModel):
         """The bias in the chosen heads, on the chosen tokens.
 
         Args:
-            alpha, fields: As `Augmentation` takes them.
+            alpha, fields: As `Augmentation` takes them, without heads.
+
+        Raises:
+            AugmentationError: Heads are given, or as `Augmentation`.
         """
+        if "heads" in fields:
+            raise AugmentationError(
+                f"a selection gives the heads itself; found heads={fields['heads']!r}: leave them"
+                " out, or make an Augmentation of these heads without the selection"
+            )
         if self.positions is not None:
             fields = {"span": ("prefix", self.positions)} | fields
         return Augmentation(alpha=alpha, heads=self.heads, **fields)

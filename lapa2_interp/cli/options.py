@@ -69,8 +69,8 @@ class AugmentationOptions:
     heads: str = "all"
     """all, or layer.head pairs such as 3.1,4.0."""
     selection: Path | None = None
-    """A card of `lapa2 select`, which gives heads and, unless --span does, tokens of the prefix;
-    and pro_aug of the method that it was decided for, unless --set does."""
+    """A card of `lapa2 select`, which gives heads and, where --span names none, tokens of the
+    prefix; in `generate` also pro_aug of the method that it was decided for."""
 
     def parameters(self, method: str) -> dict[str, bool]:
         """Parameters of a method that the selection decides."""

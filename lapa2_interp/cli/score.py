@@ -67,12 +67,13 @@ def score(
         scorers: accuracy, toxicity, masked, echo, repetition, perplexity, distinct, judge, each
             plain or as NAME=MODEL (`lapa2 scorers list`), or TASK:NAME=MODEL for texts of one task
             alone. A plain accuracy or toxicity is by both classifiers that ship, adapter and
-            linear; the word linear or adapter among the scorers takes that one alone.
+            linear; the word linear or adapter among the scorers takes that one alone. Those of
+            `lapa2 scorers train` are accuracy=FILE, its file of weights.
         out: The folder of tables.
         column: The file's column of texts.
         attribute: What the texts of a file without such a column were steered towards.
-        task: The task of the classifiers that ship: sentiment, topic or detox; by default the
-            run's.
+        task: The task of the classifiers that ship, sentiment, topic or detox, or the path of a
+            task file, for the words of prefixes; by default the run's.
         lengths: Score a run's texts as they were at these lengths.
         parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
@@ -270,7 +271,8 @@ def check(
             read.
         first: Only the first tokens of every text (SmolLM2's), so many: generations are short.
         last: Only the last tokens.
-        task: The task of linear and adapter on labels: sentiment, topic or detox.
+        task: The task of linear and adapter on labels: sentiment, topic or detox. Those of
+            `lapa2 scorers train` are accuracy=FILE, and need none.
         out: Also write agreement.csv, calibration.csv and calibration.png into this new folder.
         cache: Folder that keeps every score (default: in the user's cache).
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.

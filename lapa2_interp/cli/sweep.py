@@ -146,9 +146,9 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
         print(f"{summary(table)}\n")
     print(
         f"detectable: the smallest true difference that is found in {POWER:.0%} of runs; corrected:"
-        " after correction for the item's claims; if_zero: how often a true 0 is shown to be"
-        " smaller than the margin; decided: how often one or the other, if the truth is as the"
-        " earlier run says, within its error"
+        " after correction for the item's claims, the paper's and ours apart; if_zero: how often a"
+        " true 0 is shown to be smaller than the margin; decided: how often one or the other, if"
+        " the truth is as the earlier run says, within its error"
     )
     if out is not None:
         write_text(out, as_csv(pd.concat(found, ignore_index=True)))

@@ -124,20 +124,26 @@ class FreeCtrl(Method):
     u, lam and neurons are its authors' values for GPT-2 medium.
 
     Args:
-        u: Threshold of the score above which control is off; in the task files the original's 1.15
-            for sentiment and 1.07 for topic.
+        u: Threshold of a text's score (how much more its tokens are like the target's keywords than
+            like the other classes'; 1 is neutral), above which control is off; in the task files
+            the original's 1.15 for sentiment and 1.07 for topic.
         lam: Largest value of a neuron; in the task files .2 for sentiment and .3 for topic.
         neurons: Neurons per keyword, up to 100; 0 is the raw model under the sampler.
-        gated_lam: The same in gated MLPs (Llama's kind, SmolLM2); 4 in the topic task.
-        gated_neurons: The same in gated MLPs.
-        noise: Smallest noise ratio of a keyword.
+        gated_lam: Largest value of a neuron in gated MLPs (Llama's kind, SmolLM2), instead of lam;
+            4 in the topic task.
+        gated_neurons: Neurons per keyword in gated MLPs, instead of neurons.
+        noise: Smallest noise ratio of a keyword (how much nearer to the word of its class than to
+            those of the others it is).
         words: A word list (JSON) of your own from `lapa2 words`; by default the package's for the
             task.
-        at: "pre" or "post", where the value is set.
-        sampler: "official" (step 5), or "uniform" (as every method here: temperature 1, top-k of
-            the command line).
-        accept: The test of step 6: "all" texts, "score", or "released".
-        trials: How often a text is drawn at most, where there is a test.
+        at: Where a neuron's value is set: "pre", before its activation function, or "post", after
+            it; in gated MLPs always after.
+        sampler: "official" (one of the 25 likeliest tokens, by its rank; no end token), or
+            "uniform" (as every method here: temperature 1, top-k of the command line).
+        accept: Which finished texts are kept, while others are drawn again: "all", "score" (those
+            with a score above u), or "released" (those in which also no word stands 7 times, with
+            at most one line break).
+        trials: How often a text is drawn at most, unless all are accepted.
     """
 
     name: ClassVar[str] = "freectrl"

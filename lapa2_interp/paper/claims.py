@@ -3,9 +3,10 @@
 A claim puts a number in a range. The measured number has a 95 % interval. The verdict says whether
 the whole interval lies inside the range, outside it, or neither.
 
-The claims of an item are tested together, by two families of tests: that a difference is there, and
-that it is too small to matter (`MARGINS`, two one-sided tests). Holm's correction, in each family
-over the item's claims, takes back what their number alone could have brought about.
+The claims of an item are tested together, those of the paper and ours each by themselves, by two
+families of tests: that a difference is there, and that it is too small to matter (`MARGINS`, two
+one-sided tests). Holm's correction, in each family, takes back what the number of claims alone
+could have brought about.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Finding:
         second, second_here, second_low, second_high, second_verdict: Another scorer of the metric,
             and what its numbers say, not corrected; empty where there is none.
         margin: Differences that do not matter; 0 where all do.
-        holm, holm_within: Both p after Holm's correction over the item's claims.
+        holm, holm_within: Both p after Holm's correction over the item's claims of one `whose`.
         raw: The verdict without correction.
         scorer: The first scorer.
         task, method: What is compared, where it is one.
@@ -306,18 +307,20 @@ class Findings:
         self.rows.append(Finding.of(self.item, claim, found, paper, second, **facts))
 
     def frame(self) -> pd.DataFrame:
-        """One row per finding; verdicts corrected for the number of the item's claims, in each of
-        the two families of tests. What was compared twice is tested once."""
-        keys = [row.compared or str(number) for number, row in enumerate(self.rows)]
+        """One row per finding. Verdicts are corrected for the number of the item's claims, the
+        paper's and ours apart, in each of the two families of tests. What was compared twice is
+        tested once."""
+        keys = [(row.whose, row.compared or str(number)) for number, row in enumerate(self.rows)]
         of_key = dict(zip(reversed(keys), reversed(self.rows), strict=True))
-        with_margin = {key: row for key, row in of_key.items() if row.margin}
-        there = dict(zip(of_key, holm([row.p for row in of_key.values()]), strict=True))
-        small = dict(
-            zip(with_margin, holm([row.p_within for row in with_margin.values()]), strict=True)
-        )
+        there: dict[tuple[Whose, str], float] = {}
+        small: dict[tuple[Whose, str], float] = {}
+        for whose in {row.whose for row in self.rows}:
+            own = {key: row for key, row in of_key.items() if row.whose == whose}
+            there |= _corrected({key: row.p for key, row in own.items()})
+            small |= _corrected({key: row.p_within for key, row in own.items() if row.margin})
         rows = []
         for key, row in zip(keys, self.rows, strict=True):
-            both = float(there[key]), float(small.get(key, NONE))
+            both = there[key], small.get(key, NONE)
             verdict = row.raw
             if verdict != "missing":
                 verdict = judge(row.expected, row.low, row.high, *both)
@@ -327,6 +330,11 @@ class Findings:
                 told = {name: OUR_WORDS.get(said, said) for name, said in told.items()}
             rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], **told})
         return pd.DataFrame(rows, columns=list(Finding.__dataclass_fields__))
+
+
+def _corrected(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], float]:
+    """Holm's p of one family of tests."""
+    return dict(zip(p, map(float, holm(list(p.values()))), strict=True))
 
 
 def compare(

@@ -11,8 +11,9 @@ test's level; and a true difference of 0 is shown to be smaller than a margin m 
 
     2 Phi(m / e' - z1) - 1
 
-of runs (two one-sided tests). With k claims in an item, and k1 of them with a margin, the levels
-are 0.05 / k and 0.05 / k1: the first step of Holm's correction, so this is cautious.
+of runs (two one-sided tests). With k claims of the paper (or k of ours) in an item, and k1 of them
+with a margin, the levels are 0.05 / k and 0.05 / k1: the first step of Holm's correction, so this
+is cautious.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
     own = grid.name.rpartition("/")[2]
     of_grid = np.array([own in str(names).split() for names in claims["grids"]], dtype=bool)
     rows, alike = [], 0
-    for item, part in claims[of_grid].groupby("item", sort=False):
+    for (item, _), part in claims[of_grid].groupby(["item", "whose"], sort=False):
         once = part[~part["compared"].duplicated() | (part["compared"] == "")]
         tests = len(once), int((once["margin"] > 0).sum())
         for row in once[once["error"].notna()].to_dict("records"):

@@ -11,10 +11,9 @@ import pandas as pd
 
 from lapa2_interp.errors import counted
 from lapa2_interp.methods import registry
-from lapa2_interp.paper.claims import rows_with
+from lapa2_interp.paper.claims import compare, rows_with
 from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
 from lapa2_interp.scoring.tables import APART, cell_table, difference_table, distinct_cells, plain
-from lapa2_interp.stats import paired_difference
 
 HALVES = {0: "whole", 1: "first", 2: "second"}
 """Parts of a text in words, as in the paper's table half."""
@@ -196,8 +195,8 @@ def overall(table: pd.DataFrame) -> pd.DataFrame:
 def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     """By row, whether its mean is surely the best of its method's arms.
 
-    Surely: the whole 95 % interval of the difference from the second best arm is an improvement;
-    for distinct-n, the two arms' intervals do not overlap.
+    Surely: the whole 95 % interval of the difference from the second best arm, as in claims
+    (`compare`), is an improvement; for distinct-n, the two arms' intervals do not overlap.
     """
     best = pd.Series(False, index=table.index)
     group_of = [key for key in (*KEYS, *APART, "metric") if key in table and key != "arm"]
@@ -220,16 +219,10 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
                     if not (key == "attribute" and value == "all")
                 },
             )
-            sides = [
-                texts[(texts["arm"] == table.loc[i, "arm"]) & texts["value"].notna()]
-                for i in (second, first)
-            ]
-            if not all(map(len, sides)) or not set(sides[0]["prompt"]) & set(sides[1]["prompt"]):
+            before, after = ({"arm": table.loc[i, "arm"]} for i in (second, first))
+            found = compare(texts, before, after, str(where["metric"]))
+            if found is None:
                 continue
-            numbers = [
-                column.to_numpy() for side in sides for column in (side["value"], side["prompt"])
-            ]
-            found = paired_difference(numbers[0], numbers[1], numbers[2], numbers[3])
             apart = (found.low if better > 0 else -found.high) > 0
         best[first] = bool(apart)
     return list(best)

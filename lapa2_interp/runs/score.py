@@ -20,8 +20,11 @@ from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.read import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, split_scorer
+from lapa2_interp.scoring.adapter import ADAPTER
+from lapa2_interp.scoring.linear import LINEAR
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
+from lapa2_interp.tasks import Task, read_task
 
 LETTERS = 4.5
 """Letters of a token, about."""
@@ -120,7 +123,7 @@ def score(
                 samples, parts, reading_tokenizer(manifest.model.name) if manifest else None
             )
         options = Options(
-            task=task or own,
+            task=_task(task, own),
             labels=labels or {},
             judge_url=judge_url,
             judge_prices=judge_prices,
@@ -156,10 +159,19 @@ def _check_options(
     own = {model for name, model in named if name in ("accuracy", "masked", "toxicity")}
     if source.is_dir() and column != "text":
         raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
+    own = {model for model in own if not model.endswith((LINEAR, ADAPTER))}
     if labels and not own - {"", *CLASSIFIERS, "perspective"}:
         raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
     if of_judge and "judge" not in dict(named):
         raise ScoringError(f"--{of_judge[0]} belongs to a judge: --scorers judge=MODEL")
+
+
+def _task(asked: str | None, own: Task | None) -> Task | str | None:
+    """The task that is asked for, by its name or the path of its file; by default a run's own,
+    which is known by its name, too."""
+    if own is not None and asked in (None, own.name):
+        return own
+    return read_task(asked) if asked is not None and asked.endswith(".toml") else asked
 
 
 def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) -> pd.DataFrame:

@@ -72,7 +72,7 @@ def unreadable(text: str) -> str:
 NAMES = {
     "accuracy": (
         "share of texts whose attribute a classifier recognises: adapter and linear, or =MODEL (hub"
-        " id or folder)"
+        " id, folder, or a file of `lapa2 scorers train`)"
     ),
     "masked": (
         "accuracy, where the words of all prefixes are hidden from the classifier; =MODEL as for"

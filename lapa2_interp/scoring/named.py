@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import NAMES, Cache, Scorer
-from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.adapter import ADAPTER, AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.judge import Judge
-from lapa2_interp.scoring.linear import LinearScorer, LinearToxicity
+from lapa2_interp.scoring.linear import LINEAR, LinearScorer, LinearToxicity
 from lapa2_interp.scoring.perspective import Perspective
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
@@ -52,12 +53,18 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
             if options.task is None:
                 raise ScoringError(
                     "the classifiers that ship with the package belong to tasks: give --task"
-                    " sentiment, topic or detox"
+                    " sentiment, topic or detox, or a classifier of your own, as accuracy=MODEL"
                 )
             task = options.task if isinstance(options.task, str) else options.task.name
             if model == "adapter":
                 return AdapterScorer(task, device=options.device)
             return LinearScorer(task)
+        case "accuracy", _ if model.endswith(LINEAR):
+            file = Path(model)
+            return LinearScorer(file.name.removesuffix(LINEAR), file.parent)
+        case "accuracy", _ if model.endswith(ADAPTER):
+            file = Path(model)
+            return AdapterScorer(file.name.removesuffix(ADAPTER), file.parent, options.device)
         case "accuracy", _:
             return Classifier(
                 model,

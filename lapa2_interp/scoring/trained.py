@@ -83,7 +83,8 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
     if not card_file.is_file():
         known = tasks_in(folder, ending)
         raise ScoringError(
-            one_of(f"{kind} scorer", task, known)
+            f"{one_of(f'{kind} scorer', task, known)} (`lapa2 scorers train` makes one for a task"
+            " of your own, which accuracy=FILE takes)"
             if known
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
