@@ -1,4 +1,4 @@
-# make demo | reproduce | gallery | circuits | fading | test | drills | drills-full | soak | test-portable | test-hooked | lint | types |
+# make demo | reproduce | gallery | circuits | fading | test | test-long | drills | drills-full | soak | test-portable | test-hooked | lint | types |
 # notebooks | check | test-lowest | dist-check | audit | sbom | hashes | prefixes | scorers | steering-prompts
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ TOOLS := .venv-tools
 # Only the paper's models and the corpora of soft prefixes are fetched from the hub.
 export HF_HUB_OFFLINE ?= $(if $(filter paper,$(SCALE))$(filter prefixes,$(MAKECMDGOALS)),0,1)
 
-.PHONY: demo reproduce gallery circuits fading test drills drills-full soak test-portable test-hooked lint types notebooks check test-lowest dist-check audit sbom hashes prefixes scorers \
+.PHONY: demo reproduce gallery circuits fading test test-long drills drills-full soak test-portable test-hooked lint types notebooks check test-lowest dist-check audit sbom hashes prefixes scorers \
 	steering-prompts clean
 .DELETE_ON_ERROR:
 
@@ -25,8 +25,12 @@ reproduce: $(VENV)/.run-installed
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m "not slow and not alone and not drill" $(PARALLEL)
+	$(VENV)/bin/python -m pytest -m "not slow and not long and not alone and not drill" $(PARALLEL)
 	$(VENV)/bin/python -m pytest -m "not slow and alone and not drill" --durations 10
+
+# The tests that take more than some five seconds each.
+test-long: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m "long and not slow and not alone and not drill" $(PARALLEL)
 
 # What happens to commands that are killed, stopped, starved of disk or given damaged files; a table of figures at the end.
 DRILLED = tests/test_drills*.py
@@ -69,7 +73,7 @@ docs/notebooks/%.ipynb: analyses/%.py $(VENV)/.installed
 	$(VENV)/bin/jupytext --quiet --to ipynb --output $@ $<
 	TQDM_DISABLE=1 $(VENV)/bin/jupyter-execute --inplace $@
 
-check: test test-hooked lint types
+check: test test-long test-hooked lint types
 
 # The lower bounds of pyproject.toml: some tests on the oldest versions that it allows. Those of what they need are the newest, so old
 # packages warn that what they call will go.

@@ -221,10 +221,10 @@ def run_of(model, method, task, attributes, prompts, augmentations=(None,), **se
 
 def real_once(cases, length):
     """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow
-    but for the first."""
+    but for the first, which is long."""
     found = []
     for case in cases:
-        marks = [pytest.mark.slow] if found else []
+        marks = pytest.mark.slow if found else pytest.mark.long
         found += [
             (*case, "tiny-llama", 30),
             pytest.param(*case, "smollm2-135m", length, marks=marks),

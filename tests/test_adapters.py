@@ -474,6 +474,7 @@ def test_shipped_adapters_state_what_they_reach():
         assert card.base_weights.startswith("sha256 ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "file"), [("sentiment", "sentiment/sst2_valid"), ("topic", "topic/agnews_test")]
 )
@@ -497,6 +498,7 @@ def test_shipped_results_are_found_again(task, file, data, request):
     assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
 
 
+@pytest.mark.long
 def test_saying_positive_does_not_count_as_negative(sentiment, data):
     """What the linear scorer gets wrong: it takes "This is positive." for a bad sign, and "This is
     negative." for a good one. P(positive) of 60 sentences of an encyclopedia, with either behind

@@ -839,6 +839,7 @@ def test_scores_of_drafts_are_shares_of_the_attribute():
 
 
 @pytest.mark.parametrize("form", [pytest.param("L", marks=pytest.mark.slow), "P"])
+@pytest.mark.long
 def test_datg_generates_with_words_of_its_own(form):
     """On the linear classifier, with what it prepared in the manifest; form P has a prefix per
     prompt, and takes LaPA2."""

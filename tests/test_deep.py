@@ -119,6 +119,7 @@ def test_a_run_without_the_grid_is_refused(tmp_path):
         script("analyses", "deep", made(tmp_path, "long", LONG.replace("= 3", "= 1")))
 
 
+@pytest.mark.long
 def test_long_texts_are_scored_in_eighths(tmp_path):
     run = made(tmp_path, "long", LONG)
     script(

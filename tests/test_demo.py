@@ -25,6 +25,7 @@ from lapa2_interp.cli import app as lapa2
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "analyses" / "demo.py"
 WAIT = 300
+pytestmark = pytest.mark.long
 
 
 def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -107,6 +107,7 @@ def check_command(words):
     app.parse_args(words, exit_on_error=False, print_error=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", MANUALS, ids=name_of)
 def test_the_python_of_a_document_runs(file, tmp_path, monkeypatch):
     """All blocks of a document in order, in one namespace and one new folder."""

@@ -141,6 +141,7 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
                 assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
     """The local ratio is of the means of heads, as in a pooled trace; two steps fit no decay."""
     tables = {}
@@ -287,6 +288,7 @@ def test_every_arm_of_the_head_scopes_has_a_name_of_its_own():
     assert made["named_sets"](ROOT / "no.json") == {}
 
 
+@pytest.mark.long
 def test_a_figure_alone_makes_its_table_first(run, tmp_path, capsys):
     script("figures", "dilution", run, "--out", tmp_path)
     assert (tmp_path / "tables" / "dilution.csv").is_file()
@@ -477,6 +479,7 @@ def test_a_grid_without_an_items_methods_is_refused(item, mine):
         mine(item, method=["negprompt"], arm=["alpha 1 paper"])
 
 
+@pytest.mark.long
 def test_a_grid_may_lack_arms_or_have_others(mine):
     """Judged is what is there: no baseline, another alpha, method, wording or number of arms."""
     prefix = {"task": ["sentiment"], "method": ["prefix"], "law": ["", "log"]}
@@ -504,6 +507,7 @@ def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
         script("analyses", "related", run)
 
 
+@pytest.mark.long
 def test_what_a_user_can_mend_is_one_line(run, tmp_path, capfd, monkeypatch):
     """A figure makes its table first, in another process: the line is that script's."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -645,6 +649,7 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
         assert ("left out" in capsys.readouterr().out) == goes_on
 
 
+@pytest.mark.long
 def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     """What this run has no grid for is left out, and comes from the results beside it; what it
     makes takes the place of theirs."""
@@ -1192,6 +1197,7 @@ def test_tables_survive_hostile_text():
     assert r"\caption{T\_1}" in latex
 
 
+@pytest.mark.long
 def test_a_notebook_executes(run, tmp_path, monkeypatch):
     import jupytext
     import nbclient

@@ -39,6 +39,7 @@ def measure(model, dtype, *texts):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_memory_of_a_long_text(tmp_path):
     """A whole [head, query, key] pattern of 3,000 tokens in float32 is 0.13 GiB a layer; several
     copies of it would be seen."""

@@ -71,6 +71,7 @@ def test_a_local_folder_loads_like_its_source(folder, model_class):
     assert load_tokenizer(str(folder))("a").input_ids[0] == 0, "it still prepends BOS itself"
 
 
+@pytest.mark.long
 def test_pickled_weights_are_refused(folder, tmp_path):
     path = tmp_path / "pickled"
     shutil.copytree(folder, path)

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, load
+from conftest import TINY, cell_of, load
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -116,7 +116,7 @@ def test_other_padding_moves_logits_by_rounding_only():
     torch.testing.assert_close(alone, padded, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.long)])
 def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
     """Along the tokens of the run without."""
     model = load(name)

@@ -54,6 +54,7 @@ def test_shipped_cards_say_that_the_prefixes_work():
         assert held.accuracy_of_set.low > held.hard_accuracy_of_set.high, card.name
 
 
+@pytest.mark.long
 def test_shipped_prefixes_steer(tmp_path):
     model, task = load("smollm2-135m"), load_task("topic")
     texts = {}

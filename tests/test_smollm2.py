@@ -11,7 +11,10 @@ from lapa2_interp.theory import fit_decay
 from lapa2_interp.trace.tables import pooled
 
 
-@pytest.fixture(scope="module", params=[5, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(5, marks=pytest.mark.long), pytest.param(15, marks=pytest.mark.slow)],
+)
 def curves(request):
     """Traces by arm: texts behind some or all of the prompts, written by the baseline and read by
     every arm."""
@@ -71,6 +74,7 @@ def test_the_released_span_feeds_the_sink_instead(curves):
     assert gain["half", "prefix"] > 2 * gain["released", "prefix"]
 
 
+@pytest.mark.long
 def test_bfloat16_reads_a_text_as_float32_does():
     """Prefix attention at every step: bfloat16 keeps three digits of a number, and two of what 30
     layers make of it."""

@@ -22,6 +22,7 @@ from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.read import load_run, write_run
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
 GRID = """

@@ -156,6 +156,7 @@ def test_without_hooks_all_but_the_writes(tmp_path):
     "name",
     ["control", "who_reads_the_prefix", "what_heads_write", "why_it_fades", "steer_the_heads"],
 )
+@pytest.mark.long
 def test_notebooks_hold_on_the_planted_model(name, capsys, monkeypatch):
     script = str(ROOT / "analyses" / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [script, "--model", "planted"])

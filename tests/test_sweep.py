@@ -220,7 +220,7 @@ def assert_sound(run, other):
 @pytest.mark.parametrize(
     ("kind", "rounds"),
     [
-        ("undisturbed", 1),
+        pytest.param("undisturbed", 1, marks=pytest.mark.long),
         pytest.param("undisturbed", 3, marks=pytest.mark.slow),
         pytest.param("traced", 1, marks=pytest.mark.slow),
     ],
