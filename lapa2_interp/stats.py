@@ -258,36 +258,48 @@ def paired_difference(
     seed: int = 0,
     kinds: tuple[Labels, Labels] | None = None,
 ) -> Difference:
-    """after - before, cluster by cluster: each shared cluster's mean counts once.
+    """after - before, cluster by cluster: each shared cluster counts once.
 
     Args:
-        kinds: Labels of the values of both conditions; values of a cluster that differ in kind are
-            no noise.
+        kinds: Labels of the values of both conditions, by default one. A cluster's difference is
+            the mean of its kinds' differences, over the kinds that both have of it.
 
     Raises:
         ValueError: The two share no cluster.
     """
-    values = [np.asarray(each, dtype=np.float64) for each in (before, after)]
-    labels = [np.asarray(each) for each in (before_clusters, after_clusters)]
-    codes, names = pd.factorize(np.concatenate(labels), sort=True)
-    sides, of_texts = [], []
-    for i, part in enumerate((codes[: len(values[0])], codes[len(values[0]) :])):
-        kept = ~np.isnan(values[i])
-        numbers, part = values[i][kept], part[kept]
-        sizes = np.bincount(part, minlength=len(names))
-        sides.append((np.bincount(part, numbers, len(names)), sizes))
-        cells = part
-        if kinds is not None:
-            kind, n_kinds = pd.factorize(np.asarray(kinds[i])[kept])
-            cells = part * len(n_kinds) + kind
-        of_texts.append(_variance_inside(numbers, cells))
-    shared = (sides[0][1] > 0) & (sides[1][1] > 0)
-    (one, n_one), (two, n_two) = ((total[shared], size[shared]) for total, size in sides)
-    n = len(n_one)
+    values = np.concatenate([np.asarray(each, dtype=np.float64) for each in (before, after)])
+    clusters, names = pd.factorize(
+        np.concatenate([np.asarray(each) for each in (before_clusters, after_clusters)]), sort=True
+    )
+    kind, n_kinds = np.zeros(len(values), int), 1
+    if kinds is not None:
+        kind, found = pd.factorize(np.concatenate([np.asarray(each) for each in kinds]), sort=True)
+        n_kinds = len(found)
+    cells = clusters * n_kinds + kind
+    kept, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
+    means, sizes, of_texts = [], [], []
+    for side in (kept & ~later, kept & later):
+        numbers, part = values[side], cells[side]
+        of_texts.append(_variance_inside(numbers, part))
+        sizes.append(np.bincount(part, minlength=len(names) * n_kinds))
+        totals = np.bincount(part, numbers, len(names) * n_kinds)
+        means.append(totals / np.maximum(sizes[-1], 1))
+    both = (sizes[0] > 0) & (sizes[1] > 0)
+    in_both = both.reshape(-1, n_kinds)
+    shared = in_both.any(1)
+
+    def by_cluster(of_cells: np.ndarray) -> np.ndarray:
+        return np.where(both, of_cells, 0.0).reshape(-1, n_kinds).sum(1)[shared]
+
+    count = in_both.sum(1)[shared]
+    gaps = by_cluster(means[1] - means[0]) / count
+    shares = [
+        float((by_cluster(1 / np.maximum(each, 1)) / count**2).mean()) if len(gaps) else math.nan
+        for each in sizes
+    ]
+    n = len(gaps)
     if n == 0:
         raise ValueError("the two conditions share no cluster, so nothing can be paired")
-    gaps = two / n_two - one / n_one
-    shares = [float((1 / each).mean()) for each in (n_one, n_two)]
     texts = 2 / sum(shares)
     if n == 1:
         return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1, texts)

@@ -1054,7 +1054,9 @@ def test_texts_that_one_arm_lacks_move_no_claim():
     less = whole[
         (whole["arm"] == "baseline") | (whole["attribute"] == "positive") | (whole["prompt"] < "p5")
     ]
-    for texts in (whole, less):
+    easier = whole[(whole["arm"] == "a") & (whole["attribute"] == "positive")]
+    more = pd.concat([whole, easier, easier], ignore_index=True)  # they weigh no more
+    for texts in (whole, less, more):
         found = compare(texts, {"arm": "baseline"}, {"arm": "a"}, "acc")
         assert (found.mean, found.low, found.high, found.clusters) == (0, 0, 0, 10)
     alone = whole[(whole["arm"] == "baseline") == (whole["attribute"] == "positive")]

@@ -76,6 +76,23 @@ def test_paired_differences_by_hand():
     assert np.isnan([one.low, one.p, one.detectable]).all()
 
 
+def test_the_kinds_of_a_cluster_count_alike_however_many_texts_they_have():
+    """Cluster a: x goes 2 -> 4, y goes 10 -> 11.5. Cluster b: x goes 5 -> 7, y is in one alone."""
+    nan = float("nan")
+    found = paired_difference(
+        [1.0, 2.0, 3.0, 10.0, nan, 5.0],
+        list("aaaabb"),
+        [4.0, 11.0, 12.0, 9.0, 7.0],
+        list("aaabb"),
+        kinds=(list("xxxyxx"), list("xyyyx")),
+    )
+    assert found.mean == ((2 + 1.5) / 2 + 2) / 2
+    assert found.clusters == 2
+    # 1 / texts of each cluster: of a's mean of two kinds and of b's one kind
+    before, after = ((1 / 3 + 1) / 4 + 1) / 2, ((1 + 1 / 2) / 4 + 1) / 2
+    assert found.texts == pytest.approx(2 / (before + after))
+
+
 def test_paired_differences_err_at_their_rate():
     """Under no effect p < 0.05 in about 5 % of experiments; a detectable effect is found in about
     80 %; intervals cover."""

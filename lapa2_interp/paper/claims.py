@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError, counted
-from lapa2_interp.scoring.tables import other_scorer, plain
-from lapa2_interp.stats import Difference, holm, paired_difference
+from lapa2_interp.scoring.tables import other_scorer, paired, plain
+from lapa2_interp.stats import Difference, holm
 
 Verdict = Literal[
     "as in the paper", "against the paper", "no difference", "inconclusive", "missing"
@@ -340,20 +340,8 @@ def _corrected(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], 
 def compare(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
-    """after - before, paired on prompts; None where one of them has no text. Texts of an attribute
-    that only one of them has of a prompt are left out: attributes differ."""
-    one, two = _sides(scores, before, after, metric)
-    places = [pd.MultiIndex.from_frame(each[["prompt", "attribute"]]) for each in (one, two)]
-    one, two = one[places[0].isin(places[1])], two[places[1].isin(places[0])]
-    if not len(one):
-        return None
-    return paired_difference(
-        one["value"].to_numpy(),
-        one["prompt"].to_numpy(),
-        two["value"].to_numpy(),
-        two["prompt"].to_numpy(),
-        kinds=(one["attribute"], two["attribute"]),
-    )
+    """after - before, as `paired` says."""
+    return paired(*_sides(scores, before, after, metric))
 
 
 def _sides(

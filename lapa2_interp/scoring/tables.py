@@ -184,18 +184,14 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
             ["metric", "scorer"], sort=False
         ):
             texts = texts[texts["prompt"] != ""]  # what nothing pairs
-            place = [name for name in ("prompt", "attribute") if name in texts]
-            means = texts.groupby(["arm", *place], sort=False)["value"].mean()
-            before = means[means.index.get_level_values("arm") == baseline].droplevel("arm")
-            for arm in texts["arm"][texts["arm"] != baseline].unique():
-                after = means[means.index.get_level_values("arm") == arm].droplevel("arm")
-                shared = before.index.intersection(after.index)
-                if not len(shared):
+            arms = dict(list(texts.groupby("arm", sort=False)))
+            if baseline not in arms:
+                continue
+            before = arms.pop(baseline)
+            for arm, after in arms.items():
+                change = paired(before, after)
+                if change is None:
                     continue
-                prompts = shared.get_level_values("prompt").to_numpy()
-                change = paired_difference(
-                    before[shared].to_numpy(), prompts, after[shared].to_numpy(), prompts
-                )
                 low, high = _of_difference(str(metric), change)
                 rows.append(
                     {
@@ -212,6 +208,23 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                     }
                 )
     return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
+
+
+def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
+    """after - before, paired on prompts and attributes; None where nothing can be paired. A
+    prompt's difference is the mean of its attributes' differences.
+
+    Args:
+        before, after: Rows of two arms, with columns value, prompt and, where there are several,
+            attribute.
+    """
+    place = [name for name in ("prompt", "attribute") if name in before]
+    places = [pd.MultiIndex.from_frame(each[place]) for each in (before, after)]
+    if not places[0].isin(places[1]).any():
+        return None
+    kinds = (before["attribute"], after["attribute"]) if "attribute" in before else None
+    one, two = before["prompt"], after["prompt"]
+    return paired_difference(before["value"], one, after["value"], two, kinds=kinds)
 
 
 def _alike(change: Difference) -> bool:
