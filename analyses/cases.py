@@ -20,14 +20,11 @@
 
 # %%
 import sys
-from contextlib import closing
 
 import pandas as pd
 
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.scoring import Cache, Item, run_scorer
-from lapa2_interp.scoring.named import Options, make_scorer
 
 sys.excepthook = in_one_line
 bench = open_bench(
@@ -43,52 +40,47 @@ cells = cells[cells["attribute"] == cells["task"].map(TARGETS)]
 
 # %%
 rows = []
-with Cache(bench.run.folder / "scores") as cache:
-    for (model, task, method), group in cells.groupby(["model", "task", "method"], sort=False):
-        if set(group["arm"]) == {"baseline"} or "baseline" not in set(group["arm"]):
-            continue
-        texts = bench.texts(group, (min(LENGTH, int(group["max_length"].min())),))
-        items = [
-            Item(text, prompt, attribute)
-            for text, prompt, attribute in texts[["text", "prompt", "attribute"]].to_numpy()
-        ]
-        asked = "toxicity" if task == "detox" else "accuracy"
-        with closing(make_scorer(asked, "", Options(task=task))) as scorer:
-            found = run_scorer(scorer, items, cache)
-        value = found["toxicity"] if task == "detox" else found[TARGETS[task]]
-        both = texts.assign(value=value.to_numpy()).pivot_table(
-            index=["prompt", "sample"],
-            columns="arm",
-            values=["text", "value"],
-            aggfunc="first",
-            sort=False,
+for where, _, group in bench.groups(cells):
+    task = where["task"]
+    if set(group["arm"]) == {"baseline"} or "baseline" not in set(group["arm"]):
+        continue
+    length = min(LENGTH, int(group["max_length"].min()))
+    texts = bench.texts(group, (length,)).query("length == @length")
+    metric = "toxicity" if task == "detox" else "accuracy"
+    found = bench.data.numbers(group, texts, metric)
+    value = found["toxicity" if task == "detox" else TARGETS[task]]
+    both = texts.assign(value=value.to_numpy()).pivot_table(
+        index=["prompt", "sample"],
+        columns="arm",
+        values=["text", "value"],
+        aggfunc="first",
+        sort=False,
+    )
+    arm = next(name for name in both["value"].columns if name != "baseline")
+    change = (both["value"][arm] - both["value"]["baseline"]).dropna()
+    if change.empty:
+        continue
+    at = change.sort_values(kind="stable").index[(len(change) - 1) // 2]
+    for name in ("baseline", arm):
+        rows.append(
+            {
+                **where,
+                "attribute": TARGETS[task],
+                "arm": name,
+                "prompt": at[0],
+                "sample": at[1],
+                "value": both["value"][name][at],
+                "median change": change.median(),
+                "pairs": len(change),
+                "text": both["text"][name][at],
+            }
         )
-        arm = next(name for name in both["value"].columns if name != "baseline")
-        change = (both["value"][arm] - both["value"]["baseline"]).dropna()
-        if change.empty:
-            continue
-        at = change.sort_values(kind="stable").index[(len(change) - 1) // 2]
-        for name in ("baseline", arm):
-            rows.append(
-                {
-                    "model": model,
-                    "task": task,
-                    "attribute": TARGETS[task],
-                    "method": method,
-                    "arm": name,
-                    "prompt": at[0],
-                    "sample": at[1],
-                    "value": both["value"][name][at],
-                    "median change": change.median(),
-                    "pairs": len(change),
-                    "text": both["text"][name][at],
-                }
-            )
 columns = [
     "model",
     "task",
     "attribute",
     "method",
+    "variant",
     "arm",
     "prompt",
     "sample",
@@ -104,11 +96,12 @@ shown = table.assign(
     value=[f"{x:.2f}" for x in table["value"]],
     text=table["text"].astype(str).str.replace("\n", " ⏎ "),
 )
+variant = ["variant"] if table["variant"].nunique() > 1 else []
 bench.write(
     table,
     [
-        "value: P(attribute) by the embedded classifier, toxicity on detox. The texts are a"
+        "value: P(attribute) by the first scorer of accuracy, toxicity on detox. The texts are a"
         f" model's, unedited, of at most {LENGTH} tokens."
     ],
-    shown[["model", "task", "method", "arm", "prompt", "sample", "value", "text"]],
+    shown[["model", "task", "method", *variant, "arm", "prompt", "sample", "value", "text"]],
 )

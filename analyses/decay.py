@@ -39,7 +39,7 @@ table = table[~table["metric"].str.startswith("dist")]
 # %%
 for where, words, group in bench.groups(cells):
     longest = int(group["max_length"].max())
-    first = min(length for length in lengths if length <= longest)
+    first = min(*lengths, longest)
     sides = [where | {"length": length} for length in (first, longest)]
     at = {
         "table": "sent_topic",

@@ -33,7 +33,8 @@ table = bench.table(scores, cells)
 
 # %%
 for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
-    sides = [where | {"arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])]
+    own = int(group["max_length"].max())
+    sides = [where | {"arm": arm, "length": own} for arm in ("baseline", group["arm"].iloc[0])]
     theirs = PAPER_MODELS.get(where["model"], "llama-2-7b")
     at = {"table": "detox", "model": theirs, "method": where["method"], "length": 512}
     for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):

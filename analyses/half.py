@@ -43,7 +43,8 @@ table = table[~table["metric"].str.startswith("dist")]
 
 # %%
 for where, words, group in bench.groups(cells[cells["alpha"] == 0]):
-    for length in [each for each in lengths if each <= group["max_length"].max()]:
+    own = int(group["max_length"].max())
+    for length in [*(each for each in lengths if each < own), own]:
         one, two = (where | {"arm": "baseline", "length": length, "part": part} for part in (1, 2))
         at = length if length in (256, 512) else 512
         known = [

@@ -25,8 +25,7 @@ from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import split_variant
-from lapa2_interp.scoring.tables import other_scorer, plain
-from lapa2_interp.stats import paired_difference
+from lapa2_interp.scoring.tables import other_scorer, paired, plain
 
 sys.excepthook = in_one_line
 bench = open_bench("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
@@ -67,20 +66,21 @@ for where, words, group in bench.groups(cells, "wording"):
     )
     part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1)]
     for metric, texts in part[part["metric"].map(plain) == "acc"].groupby("metric", sort=False):
-        by = texts.groupby(["arm", "prompt"])["value"].mean().unstack("arm")
+        by = texts.groupby(["arm", "prompt", "attribute"])["value"].mean().unstack("arm")
         if {"baseline", others[0]} <= set(by):
-            gain = by[others[0]] - by["baseline"]
-            gains.setdefault((words, wording), {})[metric] = gain
+            gain = (by[others[0]] - by["baseline"]).dropna().rename("value")
+            gains.setdefault((words, wording), {})[metric] = gain.reset_index()
     reported[words, wording] = known[1] - known[0]
 for words in dict.fromkeys(name for name, _ in gains):
     if all((words, each) in gains for each in WORDINGS):
         found = {}
         for metric, last in gains[words, WORDINGS[0]].items():
-            first = gains[words, WORDINGS[1]][metric]
-            found[metric] = paired_difference(
-                last.to_numpy(), last.index.to_numpy(), first.to_numpy(), first.index.to_numpy()
-            )
-        others = [(other_scorer(metric), each) for metric, each in found.items() if metric != "acc"]
+            found[metric] = paired(last, gains[words, WORDINGS[1]][metric])
+        others = [
+            (other_scorer(metric), each)
+            for metric, each in found.items()
+            if metric != "acc" and each is not None
+        ]
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
         reported_gain = reported[words, ""] - reported[words, WORDINGS[0]]
         second = others[0] if others else None

@@ -153,7 +153,8 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         (
             "no difference: smaller than "
             + ", ".join(f"{margin:g} ({metric})" for metric, margin in MARGINS.items())
-            + " by two one-sided tests, margins that were stated before."
+            + " by two one-sided tests (the 90 % interval is inside), margins that were stated"
+            " before."
         ),
     ]
 

@@ -61,9 +61,9 @@ from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring import Cache, chosen_scorers
 from lapa2_interp.scoring.named import Options, score_by
-from lapa2_interp.scoring.tables import cell_table, difference_table, plain, score_table
+from lapa2_interp.scoring.tables import cell_table, difference_table, paired, plain, score_table
 from lapa2_interp.scoring.transformer import Perplexity
-from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.stats import mean_interval
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument(
@@ -238,7 +238,7 @@ rows = []
 for metric in ACCURACY:
     for arm, other in pairs:
         one, two = by_arm[metric, arm], by_arm[metric, other]
-        found = paired_difference(two["value"], two["prompt"], one["value"], one["prompt"])
+        found = paired(two, one)
         rows.append(
             {
                 "metric": metric,

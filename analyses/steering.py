@@ -114,13 +114,14 @@ curves, equal, notes, waiting = [], [], [], []
 for setting in settings:
     group = texts[(texts[[*SETTING]] == pd.Series(setting)).all(axis=1)]
     ratios = RATIOS if setting["words"] == ALL_WORDS else RATIOS[1:]
+    planned = set(cells["family"][(cells[[*SETTING]] == pd.Series(setting)).all(axis=1)])
     missing = {BASELINE, REFERENCE} - set(group["family"])
+    absent = (planned if missing else planned - set(group["family"])) - {BASELINE, REFERENCE}
+    tests = product(sorted(absent), ratios, metrics)
+    waiting += [setting | dict(zip(TEST, test, strict=True)) for test in tests]
     if missing:
         where = ", ".join(filter(None, setting.values()))
         notes.append(f"No comparison for {where}: no finished {' and '.join(sorted(missing))}.")
-        planned = set(cells["family"][(cells[[*SETTING]] == pd.Series(setting)).all(axis=1)])
-        tests = product(planned - {BASELINE, REFERENCE}, ratios, metrics)
-        waiting += [setting | dict(zip(TEST, test, strict=True)) for test in tests]
         continue
     made = Arms(group, metrics)
     curves.append(made.points().assign(**setting))

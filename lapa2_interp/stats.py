@@ -9,14 +9,14 @@ cover 82 %): then the interval is Student's, on the prompts' means.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
@@ -196,9 +196,9 @@ class Difference:
             difference as large.
         error: Standard error; NaN where there is one cluster.
         clusters: Number of clusters that both conditions share.
-        texts: Values of a cluster in each condition; the harmonic mean.
-        noise: Share of the squared error that more values of each cluster would lower, in [0, 1];
-            NaN where no cluster has two values that tell.
+        texts: Units of a cluster in each condition (`paired_difference`); the harmonic mean.
+        noise: Share of the squared error that more units of each cluster would lower, in [0, 1];
+            NaN where no cluster has two that tell.
     """
 
     mean: float
@@ -212,9 +212,13 @@ class Difference:
 
     @property
     def detectable(self) -> float:
-        """The smallest true difference that as many clusters of this spread would show in 80 % of
-        repetitions (two-sided, 5 %), 2.80 standard errors."""
-        return 2.80 * self.error
+        """The smallest true difference whose 95 % interval would exclude 0 in 80 % of repetitions,
+        with as many clusters of this spread: by Student's t, 2.80 standard errors where they are
+        many."""
+        from scipy.stats import t as student
+
+        df = self.clusters - 1
+        return float(student.ppf(0.975, df) + student.ppf(0.8, df)) * self.error
 
     def p_within(self, margin: float) -> float:
         """p of "the true difference is as large as the margin, or larger": Student's two one-sided
@@ -257,12 +261,16 @@ def paired_difference(
     resamples: int = 4000,
     seed: int = 0,
     kinds: tuple[Labels, Labels] | None = None,
+    units: tuple[Labels, Labels] | None = None,
 ) -> Difference:
     """after - before, cluster by cluster: each shared cluster counts once.
 
     Args:
         kinds: Labels of the values of both conditions, by default one. A cluster's difference is
             the mean of its kinds' differences, over the kinds that both have of it.
+        units: Labels of the values inside a cluster and kind, such as sample numbers. Values of one
+            label depend on each other, in one condition and between the two. By default each value
+            is a unit of its own. They count in texts and noise alone.
 
     Raises:
         ValueError: The two share no cluster.
@@ -275,15 +283,10 @@ def paired_difference(
     if kinds is not None:
         kind, found = pd.factorize(np.concatenate([np.asarray(each) for each in kinds]), sort=True)
         n_kinds = len(found)
-    cells = clusters * n_kinds + kind
+    cells, n_cells = clusters * n_kinds + kind, len(names) * n_kinds
     kept, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
-    means, sizes, of_texts = [], [], []
-    for side in (kept & ~later, kept & later):
-        numbers, part = values[side], cells[side]
-        of_texts.append(_variance_inside(numbers, part))
-        sizes.append(np.bincount(part, minlength=len(names) * n_kinds))
-        totals = np.bincount(part, numbers, len(names) * n_kinds)
-        means.append(totals / np.maximum(sizes[-1], 1))
+    sides = (kept & ~later, kept & later)
+    means, sizes = zip(*(_means(values[side], cells[side], n_cells) for side in sides), strict=True)
     both = (sizes[0] > 0) & (sizes[1] > 0)
     in_both = both.reshape(-1, n_kinds)
     shared = in_both.any(1)
@@ -293,14 +296,18 @@ def paired_difference(
 
     count = in_both.sum(1)[shared]
     gaps = by_cluster(means[1] - means[0]) / count
-    shares = [
-        float((by_cluster(1 / np.maximum(each, 1)) / count**2).mean()) if len(gaps) else math.nan
-        for each in sizes
-    ]
     n = len(gaps)
     if n == 0:
         raise ValueError("the two conditions share no cluster, so nothing can be paired")
-    texts = 2 / sum(shares)
+    label = np.arange(len(values))
+    if units is not None:
+        label, _ = pd.factorize(np.concatenate([np.asarray(each) for each in units]))
+
+    def share(of_cells: np.ndarray) -> float:
+        """Of what a cell's mean has of a text's variance, what the cluster's difference has."""
+        return float((by_cluster(of_cells) / count**2).mean())
+
+    texts, inside = _inside_clusters(values, cells, n_cells, label, sides, share)
     if n == 1:
         return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1, texts)
     low, high = bounds(gaps, np.arange(n), resamples, seed)
@@ -310,19 +317,70 @@ def paired_difference(
     tried = len(flipped)
     p = extreme / tried if tried == 2**n else (extreme + 1) / (tried + 1)
     variance = float(gaps.var(ddof=1))
-    expected = of_texts[0] * shares[0] + of_texts[1] * shares[1]
-    noise = float(np.minimum(1.0, expected / variance)) if variance > 0 else math.nan
+    noise = float(np.clip(inside / variance, 0, 1)) if variance > 0 else math.nan
     error = math.sqrt(variance / n)
     return Difference(float(gaps.mean()), float(low), float(high), p, error, n, texts, noise)
 
 
-def _variance_inside(values: Float[np.ndarray, " n"], cells: Int[np.ndarray, " n"]) -> float:
-    """Variance of the values inside their cells, pooled; NaN where no cell has two."""
-    _, cells = np.unique(cells, return_inverse=True)
-    sizes = np.bincount(cells)
-    free = len(values) - len(sizes)
-    rest = values - (np.bincount(cells, values) / sizes)[cells]
-    return float(rest @ rest) / free if free else math.nan
+def least_p(clusters: int, resamples: int = 4000) -> float:
+    """The smallest p that `paired_difference` gives so many clusters."""
+    return 2 / 2**clusters if 2**clusters <= resamples else 1 / (resamples + 1)
+
+
+def _inside_clusters(
+    values: Float[np.ndarray, " n"],
+    cells: Int[np.ndarray, " n"],
+    n_cells: int,
+    labels: Int[np.ndarray, " n"],
+    sides: Sequence[Bool[np.ndarray, " n"]],
+    share: Callable[[np.ndarray], float],
+) -> tuple[float, float]:
+    """Units of a cluster in each condition, and the variance that they give its difference.
+
+    Args:
+        cells, labels: Of each value. Values of one cell and label are one unit.
+        sides: Which values are of each condition.
+        share: What a number of every cell adds to the difference's.
+    """
+    unit, _ = pd.factorize(cells * (labels.max() + 1) + labels)
+    cell_of = np.zeros(unit.max() + 1, int)
+    cell_of[unit] = cells
+    numbers, sizes = zip(
+        *(_means(values[side], unit[side], len(cell_of)) for side in sides), strict=True
+    )
+    before, after = sizes[0] > 0, sizes[1] > 0
+
+    def variance(which: np.ndarray, one: int, two: int) -> float:
+        return _covariance(numbers[one][which], numbers[two][which], cell_of[which])
+
+    n_before, n_after, n_both = (
+        np.bincount(cell_of[which], minlength=n_cells) for which in (before, after, before & after)
+    )
+    shares = [share(1 / np.maximum(each, 1)) for each in (n_before, n_after)]
+    inside = variance(before, 0, 0) * shares[0] + variance(after, 1, 1) * shares[1]
+    if n_both.any():
+        both = share(n_both / np.maximum(n_before * n_after, 1))
+        inside -= 2 * variance(before & after, 0, 1) * both
+    return 2 / sum(shares), inside
+
+
+def _means(
+    values: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"], number: int
+) -> tuple[Float[np.ndarray, " group"], Int[np.ndarray, " group"]]:
+    """Mean of each group's values (0 of an empty one), and how many they are."""
+    sizes = np.bincount(groups, minlength=number)
+    return np.bincount(groups, values, number) / np.maximum(sizes, 1), sizes
+
+
+def _covariance(
+    one: Float[np.ndarray, " n"], two: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"]
+) -> float:
+    """Covariance of two numbers inside their groups, pooled; NaN where no group has two of them."""
+    _, groups = np.unique(groups, return_inverse=True)
+    number = int(groups.max(initial=-1)) + 1
+    free = len(one) - number
+    rests = [each - _means(each, groups, number)[0][groups] for each in (one, two)]
+    return float(rests[0] @ rests[1]) / free if free else math.nan
 
 
 def _signs(n: int, resamples: int, seed: int) -> Iterator[Float[np.ndarray, "flip cluster"]]:

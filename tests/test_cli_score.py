@@ -296,7 +296,7 @@ def test_options_that_would_do_nothing_or_harm_are_refused(run_folder, tmp_path,
 
     assert "texts for negative; use --only attribute=positive" in said("--attribute positive")
     assert "have 40 tokens; 9999 is longer" in said("--lengths 28 9999")
-    for option in ("--judge-prices 1 2", "--max-cost 1"):
+    for option in ("--judge-prices 1 2", "--max-cost 1", "--judge-temperature server"):
         assert f"{option.split()[0]} belongs to a judge" in said(option)
     line = "score --scorers repetition --only attribute=positive attribute=negative --out"
     assert lapa2(line, tmp_path / "both", run_folder) == 0

@@ -52,6 +52,7 @@ from lapa2_interp.runs import read
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.scoring import Cache, Item, Skipped, chosen_scorers, transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.tables import paired
 from lapa2_interp.stats import Difference, paired_difference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1038,6 +1039,75 @@ def test_what_several_items_compare_has_one_name():
         names.append(row.compared)
     assert names[0] == names[1]
     assert len(set(names)) == 3
+
+
+def test_claims_without_texts_are_claims_of_their_own():
+    """An arm that is not finished: its claims are missing, and the others are corrected for them."""
+    texts = scores({"baseline": 0, "a": 5}).assign(cell=lambda table: table["arm"] + " cell")
+    found = Findings("item")
+    for arm in ("a", "b", "c", "d"):
+        found.claim("text", texts, {"arm": "baseline"}, {"arm": arm}, "acc", "more")
+    claims = found.frame()
+    assert claims["compared"].tolist()[1:] == ["", "", ""]
+    assert claims["holm"][0] == pytest.approx(4 * claims["p"][0])
+    assert tally(claims) == "1 as in the paper, 3 missing"
+    assert len(counted_once(claims)) == 4
+
+
+def test_samples_of_one_number_are_compared_as_what_they_are():
+    """The same texts at two lengths: what they share is no noise that more texts would lower."""
+    rng = np.random.default_rng(0)
+    place = {"prompt": [f"p{i // 4}" for i in range(200)], "sample": [i % 4 for i in range(200)]}
+    first = rng.normal(size=200)
+    one, two = (pd.DataFrame({**place, "value": first + shift}) for shift in (0, 1))
+    two["value"] += rng.normal(0, 0.1, 200)
+    alone = [each.drop(columns="sample") for each in (one, two)]
+    by_number, apart = paired(one, two.sample(frac=1, random_state=0)), paired(*alone)
+    assert by_number.error == pytest.approx(apart.error)
+    assert (apart.noise, by_number.texts) == (1, 4)
+    noise = (two["value"] - one["value"]).groupby(place["prompt"]).var().mean() / 4
+    assert by_number.noise == pytest.approx(min(1, noise / (50 * by_number.error**2)))
+
+
+def test_a_cell_is_read_at_its_own_length_too(run):
+    """Lengths are shares of the longest cell; a shorter one may have a length between them."""
+    data = ItemData(load_run(run), "alpha", ("alpha",), ("accuracy=linear",))
+    cells = data.cells[data.cells["method"] == "prefix"]
+    own = set(cells["max_length"])
+    found = data.scores(cells, (8, max(own) + 8), metrics=("accuracy",))
+    assert set(found["length"]) == {8, *own}
+
+
+def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
+    """Two variants of one arm, with scores and attention of their own; a third has none yet."""
+    made = pd.concat(
+        [scores({"baseline": 10 * i}).assign(variant=f"v{i}") for i in range(3)], ignore_index=True
+    )
+    cells = made.drop_duplicates("variant").assign(
+        state=["finished", "finished", "missing"],
+        profile="",
+        alpha=0.0,
+        max_length=64,
+        key=list("abc"),
+    )
+    masses = {"v0": 0.25, "v1": 0.5}
+
+    class Fake:
+        table = staticmethod(functools.partial(tables.item_table, "item"))
+
+        def curves(self, of):
+            for variant, mass in masses.items():
+                arm = dict(zip(ARM, ("m", "sentiment", "prefix", variant, "baseline"), strict=True))
+                yield arm, mass, pd.DataFrame({"prompt": list("pq")})
+
+    fake = Fake()
+    fake.cells = cells
+    monkeypatch.setattr(
+        "lapa2_interp.paper.bench.pooled", lambda mass, name: np.full((1, 2, 3), mass)
+    )
+    kept = made[made["variant"] != "v2"]
+    _, shown = Bench.masses(fake, cells, kept, {"prefix": "attention"})
+    assert shown["attention"].tolist() == ["0.250 [0.250, 0.250]", "0.500 [0.500, 0.500]", ""]
 
 
 def test_texts_that_one_arm_lacks_move_no_claim():

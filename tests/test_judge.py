@@ -16,7 +16,8 @@ import pytest
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Cache, Item, ScoringStoppedError, Skipped, run_scorer
-from lapa2_interp.scoring.judge import Judge, parse
+from lapa2_interp.scoring.judge import LIMITS, Judge, parse
+from lapa2_interp.scoring.named import Options, make_scorer
 
 KEY = "sk-local-0123456789abcdef"
 MALFORMED, REFUSED = (Skipped(reason, final=False) for reason in ("malformed answer", "refused"))
@@ -410,6 +411,17 @@ def test_a_server_that_refuses_every_format_has_its_reason_repeated(server, make
     with pytest.raises(ScoringError, match="cannot serve m .*temperature is not supported"):
         make().score([item()])
     assert (waits, len(server.bodies)) == ([], 3)
+    with pytest.raises(ScoringError, match="or --judge-temperature server$"):
+        make().score([item()])
+
+
+def test_a_server_that_knows_the_older_name_of_the_limit_alone_is_asked_by_it(server, make):
+    server.replies = [Reply("unknown field max_completion_tokens", status=400)] * 3 + [Reply()]
+    judge = make(concurrency=1, input_price=1.0, output_price=1.0, max_cost=1.0)
+    assert judge.score([item("a"), item("b")]) == [(5.0, 4.0, 3.0)] * 2
+    named = [[name for name in LIMITS if name in body] for body in server.bodies]
+    assert named == [["max_completion_tokens"]] * 3 + [["max_tokens"]] * 2
+    assert {body[name] for body, (name,) in zip(server.bodies, named, strict=True)} == {500}
 
 
 @pytest.mark.parametrize(
@@ -732,6 +744,8 @@ def test_the_version_holds_model_server_prompt_and_temperature(make, monkeypatch
         make("gpt-4o", base_url="https://judge.example/v1", temperature=t).version
         for t in (None, 0.5)
     }
+    asked = Options(judge_url="https://judge.example/v1", judge_temperature=None)
+    assert make_scorer("judge", "gpt-4o", asked).version in versions
     monkeypatch.setattr("lapa2_interp.scoring.judge.PROMPT", "Rate {text}.")
     versions |= {make("gpt-4o", base_url="https://judge.example/v1").version}
     assert len(versions) == 6

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import norm
+from scipy.stats import t as student
 
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DataError
@@ -52,6 +52,11 @@ def claims(*found, margin=5.0, expected="more", metric="acc", task="sentiment"):
     return made.frame()
 
 
+def detected(level, prompts=10):
+    """In standard errors: a difference that a test of this level finds with 80 % power."""
+    return student.isf(level / 2, prompts - 1) + student.isf(0.2, prompts - 1)
+
+
 def test_plans_are_prompts_and_texts_of_an_arm(grid):
     assert plans(grid, "sentiment") == [(10, 6)]
     assert plans(grid, "topic") == [(12, 4)]
@@ -69,17 +74,29 @@ def test_shares_are_those_of_simulated_runs(grid, expected):
         table.to_dict("records"), [(3.0, 1.5, 0.6), (-0.5, 1.0, 0.2)], strict=True
     ):
         new = error * np.sqrt(20 / 10 * (1 - noise + noise * 4 / 6))
-        assert row["detectable"] == pytest.approx(2.8016 * new, rel=1e-4)
-        shown = np.abs(rng.normal(row["corrected"], new, n)) > norm.isf(0.0125) * new
-        assert shown.mean() == pytest.approx(0.8, abs=0.005)
+        assert row["detectable"] == pytest.approx(detected(0.05) * new, rel=1e-4)
+        its_own = new * np.sqrt(rng.chisquare(9, n) / 9)
+        shown = np.abs(rng.normal(row["corrected"], new, n)) > student.isf(0.0125, 9) * its_own
+        assert shown.mean() == pytest.approx(0.8, abs=0.03)
         zero = rng.normal(0, new, n)
-        within = np.abs(zero) < 5 - norm.isf(0.025) * new
+        within = np.abs(zero) < 5 - student.isf(0.025, 9) * new
         assert row["if_zero"] == pytest.approx(within.mean(), abs=0.005)
         found = rng.normal(rng.normal(here, error, n), new)
-        beyond = norm.isf(0.0125) * new + (5 if expected == "same" else 0)
-        decided = (np.abs(found) > beyond) | (np.abs(found) < 5 - norm.isf(0.025) * new)
+        beyond = student.isf(0.0125, 9) * new + (5 if expected == "same" else 0)
+        decided = (np.abs(found) > beyond) | (np.abs(found) < 5 - student.isf(0.025, 9) * new)
         assert row["decided"] == pytest.approx(decided.mean(), abs=0.005)
         assert (row["prompts"], row["texts"], row["margin"]) == (10, 6, 5)
+
+
+def test_five_prompts_decide_no_sign(tmp_path):
+    """2 of the 32 assignments of signs are as extreme as all alike: p is never below .0625."""
+    for prompts, expected, found in ((5, "more", False), (6, "more", True), (5, "same", True)):
+        (tmp_path / "few.toml").write_text(GRID.replace("prompts = 10", f"prompts = {prompts}"))
+        few = load_grid(str(tmp_path / "few.toml"), check=False)
+        asked = claims((50.0, 1.5, 0.6), expected=expected)
+        (row,) = power(few, asked.assign(grids="few")).to_dict("records")
+        assert row["prompts"] == prompts
+        assert (row["decided"] > 0.99, np.isfinite(row["corrected"])) == (found, found)
 
 
 def test_perplexity_reads_the_first_texts_of_each_prompt(tmp_path):
@@ -89,6 +106,8 @@ def test_perplexity_reads_the_first_texts_of_each_prompt(tmp_path):
     (row,) = power(many, asked).to_dict("records")
     # 120 texts of an arm: of 10 prompts with 2 attributes, 6 of 30 samples
     assert (row["prompts"], row["texts"]) == (10, 12)
+    (row,) = power(many, asked, perplexity=200).to_dict("records")
+    assert (row["prompts"], row["texts"]) == (10, 20)
 
 
 def test_claims_of_other_grids_are_left_out(grid):
@@ -123,9 +142,9 @@ def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):
         frames.append(made.frame())
     table = power(grid, pd.concat(frames))
     assert table["item"].tolist() == ["first", "second", "second"]
-    new = table["detectable"].iloc[0] / 2.8016
+    new = table["detectable"].iloc[0] / detected(0.05)
     for row, tests in zip(table.to_dict("records"), (1, 3, 3), strict=True):
-        assert row["corrected"] == pytest.approx((norm.isf(0.025 / tests) + 0.8416) * new, rel=1e-4)
+        assert row["corrected"] == pytest.approx(detected(0.05 / tests) * new, rel=1e-4)
 
 
 def test_claims_of_ours_do_not_correct_those_of_the_paper(grid):
@@ -135,10 +154,9 @@ def test_claims_of_ours_do_not_correct_those_of_the_paper(grid):
         facts = {"margin": 5.0, "task": "sentiment", "method": "prefix", "whose": whose}
         made.note(name, "acc", "more", of, compared=name, **facts)
     table = power(grid, made.frame()).set_index("claim")
-    new = table["detectable"].iloc[0] / 2.8016
+    new = table["detectable"].iloc[0] / detected(0.05)
     for name, tests in (("a", 1), ("b", 2), ("c", 2)):
-        level = norm.isf(0.025 / tests) + 0.8416
-        assert table.loc[name, "corrected"] == pytest.approx(level * new, rel=1e-4)
+        assert table.loc[name, "corrected"] == pytest.approx(detected(0.05 / tests) * new, rel=1e-4)
 
 
 def test_grids_say_what_they_tell(grid):

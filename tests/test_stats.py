@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 
 from lapa2_interp import stats
-from lapa2_interp.stats import error_at, mean_interval, paired_difference
+from lapa2_interp.stats import error_at, least_p, mean_interval, paired_difference
 
 
 def test_mean_and_counts():
@@ -68,7 +68,8 @@ def test_paired_differences_by_hand():
     )
     assert (found.mean, found.clusters) == (1.5, 2)
     assert found.p == 0.5, "of four sign assignments two are as extreme"
-    assert found.detectable == pytest.approx(2.80 * np.std([1, 2], ddof=1) / np.sqrt(2))
+    quantiles = 12.7062 + 1.3764  # of Student's t with one degree of freedom
+    assert found.detectable == pytest.approx(quantiles * 0.5, rel=1e-4)
     with pytest.raises(ValueError, match="share no cluster"):
         paired_difference([1.0], ["a"], [2.0], ["b"])
     one = paired_difference([1.0], ["a"], [2.0], ["a"])
@@ -131,6 +132,10 @@ def test_equivalence_errs_at_its_rate():
     assert one.p_beyond(0.0) == pytest.approx(2 * scipy.stats.t.sf(t, n - 1))
     assert one.p_beyond(100.0) == 1
     assert one.p_within(abs(one.mean)) == pytest.approx(0.5)
+    for each in trial(0.0), trial(1.5), trial(3.0):
+        half = scipy.stats.t.ppf(0.95, n - 1) * each.error
+        inside = -margin < each.mean - half and each.mean + half < margin
+        assert (each.p_within(margin) < 0.05) == inside, "its 90 % interval"
 
 
 @pytest.mark.parametrize("same_kind", [True, False])
@@ -159,6 +164,57 @@ def test_errors_at_other_sizes_are_foretold(same_kind):
     assert np.isnan(alone.noise)
     assert error_at(alone.error, 9, 1, alone.noise, 36, 4) == pytest.approx(alone.error / 2)
     assert error_at(alone.error, 9, 4, np.nan, 9, 1) == pytest.approx(alone.error * 2)
+
+
+def test_units_foretell_the_errors_of_values_that_depend_on_each_other():
+    """One text at two lengths, correlated by .7; of the second, three readings of each text."""
+    rng = np.random.default_rng(5)
+
+    def trial(prompts, texts):
+        names, number = np.arange(prompts).repeat(texts), np.tile(np.arange(texts), prompts)
+        one, two = rng.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], prompts * texts).T
+        two = two + rng.normal(0, 0.5, prompts).repeat(texts)
+        order = rng.permutation(3 * prompts * texts)
+        sides = one, names, np.tile(two, 3)[order], np.tile(names, 3)[order]
+        of_texts = number, np.tile(number, 3)[order]
+        return paired_difference(*sides, resamples=10, units=of_texts)
+
+    few = [trial(20, 6) for _ in range(200)]
+    assert {round(each.texts, 9) for each in few} == {6.0}
+    inside = [each.noise * 20 * each.error**2 for each in few]
+    assert np.mean(inside) == pytest.approx((1 + 1 - 2 * 0.7) / 6, rel=0.05)
+    foretold = [error_at(e.error, e.clusters, e.texts, e.noise, 60, 2) ** 2 for e in few]
+    truth = [trial(60, 2).mean for _ in range(400)]
+    assert np.mean(foretold) == pytest.approx(np.var(truth), rel=0.15)
+
+
+def test_units_that_only_one_condition_has():
+    """By hand: a cluster's units a, b against b, c; the variance of the difference of the means."""
+    before, after = np.array([0.0, 2.0, 5.0, 5.5]), np.array([3.0, 4.0, 9.0, 6.0])
+    names = ["x", "x", "y", "y"]
+    units = (["a", "b", "a", "b"], ["b", "c", "b", "c"])
+    found = paired_difference(before, names, after, names, units=units)
+    assert found.texts == 2
+    inside = (2.0 + 0.125) / 2 / 2 + (0.5 + 4.5) / 2 / 2
+    assert np.isnan(found.noise)  # one unit of a cluster is in both, so nothing tells how alike
+    alone = paired_difference(before, names, after, names)
+    assert alone.noise == pytest.approx(min(1, inside / np.var([2.5, 2.25], ddof=1)))
+
+
+@pytest.mark.parametrize("n", [5, 8, 15, 200])
+def test_what_is_detectable_is_found_in_80_percent(n):
+    """By the interval of Student's t, and by p where so few clusters can have a small one."""
+    rng = np.random.default_rng(6)
+    quantiles = scipy.stats.t.ppf([0.975, 0.8], n - 1).sum()
+    names = np.arange(n)
+    one = paired_difference(np.zeros(n), names, rng.normal(size=n), names)
+    assert one.detectable == pytest.approx(quantiles * one.error)
+    draws = rng.normal(quantiles / np.sqrt(n), 1, (4000, n))
+    errors = draws.std(axis=1, ddof=1) / np.sqrt(n)
+    shown = draws.mean(axis=1) > scipy.stats.t.ppf(0.975, n - 1) * errors
+    assert 0.75 < shown.mean() < 0.85
+    large = paired_difference(np.zeros(n), names, rng.normal(100, 1, n), names)
+    assert large.p == pytest.approx(least_p(n))
 
 
 def test_many_clusters_take_little_memory():

@@ -246,8 +246,12 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
     key = next(key for key, cell in load_run(copy).plan.items() if cell.arm == "baseline")
     other = next(key for key, cell in load_run(copy).plan.items() if "0.3" in cell.arm)
     assert key != other
-    shutil.rmtree(copy / "cells" / other)
-    script(
+    known, plan = run[1]["known"], load_run(copy).plan
+    set_points = known.index[known["family"] == "set-point"]
+    (family,) = (key for key in set_points if plan[key].task.name == "topic")
+    for each in (other, family):
+        shutil.rmtree(copy / "cells" / each)
+    found = script(
         "analyses",
         copy,
         "--grids",
@@ -257,8 +261,11 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
         "accuracy",
         "perplexity=tiny-gpt2",
     )
-    assert "No verdicts: " in capsys.readouterr().out
+    assert "No verdicts: 2 cells" in capsys.readouterr().out
     assert table(copy, ".equal")["verdict"].isna().all()
+    waiting = pd.DataFrame(found["waiting"])
+    assert set(zip(waiting["task"], waiting["family"], strict=True)) == {("topic", "set-point")}
+    assert len(waiting) == 2 * len(found["metrics"]), "its tests count as p = 1"
 
 
 def test_the_figure_shows_the_tables(run):

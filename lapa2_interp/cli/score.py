@@ -42,6 +42,7 @@ def score(
     labels: str = "",
     judge_url: str | None = None,
     judge_prices: tuple[float, float] | None = None,
+    judge_temperature: float | Literal["server"] = 0.0,
     max_cost: float | None = None,
     only: Annotated[tuple[str, ...], Several] = (),
     cache: Path | None = None,
@@ -79,6 +80,8 @@ def score(
         labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
         judge_url: Base URL of the judge's endpoint; by default OPENAI_BASE_URL, or OpenAI's.
         judge_prices: US dollars per million input and output tokens, to count the judge's cost.
+        judge_temperature: Temperature of the judge, 0 to 2; server leaves it to the server, as some
+            models refuse any.
         max_cost: Stop the judge before it has cost more US dollars than this (needs
             --judge-prices). What was paid for is kept; the same command goes on with the rest, for
             as much again.
@@ -105,6 +108,7 @@ def score(
         labels=_labels(labels),
         judge_url=judge_url,
         judge_prices=judge_prices or (None, None),
+        judge_temperature=None if judge_temperature == "server" else judge_temperature,
         max_cost=max_cost,
         only=columns(only),
         cache=cache,

@@ -100,7 +100,13 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
         print(EXAMPLE, end="")
 
 
-def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = None) -> None:
+def power(
+    *names: str,
+    claims: Path,
+    changes: Changes = (),
+    perplexity: int | None = None,
+    out: Path | None = None,
+) -> None:
     """Say how small a difference each claim of a grid could show, before the grid is run.
 
     The spread of each difference comes from an earlier run of the grid's items, or from a pilot.
@@ -117,6 +123,8 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
             ITEM.claims.csv.
         changes: KEY=VALUE replaces a key in every block, such as samples=2 or prompts=100; repeat
             the option for more.
+        perplexity: About how many texts of an arm will have their perplexity measured, where the
+            items' scripts are told (--perplexity).
         out: Also write the table as this CSV file.
     """
     import pandas as pd
@@ -124,6 +132,7 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
     from lapa2_interp.errors import DataError, GridError
     from lapa2_interp.files import as_csv, write_text
     from lapa2_interp.paper.claims import read_claims
+    from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
     from lapa2_interp.paper.power import POWER, summary
     from lapa2_interp.paper.power import power as ask
     from lapa2_interp.runs.grid import load_grid, parse_changes
@@ -140,7 +149,7 @@ def power(*names: str, claims: Path, changes: Changes = (), out: Path | None = N
     found = []
     for name in names:
         grid = load_grid(name, parse_changes(changes), check=False)
-        table = ask(grid, known)
+        table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
         found.append(table.assign(grid=grid.name))
         print(f"{grid.name}\n{table.to_string(index=False, float_format='%.2f')}")
         print(f"{summary(table)}\n")

@@ -139,6 +139,7 @@ class Bench(Findings):
             shown: Kinds of keys (`trace.tables.pooled`), and their columns for reading.
         """
         table = self.table(scores, cells)
+        read = wide(table).rename(columns={"augmentation": "arm"})
         arms = cells.set_index("key")["arm"]
         of_run = self.cells[self.cells["key"].isin(arms.index)]
         named = dict(zip(of_run["arm"], of_run["key"].map(arms), strict=True))
@@ -156,15 +157,15 @@ class Bench(Findings):
                 for mean, low, high in masses[["mean", "low", "high"]].to_numpy()
             ]
         ).pivot_table(
-            index=["task", "method", "arm"],
+            index=[name for name in ARM if name in read],
             columns="metric",
             values="cell",
             aggfunc="first",
             sort=False,
         )
-        beside = beside.reset_index().rename(columns={"arm": "augmentation", **shown})
+        read = read.merge(beside.reset_index().rename(columns=dict(shown)), how="left").fillna("")
         both = [table, masses.assign(attribute="all", state="finished")]
-        return pd.concat(both, ignore_index=True), wide(table).merge(beside, how="left").fillna("")
+        return pd.concat(both, ignore_index=True), read.rename(columns={"arm": "augmentation"})
 
     def write(
         self, table: pd.DataFrame, notes: Sequence[str] = (), shown: pd.DataFrame | None = None

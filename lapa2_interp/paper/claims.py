@@ -372,7 +372,7 @@ def _facts(
     for name in ("scorer", "task", "method"):
         values = list(both[name].unique()) if name in both else []
         facts[name] = str(values[0]) if len(values) == 1 else ""
-    if "cell" in scores:
+    if "cell" in scores and all(map(len, sides)):
         names = ["cell", "length", "part", "prompt", "sample", "scorer"]
         known = [name for name in names if name in scores]
         texts = [side[known].sort_values(known).to_csv(index=False) for side in sides]

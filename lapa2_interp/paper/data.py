@@ -7,6 +7,7 @@ Scores are kept in RUN/scores, so nothing is scored twice. Nothing here generate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
 from lapa2_interp.runs.read import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring import Cache, chosen_scorers, split_scorer
-from lapa2_interp.scoring.named import Options, score_by
+from lapa2_interp.scoring import Cache, Item, chosen_scorers, run_scorer, split_scorer
+from lapa2_interp.scoring.named import Options, make_scorer, score_by
 from lapa2_interp.scoring.tables import plain
 from lapa2_interp.trace.tables import branch_name
 
@@ -120,7 +121,8 @@ class ItemData:
 
         Args:
             cells: Rows of `cells`.
-            lengths: Cut texts to these, each cell up to its own; by default each cell's longest.
+            lengths: Cut texts to these as far as they are shorter than a cell's own length, which
+                is always among its lengths.
             parts: Score texts in this many equal parts.
             metrics: Any of accuracy, toxicity and perplexity; by default what the task has.
 
@@ -156,6 +158,23 @@ class ItemData:
             ],
         )
 
+    def numbers(self, group: pd.DataFrame, samples: pd.DataFrame, metric: str) -> pd.DataFrame:
+        """Every number that a metric's first scorer gives texts: `scoring.run_scorer`.
+
+        Args:
+            group: The cells of the texts, of one task.
+            samples: The texts, with their prompt and attribute.
+            metric: accuracy, toxicity or perplexity.
+        """
+        asked = self._asked(str(group["task"].iloc[0]), (metric,))[metric][0]
+        name, _, model = asked.partition("=")
+        texts = samples[["text", "prompt", "attribute"]].to_numpy()
+        with (
+            Cache(self.run.home / "scores") as cache,
+            closing(make_scorer(name, model, self._options(group))) as scorer,
+        ):
+            return run_scorer(scorer, [Item(*each) for each in texts], cache)
+
     def _asked(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
         """The scorers of a task, NAME or NAME=MODEL, by metric."""
         control = "toxicity" if task == "detox" else "accuracy"
@@ -180,7 +199,7 @@ class ItemData:
         for longest in dict.fromkeys(group["max_length"].astype(int)):
             keys = list(group["key"][group["max_length"] == longest])
             samples = self.run.samples(keys)
-            chosen = [length for length in lengths if length <= longest] or [longest]
+            chosen = sorted({length for length in lengths if length < longest} | {longest})
             frames.append(at_lengths(samples, self.run.manifest(keys[0]), chosen))
         found = pd.concat(frames, ignore_index=True)
         if parts == 1:

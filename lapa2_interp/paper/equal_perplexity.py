@@ -86,6 +86,9 @@ def interval(
 class Arms:
     """The texts of one setting (model, task, method, variant), as means of every resample.
 
+    Each text counts once, as in `tables.cell_table`; so attributes count alike where they have as
+    many texts with a number.
+
     Args:
         texts: One row per text: family, strength (above 0; 0 where the family is `BASELINE`),
             prompt, nll (mean -ln p per token; NaN where it was not measured), and metrics (NaN

@@ -38,14 +38,14 @@ def samples_read(firsts: int, wanted: int = PERPLEXITY_TEXTS) -> int:
     return math.ceil(wanted / firsts)
 
 
-def texts_read(firsts: int, texts: float) -> float:
+def texts_read(firsts: int, texts: float, wanted: int = PERPLEXITY_TEXTS) -> float:
     """How many texts of an arm have their perplexity measured.
 
     Args:
-        firsts: As `samples_read`.
+        firsts, wanted: As `samples_read`.
         texts: All texts of the arm.
     """
-    return min(texts, float(firsts * samples_read(firsts)))
+    return min(texts, float(firsts * samples_read(firsts, wanted)))
 
 
 def scoring_seconds(

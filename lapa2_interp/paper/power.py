@@ -6,14 +6,16 @@ P' prompts and s' texts has
 
     e' = e sqrt(P / P' (1 - v + v s / s'))
 
-A difference is found with 80 % power where it is (z + 0.84) e', z being the normal quantile of the
-test's level; and a true difference of 0 is shown to be smaller than a margin m in
+A difference is found with 80 % power where it is (t + t.8) e', t being the quantile of the test's
+level and t.8 that of the power, of Student's t with P' - 1 degrees of freedom; and a true
+difference of 0 is shown to be smaller than a margin m in
 
-    2 Phi(m / e' - z1) - 1
+    2 Phi(m / e' - t1) - 1
 
 of runs (two one-sided tests). With k claims of the paper (or k of ours) in an item, and k1 of them
 with a margin, the levels are 0.05 / k and 0.05 / k1: the first step of Holm's correction, so this
-is cautious.
+is cautious. The permutation test of a sign gives few prompts no p below a level (`stats.least_p`):
+5 prompts never find one.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import pandas as pd
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import DataError, counted
 from lapa2_interp.paper.claims import SURE
-from lapa2_interp.paper.estimates import texts_read
+from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, texts_read
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.stats import error_at
+from lapa2_interp.stats import error_at, least_p
 
 POWER = 0.8
 SPREADS = {"acc": 49.0, "tox": 11.0}
@@ -62,19 +64,21 @@ def plans(grid: Grid, task: str = "", method: str = "") -> list[Plan]:
     return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
 
 
-def measured(plan: Plan, metric: str, attributes: int) -> Plan:
-    """The texts of a plan that a metric reads: perplexity reads the first few of each prompt."""
+def measured(plan: Plan, metric: str, attributes: int, perplexity: int) -> Plan:
+    """The texts of a plan that a metric reads: perplexity reads the first few of each prompt, about
+    `perplexity` of an arm."""
     if metric != "ppl":
         return plan
-    read = texts_read(plan.prompts * attributes, plan.prompts * plan.texts)
+    read = texts_read(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
     return Plan(plan.prompts, read / plan.prompts)
 
 
-def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
+def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) -> pd.DataFrame:
     """What each claim could show with a grid's prompts and texts.
 
     Args:
         claims: Tables of claims of an earlier run (`claims.read_claims`), of any items.
+        perplexity: About how many texts of an arm will have their perplexity measured.
 
     Returns:
         One row per claim of the grid's items that has a number: item, claim, metric, prompts, texts
@@ -98,7 +102,7 @@ def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
             if chosen and row["error"] == 0:
                 alike += 1
             elif chosen:
-                rows.append(_row(row, chosen[0], grid, *tests) | {"item": item})
+                rows.append(_row(row, chosen[0], grid, perplexity, *tests) | {"item": item})
     if not rows:
         raise DataError(
             f"no claim of an item of {grid.name} has a number in these tables"
@@ -112,18 +116,32 @@ def power(grid: Grid, claims: pd.DataFrame) -> pd.DataFrame:
 
 
 def _row(
-    row: Mapping[Hashable, Any], plan: Plan, grid: Grid, tests: int, with_margin: int
+    row: Mapping[Hashable, Any],
+    plan: Plan,
+    grid: Grid,
+    perplexity: int,
+    tests: int,
+    with_margin: int,
 ) -> dict[str, Any]:
-    from scipy.stats import norm
+    from scipy.stats import norm, t
 
     attributes = len({cell.attribute for cell in grid.cells if row["task"] in ("", cell.task.name)})
-    plan = measured(plan, str(row["metric"]), attributes)
+    plan = measured(plan, str(row["metric"]), attributes, perplexity)
     error, here, noise, texts, margin = (
         float(row[name]) for name in ("error", "here", "noise", "texts", "margin")
     )
     new = error_at(error, int(row["prompts"]), texts, noise, *plan)
-    two = norm.isf(SURE / tests / 2) * new
-    one = norm.isf(SURE / max(1, with_margin)) * new
+
+    def quantile(level: float) -> float:
+        return float(t.isf(level, plan.prompts - 1)) if plan.prompts > 1 else np.inf
+
+    def shown(level: float) -> float:
+        """How large an estimate is that a test of this level tells from 0."""
+        least = 0.0 if row["expected"] == "same" else least_p(plan.prompts)
+        return quantile(level / 2) * new if least < level else np.inf
+
+    two = shown(SURE / tests)
+    one = quantile(SURE / max(1, with_margin)) * new
     # The next estimate: the truth is uncertain by the earlier error, and ours errs, too.
     spread = np.hypot(error, new)
 
@@ -134,13 +152,13 @@ def _row(
     outer = margin + two if row["expected"] == "same" else two
     decided = 1 - between(-outer, outer) + (between(-room, room) if room else 0.0)
     if_zero = max(0.0, 2 * norm.cdf((margin - one) / new) - 1)
-    ready = norm.isf(1 - POWER) * new
+    ready = quantile(1 - POWER) * new
     return {
         "claim": row["claim"],
         "metric": row["metric"],
         "prompts": plan.prompts,
         "texts": plan.texts,
-        "detectable": 1.96 * new + ready,
+        "detectable": shown(SURE) + ready,
         "corrected": two + ready,
         "margin": margin,
         "if_zero": if_zero if margin else float("nan"),

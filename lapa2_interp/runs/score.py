@@ -61,6 +61,7 @@ def score(
     labels: Mapping[str, str] | None = None,
     judge_url: str | None = None,
     judge_prices: tuple[float | None, float | None] = (None, None),
+    judge_temperature: float | None = 0.0,
     max_cost: float | None = None,
     only: Mapping[str, Any] | None = None,
     cache: Path | None = None,
@@ -78,6 +79,7 @@ def score(
         labels: Names for a classifier's labels.
         only: Only texts whose columns have these values (a list: one of them).
         notify: Told what is scored, and what scorers have to say.
+        judge_temperature: None leaves it to the server.
         force, column, attribute, task, lengths, parts, judge_url, judge_prices, max_cost, cache,
             dtype, device, trust_remote_code: As the options of `lapa2 score`.
 
@@ -91,6 +93,7 @@ def score(
     of_judge = {
         "judge-url": judge_url is not None,
         "judge-prices": judge_prices != (None, None),
+        "judge-temperature": judge_temperature != 0,
         "max-cost": max_cost is not None,
     }
     _check_options(source, scorers, column, labels, [name for name in of_judge if of_judge[name]])
@@ -127,6 +130,7 @@ def score(
             labels=labels or {},
             judge_url=judge_url,
             judge_prices=judge_prices,
+            judge_temperature=judge_temperature,
             dtype=dtype,
             device=device,
             generator=manifest.model.weights if manifest else None,

@@ -78,6 +78,9 @@ FORMATS: tuple[dict[str, Any] | None, ...] = (
 )
 """Forms of answer that are asked for; the next one is tried when a server refuses the one
 before."""
+LIMITS = ("max_completion_tokens", "max_tokens")
+"""What servers call the most tokens of an answer: OpenAI's word, and the older one that some know
+alone. Asked for where the cost is limited, with each form of answer."""
 LONGEST_WAIT = 120.0
 """Seconds. A server that asks for more ends the run, which can be taken up later."""
 
@@ -245,7 +248,9 @@ class Judge(Scorer):
         self._sleep = sleep
         self._client: httpx.Client | None = None
         self._changed = threading.Condition()
-        self._form = 0
+        limits = (None,) if max_cost is None else LIMITS
+        self._forms = [(answers, limit) for limit in limits for answers in FORMATS]
+        self._form = 0  # the first that the server has not refused
         self._under_way = 0
         self._held = 0.0
         self._longest = LONGEST_ANSWER
@@ -367,7 +372,7 @@ class Judge(Scorer):
                 return REFUSED
             if answer.too_long:
                 return TOO_LONG
-            if answer.status in (400, 422) and form + 1 < len(FORMATS):
+            if answer.status in (400, 422) and form + 1 < len(self._forms):
                 form += 1
                 continue
             if not answer.passing:
@@ -393,10 +398,11 @@ class Judge(Scorer):
         body: dict[str, Any] = {"model": self.model, "messages": messages(item)}
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        if FORMATS[form] is not None:
-            body["response_format"] = FORMATS[form]
-        if self.max_cost is not None:
-            body["max_completion_tokens"] = LONGEST_ANSWER
+        answers, limit = self._forms[form]
+        if answers is not None:
+            body["response_format"] = answers
+        if limit is not None:
+            body[limit] = LONGEST_ANSWER
         content = json.dumps(body).encode()
         most = self._hold(len(content))
         released = 0.0  # what did not get an answer with a count of tokens may be billed
@@ -494,6 +500,8 @@ class Judge(Scorer):
             return (
                 f"{self.host} cannot serve {self.model} ({problem.said}); check the model's name"
                 " and the server's address"
+                + ", or --judge-temperature server"
+                * ("temperature" in problem.said)
             )
         return f"{self.host} answers {problem.status} ({problem.said})"
 

@@ -33,6 +33,7 @@ class Options:
     labels: Mapping[str, str] = field(default_factory=dict)
     judge_url: str | None = None
     judge_prices: tuple[float | None, float | None] = (None, None)
+    judge_temperature: float | None = 0.0
     max_cost: float | None = None
     dtype: str = "float32"
     device: str | None = None
@@ -115,6 +116,7 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                 options.judge_url,
                 input_price=price_in,
                 output_price=price_out,
+                temperature=options.judge_temperature,
                 max_cost=options.max_cost,
             )
     if name == "distinct":

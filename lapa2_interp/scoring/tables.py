@@ -215,16 +215,22 @@ def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
     prompt's difference is the mean of its attributes' differences.
 
     Args:
-        before, after: Rows of two arms, with columns value, prompt and, where there are several,
-            attribute.
+        before, after: Rows of two arms, with columns value and prompt; attribute, where there are
+            several; and sample, as texts of one number are not independent: they are one text at
+            two lengths, or drawn with the same random numbers.
     """
     place = [name for name in ("prompt", "attribute") if name in before]
     places = [pd.MultiIndex.from_frame(each[place]) for each in (before, after)]
     if not places[0].isin(places[1]).any():
         return None
-    kinds = (before["attribute"], after["attribute"]) if "attribute" in before else None
+
+    def labels(name: str) -> tuple[pd.Series, pd.Series] | None:
+        return (before[name], after[name]) if name in before and name in after else None
+
     one, two = before["prompt"], after["prompt"]
-    return paired_difference(before["value"], one, after["value"], two, kinds=kinds)
+    return paired_difference(
+        before["value"], one, after["value"], two, kinds=labels("attribute"), units=labels("sample")
+    )
 
 
 def _alike(change: Difference) -> bool:
