@@ -196,6 +196,12 @@ class Cell(BaseModel):
         assign(method, branches, augmentation)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
+        for text in texts:
+            if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+                raise LayoutError(
+                    f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"
+                    " have; give whole characters"
+                )
         if "" in texts:
             raise LayoutError(
                 "the prompt '' tokenises to nothing of its own; give at least one token of text"

@@ -237,6 +237,15 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
     return found
 
 
+def is_damage(error: Exception) -> bool:
+    """Whether an error of reading a file says that it is not what was written: it is missing,
+    something else, or cannot be understood. A disk that fails, or is closed to the user, says
+    nothing about the file."""
+    if not isinstance(error, OSError) or error.errno is None:  # libraries raise OSError without one
+        return True
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+
+
 def sha256_of(file: Path) -> str:
     """The sha256 of a file, in hexadecimal digits."""
     with file.open("rb") as stream:

@@ -208,6 +208,16 @@ def most_memory(device: str = "cpu") -> int:
     return most if sys.platform == "darwin" else 1024 * most
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that main memory, or that of a GPU, is used up."""
+    # PyTorch's allocator of main memory raises a plain RuntimeError.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in str(error)
+    )
+
+
 def default_device() -> str:
     """cuda where there is one, else cpu."""
     import torch

@@ -156,6 +156,15 @@ def stopped_by_sigterm() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
+def is_stop(error: BaseException | None) -> bool:
+    """Whether Ctrl-C or SIGTERM is behind an error that a library has made of it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt | Stopped):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @contextmanager
 def interrupts_held(stop: threading.Event) -> Iterator[None]:
     """Ctrl-C and SIGTERM set an event, and count when the block ends; a second one counts at once.

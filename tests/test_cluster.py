@@ -23,8 +23,9 @@ from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import Failed, Job, Opened
 from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import library_versions
-from lapa2_interp.runs.sweep import locked, sweep
+from lapa2_interp.runs.sweep import sweep
 
 GRID = """
 model = "tiny-gpt2"

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,11 +15,12 @@ from conftest import LOWEST, load, run_of, unpack
 from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
 from lapa2_interp.cell import CELL
 from lapa2_interp.cli import main
-from lapa2_interp.errors import Lapa2Error, RunError, TraceError
+from lapa2_interp.errors import Lapa2Error, LayoutError, ModelError, RunError, TraceError
 from lapa2_interp.files import ASIDE, LOCK, clean, new_folder
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import OF_THE_DAY
 from lapa2_interp.runs.read import (
     FinishedCell,
@@ -204,6 +206,53 @@ def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
     assert main([*line.split(), str(tmp_path / "run")]) == 2
     assert "is a run with 1 of 4 cells not finished (`lapa2 runs " in capsys.readouterr().err
     assert len(load_run(tmp_path / "run").finished) == 3
+
+
+def test_a_run_that_is_being_filled_is_not_replaced_even_by_force(run, tmp_path):
+    run.save(tmp_path / "run")
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(RunError, match=r"is being filled by process \d+"),
+    ):
+        run.save(tmp_path / "run", force=True)
+    run.save(tmp_path / "run", force=True)
+
+
+def test_a_prompt_that_is_no_unicode_is_one_sentence():
+    with pytest.raises(LayoutError, match=r"the prompt 'a \\ud800' has half a character"):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["a \ud800"], dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")]
+)
+def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr("lapa2_interp.runs.generate.run_plan", full)
+    with pytest.raises(ModelError, match="does not hold 4 rows at once; .*--max-rows N"):
+        generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
+
+
+def test_texts_without_a_first_token_have_no_attention(run, capsys):
+    """They are left out, and said."""
+    key = next(iter(run.plan))
+    cell = run.cell(key)
+    samples, trace = cell.samples.copy(), cell.trace.copy(deep=True)
+    samples.loc[0, "n_tokens"] = 0
+    for name in trace.data_vars:
+        if "step" in trace[name].dims:
+            trace[name] = trace[name].where(trace["sample"] != 0)
+    ended = Run(
+        None, run.listing, {key: run.plan[key]}, {key: replace(cell, samples=samples, trace=trace)}
+    )
+    found = read_attention(ended)
+    assert (found.left_out, len(found.samples)) == (1, len(samples) - 1)
+    assert set(found.tables["steps"]["n"]) == {len(samples) - 1}
+    samples["n_tokens"] = 0
+    with pytest.raises(TraceError, match="all texts .* ended before a first token"):
+        read_attention(ended)
 
 
 def test_a_folder_whose_forerunner_was_taken_away_comes_to_its_place(tmp_path):

@@ -16,12 +16,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import xarray as xr
 from conftest import MODEL_CLASSES, generate, load, start, warm
 
@@ -30,6 +32,7 @@ from lapa2_interp.errors import DamagedError, GridError, RunError
 from lapa2_interp.files import ASIDE, LOCK, aside, sealed, unsealed, whole_folder, write_text
 from lapa2_interp.runs import launch as launching
 from lapa2_interp.runs import local
+from lapa2_interp.runs import read as reading
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened
@@ -37,7 +40,7 @@ from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.read import SAMPLES, TRACE, load_run, read_cell, read_file
 from lapa2_interp.runs.repair import repair
-from lapa2_interp.runs.sweep import add_grids, sweep
+from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
 from lapa2_interp.runs.worker import Worker
 
 HEAD = """
@@ -608,6 +611,54 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
     assert isinstance(outcome, Failed)
     assert "here, and had" in outcome.traceback.splitlines()[-1]
     assert load_grid(str(tmp_path / "g.toml")).cells[0].key != cell.key
+    part = Worker("cpu").do(Job(cell, 0, None))  # one that joins when the cell is open already
+    assert isinstance(part, Failed)
+    assert "here, and had" in part.traceback.splitlines()[-1]
+
+
+def test_groups_made_with_other_weights_are_not_mixed(undisturbed, files, tmp_path):
+    """A worker that loads the model after its file was replaced."""
+    made = {
+        (key, group): replace(each, weights="sha256 other") if group == 1 else each
+        for (key, group), each in undisturbed[1].items()
+    }
+    with pytest.raises(RunError, match="was made with tiny-gpt2 .* and it is now sha256 other"):
+        sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
+
+
+def test_a_run_folder_that_another_took_the_place_of_is_not_filled(undisturbed, files, tmp_path):
+    run = tmp_path / "run"
+
+    class Replacing(Replaying):
+        def wait(self):
+            if len(self.done) == 2:
+                run.rename(tmp_path / "before")
+                shutil.copytree(tmp_path / "before", run)
+            return super().wait()
+
+    with pytest.raises(RunError, match="is gone: it was moved or removed"):
+        sweep(run, grids_of(files), Replacing(undisturbed[1]), pytest.fail)
+
+
+def test_threads_count_on_any_cpu():
+    before = torch.get_num_threads()
+    try:
+        assert Worker("cpu:0", threads=before + 1).on_cpu
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_interrupt_that_a_library_made_an_error_of_is_no_failure(undisturbed, monkeypatch):
+    def plan(*_):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as stop:
+            raise RuntimeError("a library's own") from stop
+
+    monkeypatch.setattr("lapa2_interp.runs.worker.plan", plan)
+    with pytest.raises(KeyboardInterrupt):
+        Worker("cpu").do(Job(next(iter(load_run(undisturbed[0]).plan.values()))))
 
 
 # --- what goes wrong
@@ -1261,6 +1312,59 @@ def test_a_lost_listing_is_written_anew_from_the_plans(copy, files):
         f"{copy} has plans of cells and no run.json: written anew with its 4 cells"
     )
     assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+
+
+def test_a_changed_bit_in_the_name_of_the_seal_is_repaired(copy, capsys):
+    listing = copy / "run.json"
+    listing.write_text(listing.read_text("utf-8").replace('"seal"', '"sdal"'), "utf-8")
+    with pytest.raises(DamagedError, match="run.json is damaged: .* --repair` writes it anew"):
+        load_run(copy)
+    assert repair(copy)[0].startswith(f"{listing} is damaged")
+    assert len(load_run(copy).finished) == 4
+
+
+def test_a_run_of_which_no_plan_is_left_has_no_cells(copy, capsys):
+    for file in (copy / "plan").iterdir():
+        file.write_text("{}", "utf-8")
+    assert len(repair(copy)) == 4
+    assert load_run(copy).cells.empty
+    assert lapa2("runs", copy) == 0
+    assert "one: no cells" in capsys.readouterr().out
+
+
+def test_a_damaged_plan_does_not_stop_the_sweep_that_writes_it_again(copy, files, tmp_path):
+    """Also one whose settings make no cell: it is asked for the dtype of the run."""
+    file = next((copy / "plan").iterdir())
+    for text in (file.read_text("utf-8").replace('"length":', '"lenght":'), '{"length": 0}'):
+        file.write_text(text, "utf-8")
+        auto = tmp_path / "auto.toml"
+        auto.write_text(files[0].read_text("utf-8").replace('dtype = "float32"', 'dtype = "auto"'))
+        assert load_grids(copy, [str(auto)])
+
+
+def test_a_disk_that_fails_is_no_damage(copy, monkeypatch):
+    """The cell may be sound: it is not made again."""
+    import pyarrow.parquet as pq
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    whole = load_run(copy)
+    monkeypatch.setattr(pq, "read_metadata", fails)
+    reading._are_sound.cache_clear()
+    with pytest.raises(OSError, match="Input/output"):
+        whole.finished  # noqa: B018
+    monkeypatch.setattr("lapa2_interp.runs.read.unsealed", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        load_run(copy)
+
+
+def test_options_that_do_not_fit_repair_nothing(copy, capsys):
+    file = next((copy / "cells").iterdir()) / "samples.parquet"
+    file.write_bytes(file.read_bytes()[:-3])
+    assert lapa2("runs", copy, "--repair", "--json", "--traceback") == 2
+    assert file.is_file()
+    assert "--traceback prints texts" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_not_repaired(copy, tmp_path):

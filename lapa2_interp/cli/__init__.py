@@ -6,6 +6,7 @@ Help is built from the types and docstrings of the commands; torch is imported w
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -68,17 +69,24 @@ app.command(list_recipes, name="recipes")
 app.command(list_tasks, name="tasks")
 
 
-GOES_ON = {
-    "sweep": "",
-    "score": "",
-    "circuits": "",
-    "prefix": "train",
-    "scorers": "adapter",
-    "select": "--file",
-    "fading": "--file",
-}
-"""Commands that keep what they have finished when they are stopped; those with a word, where an
-argument has it."""
+def goes_on(words: Sequence[str]) -> bool:
+    """Whether a command that is stopped keeps what it has finished."""
+
+    def option(name: str) -> str | None:
+        """What an option is given; None without it."""
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if word == name or word.startswith(f"{name}="):
+                return after if word == name else word.partition("=")[2]
+        return None
+
+    match words:
+        case ["sweep" | "score" | "circuits", *_] | ["prefix", "train", *_]:
+            return True
+        case ["scorers", "train", *_]:
+            return option("--kind") == "adapter"
+        case ["select" | "fading", *_]:
+            return option("--file") is not None
+    return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 2 after an error of ours or of the command line, which is one line on
-        stderr; 130 after Ctrl-C; 143 after SIGTERM.
+        stderr; 130 after Ctrl-C; 141 where the reader of the output left before the end; 143 after
+        SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     with harmless_output():
@@ -94,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    done = False
     try:
         with stopped_by_sigterm():
             app(
@@ -103,6 +113,7 @@ def _run(words: list[str]) -> int:
                 print_error=False,
                 result_action="return_value",
             )
+        done = True
         sys.stdout.flush()
     except Lapa2Error as error:
         print(f"lapa2: {one_line(str(error))}", file=sys.stderr)
@@ -110,15 +121,13 @@ def _run(words: list[str]) -> int:
         print(f"lapa2: {one_line(' '.join(str(error).split()))} (see --help)", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0 if done else 128 + signal.SIGPIPE
     except OSError as error:  # a disk that is full, read-only or closed to this user
         place = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or str(error)
         print(f"lapa2: {one_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
     except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
-        word = GOES_ON.get(words[0]) if words else None
-        keeps = word is not None and any(word in each for each in words)
-        after = "goes on" if keeps else "begins anew; nothing half-made is left"
+        after = "goes on" if goes_on(words) else "begins anew; nothing half-made is left"
         print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     else:

@@ -18,7 +18,7 @@ from lapa2_interp.cli.options import (
     pairs,
     settings,
 )
-from lapa2_interp.errors import EmptyDistributionError, TraceError
+from lapa2_interp.errors import EmptyDistributionError, TraceError, counted
 from lapa2_interp.machine import DtypeOrAuto
 
 if TYPE_CHECKING:
@@ -224,6 +224,8 @@ def _show(found: Attention) -> None:
         f"mean over layers and heads; {n} texts of {prompts} prompt{'s' * (prompts > 1)} an arm;"
         f" {interval}"
     )
+    if found.left_out:
+        print(f"left out: {counted(found.left_out, 'text')} that ended before a first token")
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
     print(found.tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))

@@ -270,11 +270,11 @@ def runs(
     from lapa2_interp.runs.read import STATES, load_run
     from lapa2_interp.runs.repair import repair as repair_run
 
+    if as_json and traceback:
+        raise RunError("--traceback prints texts, which --json has no place for; give one of them")
     if repair:
         for line in repair_run(run) or ["every file is what was written"]:
             print(line, file=sys.stderr if as_json else sys.stdout)
-    if as_json and traceback:
-        raise RunError("--traceback prints texts, which --json has no place for; give one of them")
     found = load_run(run)
     table = found.cells
     shown = table if state == "all" else table[table["state"] == state]
@@ -285,7 +285,10 @@ def runs(
         states = table[table["key"].isin(keys)]["state"].tolist()
         print(
             f"{grid}: "
-            + ", ".join(f"{states.count(name)} {name}" for name in STATES if name in states)
+            + (
+                ", ".join(f"{states.count(name)} {name}" for name in STATES if name in states)
+                or "no cells"
+            )
         )
     print()
     for row in shown.to_dict("records"):

@@ -44,6 +44,7 @@ class Attention:
         tables: steps, fits, and where they apply prefix_tokens and heads.
         arms: Augmentations by arm.
         cells: One row per cell, as in `Run.cells`.
+        left_out: Texts that ended before a first token, which have no attention.
     """
 
     trace: xr.Dataset
@@ -53,6 +54,7 @@ class Attention:
     tables: dict[str, pd.DataFrame]
     arms: dict[str, Joint]
     cells: pd.DataFrame
+    left_out: int = 0
 
     @property
     def branches(self) -> list[str]:
@@ -130,6 +132,12 @@ def read_attention(
     made = [run.cell(key) for key in cells["key"]]
     samples = pd.concat([each.samples for each in made], ignore_index=True)
     trace = join_traces([each.trace for each in made if each.trace is not None], samples)
+    begun = samples["n_tokens"].to_numpy() > 0
+    if not begun.any():
+        raise TraceError(f"all texts of {run.name} ended before a first token: nothing was traced")
+    if not begun.all():
+        trace = trace.isel(sample=begun).assign_coords(sample=range(int(begun.sum())))
+        samples = samples[begun].reset_index(drop=True)
     steps, part = step_table(trace, samples, branch), steered_part(trace, branch)
     tables = {"steps": steps, "fits": fit_table(steps, part)}
     if part == "prefix":
@@ -137,4 +145,7 @@ def read_attention(
     if kinds == {"full"}:
         tables["heads"] = head_table(trace, samples, branch)
     arms = {run.plan[key].arm: run.plan[key].augmentation for key in cells["key"]}
-    return Attention(trace, samples, branch_name(trace, branch), part, tables, arms, cells)
+    left_out = int((~begun).sum())
+    return Attention(
+        trace, samples, branch_name(trace, branch), part, tables, arms, cells, left_out
+    )

@@ -18,9 +18,10 @@ import torch
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import EmptyGenerationError, join_traces, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
-from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, one_of
+from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, ModelError, one_of
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.machine import is_out_of_memory
 from lapa2_interp.methods import PrepareKit
 from lapa2_interp.models import load_model
 from lapa2_interp.progress import progress_bar, shown_time
@@ -132,6 +133,14 @@ def make_cells(
             except EmptyGenerationError as error:
                 made = error.generation
                 problems.append(str(error))
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                rows = max(map(len, todo.groups)) * len(todo.branches)
+                raise ModelError(
+                    f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
+                    " give fewer texts a batch: --max-rows N (max_rows=N), below this number"
+                ) from error
             samples = made.samples.assign(arm=todo.cell.arm)
             manifest = Manifest.of(
                 todo.cell,

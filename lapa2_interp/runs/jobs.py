@@ -57,6 +57,7 @@ class Part:
     """The texts and the trace of one group.
 
     Attributes:
+        weights: sha256 or name of the weights that made them (`ModelCard.weights`).
         memory: The most bytes that the worker has had so far: of its GPU, or of its process.
     """
 
@@ -64,6 +65,7 @@ class Part:
     trace: xr.Dataset | None
     problems: tuple[str, ...]
     seconds: float
+    weights: str = ""
     memory: int = 0
 
 

@@ -209,7 +209,7 @@ def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:
         raise RunError(f"{folder} is not the folder of a cell: it has no {MANIFEST}")
     try:
         fields, sums = unsealed(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}; {SET_BACK}") from error
     for name in check:
         if name in sums and sums[name] != sha256_of(folder / name):

@@ -35,8 +35,16 @@ from lapa2_interp.errors import (
     first_problem,
     one_of,
 )
-from lapa2_interp.files import new_folder, sealed, unsealed, whole_folder, write_text
+from lapa2_interp.files import (
+    is_damage,
+    new_folder,
+    sealed,
+    unsealed,
+    whole_folder,
+    write_text,
+)
 from lapa2_interp.methods import load_task
+from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import (
     MANIFEST,
     OF_THE_DAY,
@@ -137,6 +145,8 @@ def read_file(folder: Path, name: str) -> Any:
     except RunError:
         raise
     except Exception as error:  # libraries raise all kinds at damaged bytes
+        if not is_damage(error):
+            raise
         raise DamagedError(
             f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); {SET_BACK}"
         ) from error
@@ -273,7 +283,7 @@ class Run:
                     "why": failures[key].reason if key in failures and state == "failed" else "",
                 }
             )
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=None if rows else ["key", "state", "grids", "why"])
 
     def _unfinished(self, key: str) -> str:
         if self.folder is None:
@@ -454,7 +464,7 @@ def read_plan(folder: Path, key: str) -> Cell:
         cell = CELL.validate_json(file.read_text("utf-8"))
     except FileNotFoundError as error:
         raise DamagedError(f"{file} is missing") from error
-    except (OSError, ValueError, Lapa2Error) as error:
+    except (ValueError, Lapa2Error) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
     if cell.key != key:
@@ -487,7 +497,7 @@ def is_whole(folder: Path, cell: Cell) -> bool:
     ]
     try:
         stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return _are_sound(folder.resolve(), cell.key, cell.n_texts, stamps)
 
@@ -509,9 +519,9 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
             return False
         if len(stamps) > 2:
             h5py.File(folder / TRACE, "r").close()
-    except PermissionError:  # the file may be sound
-        raise
-    except Exception:  # libraries raise all kinds at damaged bytes
+    except Exception as error:  # libraries raise all kinds at damaged bytes
+        if not is_damage(error):
+            raise
         return False
     return True
 
@@ -524,6 +534,9 @@ def is_finished_run(folder: Path) -> bool:
     """
     if not is_run(folder):
         return False
+    if (folder / LISTING).is_file():
+        with locked(folder):
+            pass
     try:
         states = load_run(folder).cells["state"]
     except RunError:  # damaged, or of another version
@@ -541,7 +554,7 @@ def is_run(folder: Path) -> bool:
     if (folder / LISTING).is_file():
         if (folder / "plan").is_dir() and (folder / "cells").is_dir():
             return True
-        with suppress(OSError, ValueError):
+        with suppress(ValueError):
             raw = json.loads((folder / LISTING).read_text("utf-8"))
             return isinstance(raw, dict) and raw.get("kind") == "sweep"
         return False
@@ -607,7 +620,7 @@ def read_listing(folder: Path) -> Listing:
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
         raw, _ = unsealed(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DamagedError(
             f"{file} is damaged: {error}; `lapa2 runs {folder} --repair` writes it anew"
         ) from error
@@ -625,8 +638,9 @@ def read_listing(folder: Path) -> Listing:
             )
         return Listing.model_validate(raw)
     except ValidationError as error:
-        raise RunError(
-            f"{folder} is damaged or of another version: {first_problem(error)}"
+        raise DamagedError(
+            f"{file} is damaged: {first_problem(error)}; `lapa2 runs {folder} --repair` writes it"
+            " anew"
         ) from error
 
 

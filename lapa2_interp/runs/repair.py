@@ -10,6 +10,7 @@ from typing import Any
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import DamagedError, RunError
 from lapa2_interp.files import remove_folder
+from lapa2_interp.runs.locks import locked, writing
 from lapa2_interp.runs.manifest import read_manifest
 from lapa2_interp.runs.read import (
     SAMPLES,
@@ -23,7 +24,7 @@ from lapa2_interp.runs.read import (
     read_plan,
     write_listing,
 )
-from lapa2_interp.runs.sweep import locked, read_part, writing
+from lapa2_interp.runs.sweep import read_part
 
 AGAIN = "the next sweep makes the cell again"
 FOUND = "found"

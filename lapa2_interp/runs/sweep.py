@@ -6,15 +6,11 @@ where it was with the same command; what was made before and after is the same a
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 import shutil
-import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,12 +21,13 @@ import pandas as pd
 from pydantic import TypeAdapter
 from tqdm import tqdm
 
-from lapa2_interp.cell import CELL, Cell
+from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import DamagedError, GridError, RunError, counted
 from lapa2_interp.files import (
     ASIDE,
     clean,
+    is_damage,
     remove_folder,
     sealed,
     sha256_of,
@@ -44,6 +41,7 @@ from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.estimates import cost
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
+from lapa2_interp.runs.locks import locked, writing
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import (
     LISTING,
@@ -58,6 +56,7 @@ from lapa2_interp.runs.read import (
     load_run,
     lost_listing,
     read_listing,
+    read_plan,
     read_trace,
     write_cell,
     write_listing,
@@ -69,46 +68,6 @@ OURS = ("plan", "cells", "parts", "failed")
 PART = "part.json"
 OPENED = "opened.json"
 """Name of the file that says how the groups of an unfinished cell are made."""
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn errors of the operating system while a run is written into a `RunError`.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
-        raise RunError(
-            f"the disk of {folder} is full; every finished cell and group of rows is kept: make"
-            " room and repeat the command"
-        ) from error
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock the run against other processes. The operating system unlocks it when this process ends,
-    however it ends."""
-    with writing(folder):
-        file = (folder / ".lock").open("a+", encoding="utf-8")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise RunError(
-                f"{folder} is being filled by {file.read().strip() or 'another process'}; wait for"
-                " it, or give another --out"
-            ) from error
-        with writing(folder):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-        yield
 
 
 def load_grids(
@@ -169,8 +128,8 @@ def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
         read_listing(folder).grids if (folder / "run.json").is_file() else {}
     ).items():
         for key in keys:
-            with suppress(OSError, ValueError):
-                cell = CELL.validate_json((folder / "plan" / f"{key}.json").read_text("utf-8"))
+            with suppress(DamagedError):
+                cell = read_plan(folder, key)
                 found.setdefault((grid, cell.model), set()).add(cell.dtype)
     return found
 
@@ -298,6 +257,7 @@ class _Sweep:
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
         self.made = self.disk = self.memory = 0
+        self.inode = run.home.stat().st_ino
         # Cells of one model follow each other, so that a worker seldom loads another.
         self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
@@ -331,10 +291,11 @@ class _Sweep:
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; returns the jobs that follow from it."""
         key = job.cell.key
-        if not (self.run.home / LISTING).is_file():
+        home = self.run.home
+        if not (home / LISTING).is_file() or home.stat().st_ino != self.inode:
             raise RunError(
-                f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
-                " command, which goes on from what is there"
+                f"{home} is gone: it was moved or removed; bring it back and repeat the command,"
+                " which goes on from what is there"
             )
         match outcome:
             case _ if key in self.failed:
@@ -351,7 +312,7 @@ class _Sweep:
                 self.notify(f"failed: {job.cell.where} ({key}): {record.reason}")
                 return []
             case Opened():
-                self._check_same_weights(job.cell, outcome)
+                self._check_same_weights(job.cell, outcome.facts["model"].weights)
                 there = self._parts(job.cell, outcome)
                 self.opened[key], self.left[key] = outcome, set(range(len(outcome.groups))) - there
                 for group in there:
@@ -362,6 +323,7 @@ class _Sweep:
                 self._finish(job.cell)
             case Part():
                 assert job.group is not None
+                self._check_same_weights(job.cell, outcome.weights)
                 self._keep(key, job.group, outcome)
                 self.memory = max(self.memory, outcome.memory)
                 share = self._share(key, job.group)
@@ -446,9 +408,8 @@ class _Sweep:
         self.made += 1
         self.disk += sum(file.stat().st_size for file in self.run.place(key).iterdir())
 
-    def _check_same_weights(self, cell: Cell, opened: Opened) -> None:
-        """Refuse a model whose weights have changed since other cells of the run were made."""
-        now = opened.facts["model"].weights
+    def _check_same_weights(self, cell: Cell, now: str) -> None:
+        """Refuse a model whose weights have changed since other texts of the run were made."""
         if cell.model not in self.weights:
             others = (key for key, other in self.run.finished.items() if other.model == cell.model)
             self.weights[cell.model] = next(
@@ -476,6 +437,8 @@ def read_part(folder: Path) -> Part:
         trace = read_trace(folder / TRACE) if (folder / TRACE).is_file() else None
         return Part(samples, trace, tuple(facts["problems"]), facts["seconds"])
     except (OSError, ValueError, KeyError) as error:
+        if not is_damage(error):
+            raise
         raise DamagedError(
             f"{folder} is damaged: {error}; the same command makes it anew"
         ) from error

@@ -13,10 +13,10 @@ from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.machine import default_device, most_memory
+from lapa2_interp.machine import default_device, is_out_of_memory, most_memory
 from lapa2_interp.models import load_model
 from lapa2_interp.packed import Packing
-from lapa2_interp.progress import no_progress
+from lapa2_interp.progress import is_stop, no_progress
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
 from lapa2_interp.soft_prefix import SoftName
@@ -47,7 +47,8 @@ class Worker:
         self.workers = workers
 
         self.device = device or default_device()
-        if self.device == "cpu":
+        self.on_cpu = self.device.partition(":")[0] == "cpu"
+        if self.on_cpu:
             torch.set_num_threads(threads)
         self.threads = threads
         self._model: tuple[tuple[str, ...], Model, ModelKit] | None = None
@@ -58,10 +59,10 @@ class Worker:
         try:
             return self._open(job.cell) if job.group is None else self._generate(job)
         except Exception as error:
-            out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(
-                error, MemoryError
-            )
-            note = "; fewer rows share a batch with --set max_rows=N" if out_of_memory else ""
+            if is_stop(error):
+                raise KeyboardInterrupt from error
+            fewer = "; fewer rows share a batch with --set max_rows=N"
+            note = fewer if is_out_of_memory(error) else ""
             return Failed(traceback.format_exc().rstrip() + note)
 
     def model(self, cell: Cell) -> Model:
@@ -100,7 +101,7 @@ class Worker:
         todo = self.plan(cell)
         self._pack(self._packing)
         check_files(cell, todo)
-        facts = facts_of(self.model(cell), todo, self.threads if self.device == "cpu" else None)
+        facts = facts_of(self.model(cell), todo, self.threads if self.on_cpu else None)
         return Opened(tuple(map(len, todo.groups)), facts, perf_counter() - began)
 
     def _pack(self, packing: Packing) -> None:
@@ -113,6 +114,7 @@ class Worker:
         assert job.group is not None
         model, todo = self.model(job.cell), self.plan(job.cell)
         self._pack(job.packing or self._packing)
+        check_files(job.cell, todo)
         began, problems = perf_counter(), []
         try:
             made = run_plan(model, todo, [todo.groups[job.group]], progress=no_progress())
@@ -120,7 +122,14 @@ class Worker:
             made = error.generation
             problems.append(str(error))
         seconds = perf_counter() - began
-        return Part(made.samples, made.trace, tuple(problems), seconds, most_memory(self.device))
+        return Part(
+            made.samples,
+            made.trace,
+            tuple(problems),
+            seconds,
+            model_card(model).weights,
+            most_memory("cpu" if self.on_cpu else self.device),
+        )
 
 
 def check_files(cell: Cell, todo: Plan) -> None:
