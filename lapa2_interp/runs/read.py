@@ -639,8 +639,8 @@ def read_listing(folder: Path) -> Listing:
         return Listing.model_validate(raw)
     except ValidationError as error:
         raise DamagedError(
-            f"{file} is damaged: {first_problem(error)}; `lapa2 runs {folder} --repair` writes it"
-            " anew"
+            f"{file} is damaged or of another version: {first_problem(error)}; if it is damaged,"
+            f" `lapa2 runs {folder} --repair` writes it anew"
         ) from error
 
 
