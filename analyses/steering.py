@@ -138,7 +138,8 @@ if equal:
     if unfinished := int(((cells["state"] != "finished") & ~elsewhere).sum()):
         found["verdict"] = ""
         notes.append(
-            f"No verdicts: {counted(unfinished, 'cell')} of {len(cells)} are not finished."
+            f"No verdicts: {counted(unfinished, 'cell')} of {len(cells)} are not finished, or of"
+            " an arm that is not."
         )
     for name, each in (("curves", pd.concat(curves)), ("equal", found)):
         ordered = each[[*SETTING, *(column for column in each if column not in SETTING)]]
