@@ -79,7 +79,7 @@ def section(title):
 @pytest.mark.parametrize("title", SOURCES)
 def test_numbers_with_intervals_are_those_of_the_tables(title):
     rows, asked = known(title), list(quoted(section(title)))
-    assert len(asked) > 10
+    assert asked
     wrong = [words for words, numbers in asked if not is_known(numbers, rows)]
     assert not wrong
 
