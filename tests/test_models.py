@@ -11,11 +11,12 @@ import torch
 from conftest import HAS_HOOKED, TINY, load
 
 from lapa2_interp import generate, load_model, load_tokenizer, model_card, models
-from lapa2_interp.errors import DeadHookError, ModelError
+from lapa2_interp.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp.files import sha256_of
 from lapa2_interp.loaded import UNNAMED, context_of
 from lapa2_interp.models import load_transformers, smollm2
 from lapa2_interp.models.sizes import model_size
+from lapa2_interp.scoring.transformer import _load_classifier
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
 
@@ -89,6 +90,55 @@ def test_pickled_weights_are_refused(folder, tmp_path):
         command.replace("python", sys.executable, 1), shell=True, check=True, capture_output=True
     )
     load_model(str(path), device="cpu")
+
+
+@pytest.fixture
+def with_code(folder, tmp_path, monkeypatch):
+    """A model whose files name code of their own; `ran` is there when any of it ran."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    path, ran = shutil.copytree(folder, tmp_path / "with-code"), tmp_path / "ran"
+    (path / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    for name, own in (
+        ("config.json", {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}),
+        ("tokenizer_config.json", {"AutoTokenizer": [None, "own.OwnTokenizer"]}),
+    ):
+        kept = json.loads((path / name).read_text())
+        kept |= {"auto_map": own}
+        if name == "config.json":
+            kept |= {"model_type": "own", "architectures": ["OwnModel"]}
+        else:
+            kept |= {"tokenizer_class": "OwnTokenizer"}
+        (path / name).write_text(json.dumps(kept))
+    return path, ran
+
+
+READERS = {
+    "load_model": lambda path, **how: load_model(path, "float32", "cpu", **how),
+    "load_transformers": lambda path, **how: load_transformers(path, **how),
+    "load_tokenizer": lambda path, **how: load_tokenizer(path, **how),
+    "model_size": lambda path: model_size(str(path)),
+    "a classifier": lambda path: _load_classifier(str(path), False),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_code_of_a_model_does_not_run_unless_asked_for(with_code, reader):
+    path, ran = with_code
+    with pytest.raises((ModelError, ScoringError), match="--trust-remote-code"):
+        READERS[reader](path)
+    assert not ran.exists()
+
+
+def test_code_of_a_model_runs_when_asked_for(with_code):
+    path, ran = with_code
+    assert type(load_transformers(path, trust_remote_code=True)[0]).__name__ == "OwnModel"
+    assert ran.exists()
 
 
 @pytest.mark.parametrize(

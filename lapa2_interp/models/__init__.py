@@ -51,6 +51,12 @@ ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """How far log-probabilities of one model may lie apart on average, computed in another order."""
 
 
+OWN_CODE = (
+    "comes with Python code of its own, which does not run unless you ask for it: read it, then"
+    " give --trust-remote-code (trust_remote_code=True; a sweep never runs it)"
+)
+
+
 def load_model(
     name: str | Path,
     dtype: str = "float32",
@@ -129,7 +135,7 @@ def load_model(
             hint = "" if model_class == "TransformersModel" else "; TransformersModel may do"
             raise ModelError(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
-                f" {str(error) or type(error).__name__}{hint}"
+                f" {_reason(error) or type(error).__name__}{hint}"
             ) from error
         model.eval()
     if dtype == "float64" and model_class == "TransformerBridge":
@@ -353,8 +359,20 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
     )
 
 
+def has_own_code(error: Exception) -> bool:
+    """Whether loading failed because code that comes with the model may not run."""
+    return "trust_remote_code" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error of a library, in one line."""
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+
+
 def _not_loadable(name: str, error: Exception) -> str:
-    reason = " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+    if has_own_code(error):
+        return f"the model {name!r} {OWN_CODE}"
+    reason = _reason(error)
     if Path(name).is_dir():
         return f"cannot load the model in the folder {name}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lapa2_interp.errors import ModelError
 from lapa2_interp.loaded import context_of
-from lapa2_interp.models import load_tokenizer, name_of, source_of
+from lapa2_interp.models import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config
@@ -56,8 +56,11 @@ def model_size(name: str | Path) -> Size:
         elif is_planted(name):
             config = planted_config(name)
         else:
-            config = AutoConfig.from_pretrained(str(source_of(name)))
+            # Without this transformers asks on the terminal, and runs the code on a "y".
+            config = AutoConfig.from_pretrained(str(source_of(name)), trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if has_own_code(error):
+            raise ModelError(f"the model {name!r} {OWN_CODE}") from error
         raise ModelError(
             f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
         ) from error

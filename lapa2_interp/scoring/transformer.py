@@ -15,7 +15,14 @@ from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of
-from lapa2_interp.models import check_weights, load_transformers, move, provenance
+from lapa2_interp.models import (
+    OWN_CODE,
+    check_weights,
+    has_own_code,
+    load_transformers,
+    move,
+    provenance,
+)
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -227,6 +234,8 @@ def _load_classifier(
             )
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
+        if has_own_code(error):
+            raise ScoringError(f"the classifier {model!r} {OWN_CODE}") from error
         reason = (
             " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
         )
