@@ -19,6 +19,7 @@ from lapa2_interp.layout import pieces
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.page import embedded
 from lapa2_interp.paper.claims import Finding
+from lapa2_interp.paper.results import Gallery, results_of
 from lapa2_interp.report import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
@@ -260,6 +261,30 @@ def test_the_run_is_told(html, finished):
     assert "5 of 5 cells are finished: 20 texts" in " ".join(text.split())
     assert all(key in text for key in load_run(finished).plan)
     assert "no judge" in text
+
+
+def test_other_runs_whose_tables_are_there_are_told(run, html):
+    assert "Other runs" not in html
+    own = results_of(load_run(run), run / "tables", ["alpha"])
+    other = own.model_copy(
+        update={
+            "grids": {"quick/deep": {"finished": 7, "missing": 2}, "<b>x": {"finished": 4}},
+            "dtypes": ("float16",),
+            "commits": ("0123456789abcdef", "not a checkout"),
+        }
+    )
+    (run / "results.json").write_text(Gallery(runs=(own, other)).model_dump_json())
+    told = page(run).partition("Other runs")[2].partition("<h2")[0]
+    assert told.count("<tr>") == 2, "the head, and one run"
+    for words in (
+        '<td class="words">quick/deep, &lt;b&gt;x</td><td class="num">11</td>',
+        "tiny-gpt2, float16, cpu",
+        "0123456789ab, not a checkout",
+    ):
+        assert words in told
+    (run / "results.json").write_text("{")
+    with pytest.raises(RunError, match="results.json cannot be read"):
+        page(run)
 
 
 def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):

@@ -39,6 +39,7 @@ from lapa2_interp.paper.claims import (
     read_claims,
     short_name,
 )
+from lapa2_interp.paper.results import read_gallery
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import STATES, FinishedCell, Run
@@ -150,7 +151,7 @@ def run_report(
         views: Names of pages of `lapa2 view` that lie beside this one, to be linked.
 
     Raises:
-        RunError: A cell or a table is damaged.
+        RunError: A cell, a table or the results.json beside the tables is damaged.
         ModelError: The tokenizer of a cell's model is not there.
     """
 
@@ -176,6 +177,7 @@ def run_report(
         names=names,
         run=_overview(run, cells),
         facts=_facts(run, manifests),
+        others=_other_runs(run, tables.parent),
         items=items,
         absent=[name for name in ORDER if name not in {item["name"] for item in items}],
         groups=groups,
@@ -240,6 +242,23 @@ def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "Problems": (problem for each in manifests for problem in each.problems),
     }
     return {name: there for name, values in found.items() if (there := list(dict.fromkeys(values)))}
+
+
+def _other_runs(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """The runs of which a folder has tables too, as its results.json says."""
+    return [
+        {
+            "grids": ", ".join(each.grids),
+            "cells": sum(each.grids[name].get("finished", 0) for name in each.grids),
+            "made": ", ".join((*each.weights, *each.dtypes, *each.devices)),
+            "commits": ", ".join(
+                commit if " " in commit else commit[:12] for commit in each.commits
+            ),
+            "analysed": f"{each.analysed_when:%Y-%m-%d}, {each.analysed_on}",
+        }
+        for each in read_gallery(folder).runs
+        if not set(each.grids) <= set(run.listing.grids)
+    ]
 
 
 def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
