@@ -43,6 +43,7 @@ from lapa2_interp.paper.claims import (
 )
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import as_markdown
+from lapa2_interp.paper.power import enough
 from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
 from lapa2_interp.progress import shown_time
@@ -144,6 +145,12 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     once = once.loc[surest]
     shown = shown_claims(once)
     shown.insert(1, "item", once["items"])
+    needed = enough(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
+    shown.insert(
+        list(shown).index("prompts") + 1,
+        "enough",
+        ["" if pd.isna(each) else f"{each:.0f}" for each in needed],
+    )
     return shown, [
         (
             f"{tally(claims)}. 95 % intervals, paired on prompts. Verdicts hold after Holm's"
@@ -155,6 +162,11 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             + ", ".join(f"{margin:g} ({metric})" for metric, margin in MARGINS.items())
             + " by two one-sided tests (the 90 % interval is inside), margins that were stated"
             " before."
+        ),
+        (
+            "enough: prompts that would decide an inconclusive claim in 80 % of runs, whatever the"
+            " true difference is (a claim of no difference: if there is none), with as many texts"
+            " of each prompt; empty where none would."
         ),
     ]
 

@@ -8,7 +8,7 @@ from scipy.stats import t as student
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DataError
 from lapa2_interp.paper.claims import Findings
-from lapa2_interp.paper.power import detects, plans, power, summary
+from lapa2_interp.paper.power import detects, enough, plans, power, summary
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.stats import Difference
 
@@ -86,6 +86,42 @@ def test_shares_are_those_of_simulated_runs(grid, expected):
         decided = (np.abs(found) > beyond) | (np.abs(found) < 5 - student.isf(0.025, 9) * new)
         assert row["decided"] == pytest.approx(decided.mean(), abs=0.005)
         assert (row["prompts"], row["texts"], row["margin"]) == (10, 6, 5)
+
+
+@pytest.mark.parametrize("expected", ["more", "same"])
+def test_enough_prompts_decide_any_truth_in_simulated_runs(expected):
+    """Two claims, at 0.05 / 2 each; the worst true difference of a claim of "same" is its margin,
+    which no number of prompts decides, so there 0 counts."""
+    asked = claims((3.0, 9.0, 0.6), (-0.5, 6.0, 0.2), expected=expected)
+    rng = np.random.default_rng(0)
+    n = 50_000
+    truths = np.linspace(0, 6, 25) if expected == "more" else [0.0]
+    for prompts, earlier in zip(enough(asked), (9.0, 6.0), strict=True):
+        shares = {}
+        for many in (prompts, round(0.8 * prompts)):
+            error = earlier * np.sqrt(20 / many)
+            least = []
+            for truth in truths:
+                found = np.abs(rng.normal(truth, error, n))
+                beyond = student.isf(0.0125, many - 1) * error + (5 if expected == "same" else 0)
+                within = found < 5 - student.isf(0.025, many - 1) * error
+                least.append(((found > beyond) | within).mean())
+            shares[many] = min(least)
+        assert shares[prompts] == pytest.approx(0.8, abs=0.02)
+        assert shares[round(0.8 * prompts)] < 0.7
+
+
+def test_no_number_of_prompts_decides_without_margin_or_spread(grid):
+    assert enough(claims((3.0, 1.5, 0.6), margin=0.0)).isna().all()
+    assert enough(claims((0.0, 0.0, np.nan))).isna().all()
+    assert power(grid, claims((3.0, 1.5, 0.6), margin=0.0))["enough"].isna().all()
+
+
+def test_enough_is_the_same_whatever_the_plan_has(grid):
+    """With as many texts of each prompt as the earlier run, that run and the plan tell one
+    number."""
+    asked = claims((3.0, 1.5, 0.0), (-0.5, 1.0, 0.0))  # without noise of texts
+    assert power(grid, asked)["enough"].tolist() == enough(asked).tolist()
 
 
 def test_five_prompts_decide_no_sign(tmp_path):

@@ -16,6 +16,9 @@ of runs (two one-sided tests). With k claims of the paper (or k of ours) in an i
 with a margin, the levels are 0.05 / k and 0.05 / k1: the first step of Holm's correction, so this
 is cautious. The permutation test of a sign gives few prompts no p below a level (`stats.least_p`):
 5 prompts never find one.
+
+With more prompts, a difference of any size is either found or shown to be small. The hardest true
+difference lies between 0 and the margin; `enough` says how many prompts decide it in 80 % of runs.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
         One row per claim of the grid's items that has a number: item, claim, metric, prompts, texts
         (of each prompt), detectable, corrected (the same at the corrected level), margin, if_zero
         (how often a true 0 is shown to be within the margin; NaN without one), decided (how often
-        the claim is decided, if the truth is as likely as the earlier run says). Claims whose
+        the claim is decided, if the truth is as likely as the earlier run says), enough (as of
+        `enough`, with the plan's texts of each prompt). Claims whose
         prompts all differed by the same tell no spread and are left out; attrs["alike"] counts
         them.
 
@@ -95,14 +99,13 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
     of_grid = np.array([own in str(names).split() for names in claims["grids"]], dtype=bool)
     rows, alike = [], 0
     for (item, _), part in claims[of_grid].groupby(["item", "whose"], sort=False):
-        once = part[~part["compared"].duplicated() | (part["compared"] == "")]
-        tests = len(once), int((once["margin"] > 0).sum())
+        once, tests = _families(part)
         for row in once[once["error"].notna()].to_dict("records"):
             chosen = plans(grid, row["task"], row["method"])
             if chosen and row["error"] == 0:
                 alike += 1
             elif chosen:
-                rows.append(_row(row, chosen[0], grid, perplexity, *tests) | {"item": item})
+                rows.append(_row(row, chosen[0], grid, perplexity, tests) | {"item": item})
     if not rows:
         raise DataError(
             f"no claim of an item of {grid.name} has a number in these tables"
@@ -110,9 +113,102 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
             + "; give the folder of an earlier run of it: its tables/ has ITEM.claims.csv"
         )
     names = ["item", "claim", "metric", "prompts", "texts", "detectable", "corrected", "margin"]
-    found = pd.DataFrame(rows)[[*names, "if_zero", "decided"]]
+    found = pd.DataFrame(rows)[[*names, "if_zero", "decided", "enough"]].astype({"enough": "Int64"})
     found.attrs["alike"] = alike
     return found
+
+
+def enough(claims: pd.DataFrame) -> pd.Series:
+    """How many prompts, with as many texts of each, decide a claim in 80 % of runs.
+
+    That is so whatever the true difference is; for claims of "same", where it is 0. NaN where no
+    number decides: without a margin, without a spread, or above 1,000 times the prompts.
+
+    Args:
+        claims: Whole tables of claims (`claims.read_claims`), of any items: an item's other claims
+            decide the correction.
+
+    Returns:
+        One number per row of `claims`.
+    """
+    found = pd.Series(np.nan, index=claims.index)
+    for _, part in claims.groupby(["item", "whose"], sort=False):
+        _, tests = _families(part)
+        for index, row in zip(part.index, part.to_dict("records"), strict=True):
+            if row["error"] > 0:
+                found[index] = _Tests.of(row, *tests).enough(row["error"], row["prompts"])
+    return found
+
+
+def _families(part: pd.DataFrame) -> tuple[pd.DataFrame, tuple[int, int]]:
+    """The comparisons of an item's claims of one `whose`, each once; how many they are, and how
+    many of them have a margin."""
+    once = part[~part["compared"].duplicated() | (part["compared"] == "")]
+    return once, (len(once), int((once["margin"] > 0).sum()))
+
+
+def _quantile(level: float, prompts: int) -> float:
+    from scipy.stats import t
+
+    return float(t.isf(level, prompts - 1)) if prompts > 1 else np.inf
+
+
+class _Tests(NamedTuple):
+    """The two tests of a claim: that a difference is there, and that it is small.
+
+    Attributes:
+        same: Whether the claim is of no difference: then the first asks for more than the margin.
+        margin: Differences that do not matter.
+        there, small: Levels of the two.
+    """
+
+    same: bool
+    margin: float
+    there: float
+    small: float
+
+    @classmethod
+    def of(cls, row: Mapping[Hashable, Any], claims: int, with_margin: int) -> _Tests:
+        """Those of a row of claims, among so many of its item."""
+        levels = SURE / claims, SURE / max(1, with_margin)
+        return cls(row["expected"] == "same", float(row["margin"]), *levels)
+
+    def found_above(self, error: float, prompts: int, level: float | None = None) -> float:
+        """How large an estimate is that the first test tells from 0 (same: from the margin)."""
+        level = self.there if level is None else level
+        least = 0.0 if self.same else least_p(prompts)
+        return _quantile(level / 2, prompts) * error if least < level else np.inf
+
+    def small_below(self, error: float, prompts: int) -> float:
+        """How large an estimate is that the second test still shows to be small; below 0: none."""
+        return self.margin - _quantile(self.small, prompts) * error
+
+    def decided(self, truth: float, spread: float, error: float, prompts: int) -> float:
+        """How often one of the tests decides, where estimates are `spread` around `truth`."""
+        from scipy.stats import norm
+
+        def between(low: float, high: float) -> float:
+            return float(norm.cdf(high, truth, spread) - norm.cdf(low, truth, spread))
+
+        outer = self.found_above(error, prompts) + self.margin * self.same
+        room = min(outer, max(0.0, self.small_below(error, prompts)))
+        return 1 - between(-outer, outer) + between(-room, room)
+
+    def enough(self, error: float, prompts: int) -> float:
+        """As the function of this name, for an error that so many prompts gave."""
+        truths = [0.0] if self.same else np.linspace(0, self.margin, 41)
+
+        def do(many: int) -> bool:
+            new = error * np.sqrt(prompts / many)
+            return all(self.decided(truth, new, new, many) >= POWER for truth in truths)
+
+        low, high = 1, 1000 * prompts
+        if not self.margin or not do(high):
+            return float("nan")
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if do(middle) else (middle, high)
+        return float(high)
 
 
 def _row(
@@ -120,49 +216,31 @@ def _row(
     plan: Plan,
     grid: Grid,
     perplexity: int,
-    tests: int,
-    with_margin: int,
+    families: tuple[int, int],
 ) -> dict[str, Any]:
-    from scipy.stats import norm, t
+    from scipy.stats import norm
 
     attributes = len({cell.attribute for cell in grid.cells if row["task"] in ("", cell.task.name)})
     plan = measured(plan, str(row["metric"]), attributes, perplexity)
-    error, here, noise, texts, margin = (
-        float(row[name]) for name in ("error", "here", "noise", "texts", "margin")
-    )
+    error, here, noise, texts = (float(row[name]) for name in ("error", "here", "noise", "texts"))
     new = error_at(error, int(row["prompts"]), texts, noise, *plan)
 
-    def quantile(level: float) -> float:
-        return float(t.isf(level, plan.prompts - 1)) if plan.prompts > 1 else np.inf
-
-    def shown(level: float) -> float:
-        """How large an estimate is that a test of this level tells from 0."""
-        least = 0.0 if row["expected"] == "same" else least_p(plan.prompts)
-        return quantile(level / 2) * new if least < level else np.inf
-
-    two = shown(SURE / tests)
-    one = quantile(SURE / max(1, with_margin)) * new
+    tests = _Tests.of(row, *families)
     # The next estimate: the truth is uncertain by the earlier error, and ours errs, too.
-    spread = np.hypot(error, new)
-
-    def between(low: float, high: float) -> float:
-        return float(norm.cdf(high, here, spread) - norm.cdf(low, here, spread))
-
-    room = max(0.0, margin - one)
-    outer = margin + two if row["expected"] == "same" else two
-    decided = 1 - between(-outer, outer) + (between(-room, room) if room else 0.0)
-    if_zero = max(0.0, 2 * norm.cdf((margin - one) / new) - 1)
-    ready = quantile(1 - POWER) * new
+    decided = tests.decided(here, float(np.hypot(error, new)), new, plan.prompts)
+    small = tests.small_below(new, plan.prompts)
+    ready = _quantile(1 - POWER, plan.prompts) * new
     return {
         "claim": row["claim"],
         "metric": row["metric"],
         "prompts": plan.prompts,
         "texts": plan.texts,
-        "detectable": shown(SURE) + ready,
-        "corrected": two + ready,
-        "margin": margin,
-        "if_zero": if_zero if margin else float("nan"),
-        "decided": min(1.0, decided),
+        "detectable": tests.found_above(new, plan.prompts, SURE) + ready,
+        "corrected": tests.found_above(new, plan.prompts) + ready,
+        "margin": tests.margin,
+        "if_zero": max(0.0, 2 * norm.cdf(small / new) - 1) if tests.margin else float("nan"),
+        "decided": decided,
+        "enough": tests.enough(new, plan.prompts),
     }
 
 
