@@ -36,8 +36,9 @@ test-long: $(VENV)/.installed
 DRILLED = tests/test_drills*.py
 drills: $(VENV)/.installed
 	mkdir -p results
-	$(VENV)/bin/python -m pytest -m drill -n 2 --dist load --junitxml results/drills.xml $(DRILLED); \
-		failed=$$?; $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
+	rm -f results/drills.xml
+	$(VENV)/bin/python -m pytest -m drill -n 2 --dist loadgroup --junitxml results/drills.xml $(DRILLED); \
+		failed=$$?; [ ! -e results/drills.xml ] || $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
 
 drills-full: export DRILLS := full
 drills-full: drills
@@ -46,8 +47,9 @@ drills-full: drills
 soak: export SOAK := 3600
 soak: $(VENV)/.installed
 	mkdir -p results
+	rm -f results/soak.xml
 	$(VENV)/bin/python -m pytest -m drill --junitxml results/soak.xml tests/test_drills_soak.py; \
-		failed=$$?; $(VENV)/bin/python tests/drills.py results/soak.xml; exit $$failed
+		failed=$$?; [ ! -e results/soak.xml ] || $(VENV)/bin/python tests/drills.py results/soak.xml; exit $$failed
 
 # As on a processor without units for bfloat16 and AVX-512.
 test-portable: export ONEDNN_MAX_CPU_ISA := AVX2

@@ -42,7 +42,7 @@ from lapa2_interp.paper.claims import (
     tally,
 )
 from lapa2_interp.paper.estimates import scoring_seconds
-from lapa2_interp.paper.output import as_markdown
+from lapa2_interp.paper.output import as_markdown, join_item
 from lapa2_interp.paper.power import enough
 from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
@@ -80,6 +80,8 @@ ITEMS = (
 """The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
 EXTRA = ("heads", "related", "frontier", "steering", "long", "deep")
 """Ours; a grid of these that lacks a file is left out."""
+JOINED = ("prefix_types", "local_attn", "cases")
+"""Items that show several grids: with --beside they keep what this run does not make of them."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),
     "quick": ("quick", []),
@@ -291,6 +293,11 @@ def main() -> int:
     made = results_of(load_run(out), out / "tables", own)
     if options.beside:
         take_beside(options.beside, out, own)
+        for item in own:
+            if item in JOINED and join_item(item, options.beside / "tables", out / "tables"):
+                file = HERE.parent / "figures" / f"{item}.py"
+                if file.is_file() and (problem := run_script(file, str(out))):
+                    failed[f"figures/{file.name}"] = problem
     claims = collect_verdicts(out / "tables")
     gallery = read_gallery(options.beside or out / "none").besides(made)
     write_text(out / "results.json", gallery.model_dump_json(indent=1) + "\n")

@@ -123,4 +123,4 @@ def table(file):
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1])))
+    print(f"{'Full' if FULL else 'Short'} form.\n\n{table(Path(sys.argv[1]))}")

@@ -15,13 +15,16 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from conftest import start
+from conftest import load, soft_set, start
 from drills import FULL, SWEEP, act, contents, furnish, left_over
 
-from lapa2_interp.cli import main
+from lapa2_interp import load_task
+from lapa2_interp.cli import app, main
 
 pytestmark = [pytest.mark.drill, pytest.mark.alone]
+ROOT = Path(__file__).parents[1]
 KILLS, STOPS = (20, 6) if FULL else (3, 2)
 SOON = 5.0
 """Seconds in which a command that is stopped must end."""
@@ -51,6 +54,17 @@ def place_of(command, folder):
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     furnish(folder)
+    soft_set(folder / "set", load("tiny-llama"), load_task("sentiment"))
+    (folder / "claims").mkdir()
+    shutil.copy(ROOT / "figures/quick/tables/alpha.claims.csv", folder / "claims")
+    (folder / "messages.json").write_text('[{"role": "user", "content": "Hello"}]')
+    assert (
+        main(["scorers", "sheets", str(folder / "run"), *f"--n 8 --out {folder}/sheets".split()])
+        == 0
+    )
+    sheet = pd.read_csv(folder / "sheets" / "sheet.csv")
+    rated = sheet.assign(relevance=3, fluency=4, topicality=2, annotator="anna")
+    rated.to_csv(folder / "anna.csv", index=False)
     return folder
 
 
@@ -87,7 +101,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         folder.mkdir()
         line, place = line_of(command, home, folder), place_of(command, folder)
         process = start(act, line, folder / "log")
-        process.join(rng.uniform(0.02, 1) * seconds)
+        process.join(rng.uniform(0.02, 0.9) * seconds)
         process.kill()
         process.join()
         killed += process.exitcode == -signal.SIGKILL
@@ -110,7 +124,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     record_property("command", command)
     record_property("kills", killed)
     record_property("seconds undisturbed", round(seconds, 1))
-    assert killed, "it always ended before it was killed"
+    assert killed > KILLS // 2, "it mostly ended before it was killed"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -149,6 +163,14 @@ def test_stopped_it_ends_soon_and_says_how_to_go_on(
     assert stopped == STOPS, "it ended before it was stopped"
 
 
+def test_four_workers_make_the_bytes_of_one(home, tmp_path):
+    line = SWEEP.replace("--workers 1", "--workers 4").format(home=home, out=tmp_path / "run")
+    process = start(act, line, tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert contents(tmp_path / "run") == contents(home / "run")
+
+
 LINES = {
     **COMMANDS,
     "layout": "layout --model tiny-gpt2 --prefix Very --prompt lake --alpha 0.5 --steps 4",
@@ -165,8 +187,37 @@ LINES = {
     "words": "words --task sentiment --data {home}/reviews.jsonl --n 4 --least 1 --sure 0 --out {out}.json",
     "score a file": "score {home}/reviews.jsonl --scorers distinct --task sentiment --attribute positive --out {out}",
     "scorers check": "scorers check {home}/reviews.jsonl --label label --task sentiment --scorer linear",
+    "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",
+    "scorers sheets": "scorers sheets {run} --n 4 --out {out}",
+    "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
+    "prefix recipes": "prefix recipes",
+    "prefix evaluate": "prefix evaluate {home}/set --data {home}/reviews.jsonl --limit 4 --max-tokens 8 --device cpu",
+    "prefix score": "prefix score {home}/set --samples 1 --length 30 --classifier linear --dtype float32 --device cpu",
+    "prefix import": "prefix import {home}/set/positive.safetensors --model tiny-llama --task sentiment --attribute positive --out {out}",
+    "power": "power quick/alpha --claims {home}/claims --out {out}.csv",
+    "bench": "bench --shape tiny-gpt2 --samples 2 --context 8 --length 4 --dtype float32 --repeats 1 --out {out}",
+    "chat": "chat {home}/messages.json --model tiny-gpt2 --length 3 --device cpu",
 }
 """One good line of every command, for the fuzz; nothing in it asks for a model that is not tiny."""
+REFUSED = ("chat",)
+"""No tiny model has a chat template."""
+
+
+def commands(group=app, before=()):
+    """The names of all commands, such as "scorers list"."""
+    for name in group:
+        if not name.startswith("-"):
+            inner = list(commands(group[name], (*before, name)))
+            yield from inner or [" ".join((*before, name))]
+
+
+def test_every_command_is_mangled():
+    lines = [f"{line} " for line in LINES.values()]
+    assert [
+        name for name in commands() if not any(line.startswith(f"{name} ") for line in lines)
+    ] == []
+
+
 VALUES = (
     "", " ", "-1", "0", "1", "3", "nan", "inf", "1e400", "99999999999999999999", "0.5", "true", "none", "all",
     "../../outside", "/nonexistent/place", "{home}/reviews.jsonl", "{run}", "tiny-gpt2", "tiny-llama", "planted", "paper",
@@ -187,9 +238,8 @@ def mangled(words, rng, places):
         accident, at = rng.randrange(5), rng.randrange(1, len(words) + 1)
         fill = rng.choice(VALUES)
         fill = fill.format(**places) if fill[:2] in ("{h", "{r") else fill
-        safe = [
-            i for i in range(1, len(words)) if words[i - 1] != "--model" and words[i] != "--model"
-        ]
+        kept = {"--model", "--shape"}  # without one, it would be a model that is not tiny
+        safe = [i for i in range(1, len(words)) if not kept & {words[i - 1], words[i]}]
         if accident == 0 and safe:
             del words[rng.choice(safe)]
         elif accident == 1 and safe:
@@ -220,11 +270,12 @@ def test_mangled_command_lines_end_in_a_sentence(
 ):
     """Exit code 0, 1 or 2; no traceback; no file but under --out."""
     rng, codes, worst = random.Random(3), {}, 0.0
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+    here, outside = tmp_path / "a" / "here", tmp_path / "outside"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
     monkeypatch.setenv("LAPA2_CACHE", os.environ["LAPA2_CACHE"])
     before = tree(home)
-    for number in range(2000 if FULL else 500):
+    for number in range(1000 if FULL else 500):
         name = rng.choice(list(LINES))
         out = tmp_path / "outs" / str(number) / "out"
         out.parent.mkdir(parents=True)
@@ -244,11 +295,14 @@ def test_mangled_command_lines_end_in_a_sentence(
         assert "Traceback" not in printed.err, words
         if code == 2:
             assert printed.err.strip(), words
-        assert_nothing_else(tmp_path / "here", words)
+        assert_nothing_else(here, words)
+        assert not outside.exists() or "../../outside" in words
         assert tree(home) == before, words
         worst = max(worst, time.monotonic() - began)
         codes[code] = codes.get(code, 0) + 1
-        shutil.rmtree(out.parent)
+        for each in (out.parent, outside):
+            shutil.rmtree(each, ignore_errors=True)
+        outside.unlink(missing_ok=True)
     record_property("command lines", sum(codes.values()))
     record_property("exit codes", ", ".join(f"{code}: {n}" for code, n in sorted(codes.items())))
     record_property("longest, seconds", round(worst, 1))
@@ -274,7 +328,8 @@ def test_command_lines_of_a_shell(part, home, tmp_path, record_property):
             [Path(sys.executable).parent / "lapa2", *words],
             cwd=tmp_path / "here", capture_output=True, text=True, errors="replace",
         )  # fmt: skip
-        assert done.returncode in ((0,) if good else (0, 2)), (words, done.stderr)
+        wanted = (2,) if name in REFUSED else (0,)
+        assert done.returncode in (wanted if good else (0, 2)), (words, done.stderr)
         assert "Traceback" not in done.stderr, words
         assert done.returncode == 0 or done.stderr.splitlines()[-1].startswith("lapa2: "), words
         assert_nothing_else(tmp_path / "here", words)
@@ -285,13 +340,16 @@ def test_command_lines_of_a_shell(part, home, tmp_path, record_property):
 
 
 def test_a_killed_conversion_leaves_no_half_made_model(tmp_path, record_property):
-    """The default model is converted into the cache by the first command that needs it."""
+    """The default model is converted into the cache by the first command that needs it. What a kill
+    left, the next command removes; SIGTERM leaves nothing."""
     command = [Path(sys.executable).parent / "lapa2", "probe", "smollm2-135m", "--device", "cpu"]
 
+    def begin(cache):
+        environment = os.environ | {"LAPA2_CACHE": str(cache)}
+        return subprocess.Popen(command, env=environment, stdout=-3, stderr=-3)
+
     def convert(cache, seconds=None):
-        process = subprocess.Popen(
-            command, env=os.environ | {"LAPA2_CACHE": str(cache)}, stdout=-3, stderr=-3
-        )
+        process = begin(cache)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -303,13 +361,21 @@ def test_a_killed_conversion_leaves_no_half_made_model(tmp_path, record_property
     seconds = time.monotonic() - began
     wanted = hashes(tmp_path / "whole")
     assert any(name.endswith(".safetensors") for name in wanted)
-    for number in range(KILLS - 1):
+    for number in range(KILLS):
         cache = tmp_path / str(number)
         killed += convert(cache, rng.uniform(0.3, 0.9) * seconds) == -signal.SIGKILL
         assert convert(cache) == 0
         assert hashes(cache) == wanted
         assert not left_over(cache)
         shutil.rmtree(cache)
+    cache = tmp_path / "stopped"
+    process = begin(cache)
+    while not left_over(cache):
+        assert process.poll() is None, "it was not seen to convert"
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(SOON) == 143
+    assert not left_over(cache)
     record_property("conversions killed", killed)
     record_property("seconds undisturbed", round(seconds, 1))
     assert killed

@@ -18,7 +18,7 @@ from lapa2_interp import load_run
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli import main
 from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.files import read_checkpoint, unsealed
+from lapa2_interp.files import OWN, SEAL, _digest, read_checkpoint, unsealed
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.read import SAMPLES, TRACE
@@ -49,8 +49,14 @@ def ways(whole, rng, points=POINTS):
 
 
 def newer(whole):
-    """A JSON file as a later version may write it."""
-    yield "a newer version's key", json.dumps(json.loads(whole) | {"invented_later": 1}).encode()
+    """A JSON file as a later version may write it, sealed as this one was."""
+    fields = json.loads(whole)
+    beside = fields.pop(SEAL, None)
+    fields |= {"invented_later": 1}
+    if beside is not None:
+        fields[SEAL] = {name: each for name, each in beside.items() if name != OWN}
+        fields[SEAL] |= {OWN: _digest(fields)}
+    yield "a newer version's key", json.dumps(fields).encode()
 
 
 def one_line(error):

@@ -91,7 +91,7 @@ def test_on_a_full_disk_a_command_ends_in_a_line_and_goes_on_later(
     folder, remount = disk
     wanted = undisturbed(command)
     line, blocks = line_of(command, home, folder), folder / "something else"
-    free = 0
+    refused = []
     for pages in (0, 6, 40):
         blocks.write_bytes(bytes((1 << 20) - 4096 * pages - 4096))
         if main(shlex.split(line)) == 0:
@@ -100,14 +100,15 @@ def test_on_a_full_disk_a_command_ends_in_a_line_and_goes_on_later(
         assert said.startswith("lapa2: "), said
         assert "full" in said or "No space left" in said, said
         assert not left_over(folder)
-        free = pages
+        refused.append(4 * pages)
         blocks.unlink()
+    assert refused, "there was room"
     remount("size=50m")
     if contents_or_nothing(place_of(command, folder)) != wanted:
         assert main(shlex.split(line)) == 0
     assert contents(place_of(command, folder)) == wanted
     record_property("command", command)
-    record_property("refused with KiB free", 4 * free)
+    record_property("refused with KiB free", ", ".join(map(str, refused)))
 
 
 def contents_or_nothing(place):
@@ -151,7 +152,8 @@ def act_as_nobody(line, log):
 
 
 def test_permissions_that_are_lost_are_named(home, capsys):
-    """Another user's process, since root may read and write everything."""
+    """Another user's process, since root may read and write everything. Who is not root is the owner,
+    who is kept out of closed files alone."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         folder.chmod(0o755)
@@ -173,6 +175,8 @@ def test_permissions_that_are_lost_are_named(home, capsys):
             f"generate --model tiny-gpt2 --attribute positive --length 20 --device cpu --out {run}/new": None,
         }  # fmt: skip
         for line, file in closed.items():
+            if file is None and os.getuid():
+                continue
             if file is not None:
                 file.chmod(0)
             log.write_text("")

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +15,13 @@ from pathlib import Path
 import pytest
 from drills import FULL, SWEEP, contents, left_over
 
-pytestmark = [pytest.mark.drill, pytest.mark.alone]
+# One at a time: each looks for Ray's processes on the whole machine.
+pytestmark = [pytest.mark.drill, pytest.mark.alone, pytest.mark.xdist_group("ray")]
 KILLS = 20 if FULL else 1
 PATIENCE = 240.0
 """Seconds in which a sweep must end."""
+SOON = 5.0
+"""Seconds in which one that is stopped must end."""
 BIN = Path(sys.executable).parent
 QUICKLY = {
     "RAY_health_check_initial_delay_ms": "0",
@@ -149,6 +153,23 @@ def test_a_killed_coordinator_goes_on_to_the_same_bytes(home, tmp_path, record_p
     assert killed
 
 
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_coordinator_ends_soon_and_goes_on(kind, home, tmp_path, record_property):
+    line = SWEEP.replace("--workers 1", "--engine ray").format(home=home, out=tmp_path / "run")
+    sweep = lapa2(line, tmp_path / "log")
+    until(lambda: under_way(tmp_path) or sweep.process.poll() is not None, sweep.log)
+    began = time.monotonic()
+    sweep.process.send_signal(kind)
+    said = sweep.wait_for(143 if kind == signal.SIGTERM else 130)
+    took = time.monotonic() - began
+    assert took < SOON, said
+    assert said.splitlines()[-1].startswith("lapa2: interrupted; the same command "), said
+    lapa2(line, tmp_path / "again").wait_for(0)
+    assert_same(tmp_path, home)
+    record_property("stopped by", kind.name)
+    record_property("ended within, seconds", round(took, 1))
+
+
 def killed_on_the_way(sweep, folder, rng):
     until(lambda: under_way(folder) or sweep.process.poll() is not None, sweep.log)
     time.sleep(rng.uniform(0, 2))
@@ -246,6 +267,9 @@ def two_namespaces():
     ends = [f"lapa2v{i}" for i in (0, 1)]
     inside = [("ip", "netns", "exec", name) for name in names]
 
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` here (Debian's iproute2)")
+
     def ip(*words):
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
@@ -279,6 +303,16 @@ def two_namespaces():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+def works_beside(node):
+    """Whether a worker runs in the network of a process."""
+    own = Path(f"/proc/{node.process.pid}/ns/net").readlink()
+    found = []
+    for each in of_ray("ray::RemoteWorker"):
+        with suppress(OSError):
+            found.append(Path(f"/proc/{each}/ns/net").readlink())
+    return own in found
+
+
 def test_two_machines_in_networks_of_their_own_and_the_link_is_cut(home, tmp_path, record_property):
     """The far one joins, works, and vanishes without a word."""
     with (
@@ -294,8 +328,9 @@ def test_two_machines_in_networks_of_their_own_and_the_link_is_cut(home, tmp_pat
                 tmp_path / "log",
                 *here,
             )
-            until(lambda: under_way(tmp_path), sweep.log)
+            until(lambda: under_way(tmp_path) and works_beside(node), sweep.log)
             cut()
+            assert sweep.process.poll() is None, "the sweep ended before the link was cut"
             sweep.wait_for(0)
         finally:
             node.kill()

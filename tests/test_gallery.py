@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {
     "Scale quick": ("figures/quick/tables/*.csv",),
-    "An earlier run of scale quick": ("figures/earlier/tables/*.csv",),
     "Which heads carry the control?": (
         "figures/circuits/**/*.csv",
         "figures/circuits/*/report.html",

@@ -44,6 +44,7 @@ from lapa2_interp.paper.claims import (
 )
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import texts_read
+from lapa2_interp.paper.output import join_item, write_item
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.results import Gallery, read_gallery, results_of
 from lapa2_interp.paper.tables import ARM
@@ -697,6 +698,46 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     (beside / "tables" / "layers.claims.csv").write_text("item\nlayers\n")
     with pytest.raises(RunError, match="layers.claims.csv is not a table of claims of this"):
         script("analyses", "reproduce", *asked)
+
+
+def test_an_item_joined_from_two_runs_is_the_item_made_at_once(tmp_path):
+    """Rows of one task from each; Holm's correction is over the claims of both. What both runs have
+    is this run's, and no row is kept twice."""
+
+    def make(folder, *tasks, worth=1.0):
+        rows = [
+            {"step": 4, "mean": worth, "model": "m", "task": task, "method": method}
+            for task in tasks
+            for method in ("one", "two")
+        ]
+        found = Findings("item", ("a", "b"))
+        for number, row in enumerate(rows):
+            error = 1 + ("topic", "detox").index(row["task"]) + number % 2
+            of = Difference(6.0, 6 - 2 * error, 6 + 2 * error, 0.01 * error, error, 20, 4.0, 0.6)
+            found.note(f"{row['task']}, {row['method']}", "acc", "more", of, margin=5.0)
+        table = pd.DataFrame(rows)
+        shown = table[["task", "method"]].assign(**{f"step {4 * len(tasks)}": table["mean"]})
+        alike = [name for name in ("task", "method") if shown[name].nunique() == 1]
+        write_item(folder, "item", "Title", table, found, ["A note."], shown.drop(columns=alike))
+        return folder / "tables"
+
+    def text(folder, ending):
+        return (folder / f"item.{ending}").read_text()
+
+    whole = make(tmp_path / "whole", "topic", "detox")
+    here, there = make(tmp_path / "a", "topic"), make(tmp_path / "b", "detox")
+    assert read_claims(here / "item.claims.csv")["holm"].max() < 0.05
+    assert join_item("item", there, here)
+    assert text(here, "csv") == text(whole, "csv")
+    assert text(here, "claims.csv") == text(whole, "claims.csv")
+    assert read_claims(here / "item.claims.csv")["holm"].max() >= 0.05
+    assert text(here, "md") == text(whole, "md").replace("step 8", "step 4")
+    assert json.loads(text(here, "json"))["rows"]["data"][2][:2] == ["detox", "one"]
+    again = make(tmp_path / "c", "topic", "detox", worth=2.0)
+    known = text(again, "csv")
+    assert not join_item("item", here, again)
+    assert text(again, "csv") == known
+    assert not join_item("other", here, again)
 
 
 def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):

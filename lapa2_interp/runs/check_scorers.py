@@ -62,6 +62,10 @@ def check_scorers(
         DataError: It is no file of RealToxicityPrompts.
         RunError: `out` cannot be written.
     """
+    if not scorers:
+        raise ScoringError(
+            f"no scorer is named; name one or several of {', '.join(KINDS)}, NAME=MODEL"
+        )
     texts, truth = _read(file, column, label, score, rtp)
     texts = _cut(texts, first, last)
     options = Options(task=task, device=device, trust_remote_code=trust_remote_code)
