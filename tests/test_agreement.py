@@ -255,6 +255,13 @@ def test_the_first_or_last_tokens_alone_are_checked(words, tmp_path, capsys):
     assert "a number of tokens of at least 1; found --first 0" in capsys.readouterr().err
 
 
+def test_a_scorer_must_be_named(words, tmp_path, capsys):
+    file = tmp_path / "texts.csv"
+    pd.DataFrame({"text": ["one"], "score": [0.3]}).to_csv(file)
+    assert check(file, "--score", "score", "--scorer") == 2
+    assert "no scorer is named; name one or several of linear, adapter" in capsys.readouterr().err
+
+
 def test_rows_of_real_toxicity_prompts_are_checked(words, tmp_path):
     """The test rows alone, their prompts and continuations."""
     from lapa2_interp.scoring.training import read_graded

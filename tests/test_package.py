@@ -1,5 +1,6 @@
 """What a user installs: the wheel alone, the lock, the notebook."""
 
+import ast
 import re
 import runpy
 import shlex
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,41 @@ def test_running_installs_nothing_that_it_does_not_need():
         needed |= new
         todo += new
     assert locked(*RUN).keys() == needed
+
+
+PARTS = {
+    "huggingface_hub": "transformers", "tokenizers": "transformers",
+    "markupsafe": "jinja2", "pydantic_core": "pydantic",
+}  # fmt: skip
+"""Modules of their own that belong to what a declared package hands out or takes."""
+
+
+def test_what_the_package_imports_is_declared():
+    """Another dependency of a dependency may go with its next version."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["ray"], *extras["train"]]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    of_module = packages_distributions()
+    imported = {}
+    for file in sorted((ROOT / "lapa2_interp").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            imported |= dict.fromkeys((name.partition(".")[0] for name in names), file.name)
+    others = imported.keys() - sys.stdlib_module_names - {"lapa2_interp"}
+    assert len(others) > 15
+    undeclared = [
+        f"{imported[name]} imports {name}"
+        for name in sorted(others)
+        if not declared
+        & {canonicalize_name(each) for each in of_module.get(PARTS.get(name, name), ())}
+    ]
+    assert not undeclared, "; ".join(undeclared)
 
 
 def test_the_workflow_makes_what_the_check_makes():
