@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -244,6 +245,13 @@ TROUBLES = {
 }  # fmt: skip
 
 
+HEAVY = ("an endless body", "endless headers", "ten megabytes", "a packed 50 MB")
+MEMORY = 30e6
+"""Bytes that may be held; the server, in this process, holds its ten megabytes twice."""
+LONGEST_WAIT = 10.0
+"""Seconds between two tries. They are counted, and nobody waits."""
+
+
 @pytest.fixture(params=["judge", "perspective"])
 def server(request, monkeypatch):
     for name in ("OPENAI_API_KEY", "PERSPECTIVE_API_KEY"):
@@ -284,9 +292,16 @@ def test_a_server_in_trouble_costs_neither_time_memory_answers_nor_the_key(
     what, end = TROUBLES[trouble]
     server.trouble = what if end != GOES_ON else what()
     write_texts(tmp_path, TEXTS)
+    if trouble in HEAVY:
+        tracemalloc.start()
     began = time.monotonic()
     code = main(line(tmp_path, server))
     took = time.monotonic() - began
+    if trouble in HEAVY:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < MEMORY, f"{most / 1e6:.0f} MB"
+    assert max(server.waits, default=0) <= LONGEST_WAIT
     first = capfd.readouterr()
     assert took < SOON
     assert code == (2 if end == ENDS else 0), first.err
