@@ -229,7 +229,7 @@ def test_a_slow_disk_changes_nothing(home, tmp_path, monkeypatch, record_propert
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "circuits", "prefix train"] if FULL else ["generate"]
+    "command", ["generate", "score", "circuits", "prefix train"] if FULL else ["generate", "score"]
 )
 def test_two_processes_with_one_place_do_not_mix(
     command, home, undisturbed, tmp_path, record_property

@@ -654,7 +654,7 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
 @pytest.mark.long
 def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     """What this run has no grid for is left out, and comes from the results beside it; what it
-    makes takes the place of theirs."""
+    makes takes the place of theirs, but for what an item of several grids shows of the others."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     page = importlib.import_module("lapa2_interp.report")
     monkeypatch.setattr(page, "write_report", lambda *given: SCORES)
@@ -672,7 +672,11 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     others = {"quick/decay": {"finished": 3}, "quick/long": {"finished": 4}}
     runs = (older, older.model_copy(update={"grids": others}))
     (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
-    asked = ["--no-sweep", "--out", copy, "--items", "decay", "long", "--beside", beside]
+    row = {"model": "m", "task": "another", "method": "prefix", "prefix": "Very other:"}
+    other, none = pd.DataFrame([row]), Findings("prefix_types")
+    write_item(beside, "prefix_types", "Title", other, none, shown=other)
+    items = ["decay", "long", "prefix_types"]
+    asked = ["--no-sweep", "--out", copy, "--items", *items, "--beside", beside]
     with pytest.raises(SystemExit) as caught:
         script("analyses", "reproduce", *asked)
     assert caught.value.code == 0
@@ -681,6 +685,8 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     assert set(claims["item"]) == {"decay", "layers"}
     assert (copy / "tables" / "decay.md").read_text().startswith("### Accuracy")
     assert (copy / "figures" / "layers.png").read_text() == "old"
+    prefixes = pd.read_csv(copy / "tables" / "prefix_types.csv")
+    assert set(prefixes["task"]) == {*load_run(copy).cells["task"], "another"}
     assert (copy / "figures" / "decay.png").read_bytes().startswith(b"\x89PNG")
     found = read_gallery(copy)
     assert [set(each.grids) for each in found.runs] == [set(older.grids), set(others)]

@@ -104,7 +104,8 @@ def join_item(item: str, beside: Path, tables: Path) -> bool:
         facts.append(known)
         shown.append(read)
     joined = pd.concat([shown[0], lacking(shown[1])], ignore_index=True).fillna("")
-    columns = sorted(joined, key=lambda name: int((re.findall(r"^step (\d+)$", name) or [-1])[0]))
+    steps = {name: int(found[1]) for name in joined if (found := re.match(r"step (\d+)$", name))}
+    columns = sorted(joined, key=lambda name: steps.get(name, -1))
     alike = [name for name in places if joined[name].nunique() == 1]
     claims = [read_claims(folder / f"{item}.claims.csv") for folder in (tables, beside)]
     of_other = claims[1][~claims[1]["claim"].isin(claims[0]["claim"])]
