@@ -104,8 +104,10 @@ def join_item(item: str, beside: Path, tables: Path) -> bool:
         facts.append(known)
         shown.append(read)
     joined = pd.concat([shown[0], lacking(shown[1])], ignore_index=True).fillna("")
-    steps = {name: int(found[1]) for name in joined if (found := re.match(r"step (\d+)$", name))}
-    columns = sorted(joined, key=lambda name: steps.get(name, -1))
+    steps = {
+        name: int(of[1]) for name in map(str, joined) if (of := re.match(r"step (\d+)$", name))
+    }
+    columns = sorted(map(str, joined), key=lambda name: steps.get(name, -1))
     alike = [name for name in places if joined[name].nunique() == 1]
     claims = [read_claims(folder / f"{item}.claims.csv") for folder in (tables, beside)]
     of_other = claims[1][~claims[1]["claim"].isin(claims[0]["claim"])]
