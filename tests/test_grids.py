@@ -858,6 +858,8 @@ def test_estimates_add_up(grid, own_cache):
     assert one.needs == max(map(estimates.memory, cells))
     assert one.packed == int(1.5 * 4 * estimates.model_size("tiny-gpt2").parameters)
     assert estimate([], 2, "cpu").seconds == 0
+    alone = [estimate(cells[:1], workers, "cpu").seconds for workers in (2, 1000)]
+    assert alone[0] == alone[1] > 0.8 * estimate(cells[:1], 1, "cpu").seconds, "no batch is shared"
     assert (
         estimate(cells, 1, "auto").row_tokens
         == estimate(cells, 1, "cuda:3").row_tokens
@@ -874,7 +876,7 @@ def test_estimates_add_up(grid, own_cache):
     rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
     new = wide.length - min(len(prompt.encode()) for prompt in wide.task.prompts.texts)
     passes = math.ceil(rows / 20) - math.ceil(rows / 120)
-    assert seconds(narrow, at) - seconds(wide, at) == pytest.approx(passes * (new - 1)), (
+    assert seconds(narrow, at)[0] - seconds(wide, at)[0] == pytest.approx(passes * (new - 1)), (
         "in more passes"
     )
 
@@ -888,7 +890,7 @@ def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
             TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
         ).cells[0]
         todo = plan(load("tiny-gpt2"), cell)
-        assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at), rel=0.1)
+        assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at)[0], rel=0.1)
     assert 1 < len(todo.groups) < 10, "fewer rows, as their cache would be too large"
 
 

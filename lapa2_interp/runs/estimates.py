@@ -108,17 +108,19 @@ def cost(cell: Cell) -> int:
     return branches * n_prompts * (before + cell.samples * steps)
 
 
-def seconds(cell: Cell, at: Pace) -> float:
-    """What one worker takes for a cell: its prompts, and the steps of every batch of rows."""
+def seconds(cell: Cell, at: Pace) -> tuple[float, float]:
+    """What one worker takes for a cell: its prompts, and the steps of every batch of rows; and for
+    the longest of these batches, which workers cannot share."""
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
     together = max(1, _row_limit(cell)[0] // branches)
     full, rest = divmod(n_prompts * cell.samples, together)
-    anew = cell.decoder.recomputes
-    batches = full * at.batch(together * branches, before, new, anew) + at.batch(
-        rest * branches, before, new, anew
+    large, small = (
+        at.batch(texts * branches, before, new, cell.decoder.recomputes)
+        for texts in (together, rest)
     )
-    return branches * n_prompts * before * at.row + batches
+    prompts = branches * n_prompts * before * at.row
+    return prompts + full * large + small, large if full else small
 
 
 def plan_seconds(todo: Plan, at: Pace) -> float:
@@ -174,7 +176,8 @@ def estimate(
         model, dtype, model_class = kind
         operations = 2.0 * tokens * model_size(model).parameters
         paces[kind] = pace(model, dtype, device, model_class, threads, operations=operations)
-    busy = sum(seconds(cell, paces[cell.model, cell.dtype, cell.model_class]) for cell in cells)
+    took = [seconds(cell, paces[cell.model, cell.dtype, cell.model_class]) for cell in cells]
+    busy, longest = sum(each for each, _ in took), max((each for _, each in took), default=0.0)
     disk = 0
     for cell in cells:
         size, texts = model_size(cell.model), cell.n_texts
@@ -185,7 +188,7 @@ def estimate(
         cells=len(cells),
         texts=sum(cell.n_texts for cell in cells),
         row_tokens=sum(map(cost, cells)),
-        seconds=START + busy / max(1, workers) if cells else 0.0,
+        seconds=START + max(busy / max(1, workers), longest) if cells else 0.0,
         disk=disk,
         basis="; ".join(dict.fromkeys(each.basis for each in paces.values())),
         needs=max((memory(cell, device) for cell in cells), default=0),
