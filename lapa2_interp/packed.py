@@ -15,9 +15,11 @@ changed, it is packed again.
 
 GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
 
-The rows of a packed product do not depend on each other: a row has the same bits alone and in any
-batch. A product of one row would take another kernel, and one of two or three takes longer than one
-of four, so these are computed as four rows.
+The rows of a packed product do not depend on each other: in float32 a row has the same bits alone
+and in any batch. In bfloat16 it has the same bits in any batch of as many rows; processors with
+matrix units (AMX) sum in an order that depends on the number of rows, so that the last bit of a
+few numbers may differ. A product of one row would take another kernel, and one of two or three
+takes longer than one of four, so these are computed as four rows.
 """
 
 from __future__ import annotations
