@@ -7,9 +7,16 @@ that `import lapa2_interp` loads neither torch nor transformers.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # Threads of PyTorch that wait for each other keep their core busy for a while. Beside another
+    # process that needs the cores, this makes both many times slower (docs/using.md, "Speed on a
+    # CPU"). So they wait for a shorter while. It is read when torch is first imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
     "Augmentation": "augmentation",

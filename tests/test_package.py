@@ -1,6 +1,7 @@
 """What a user installs: the wheel alone, the lock, the notebook."""
 
 import ast
+import os
 import re
 import runpy
 import shlex
@@ -53,6 +54,27 @@ def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
         check=True,
     )
     assert done.stdout.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "passive"}, "None"),
+    ],
+)
+def test_threads_wait_busily_for_a_short_while_unless_told_otherwise(given, expected):
+    code = (
+        "import lapa2_interp, os, sys; assert 'torch' not in sys.modules;"
+        " print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    others = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=others | given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == expected
 
 
 RUN = ("requirements-run.lock", "requirements-torch.lock")
