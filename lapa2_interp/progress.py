@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,19 @@ def given_bar(given: tqdm | None, total: int, label: str, unit: str = "token") -
 def no_progress() -> tqdm:
     """A bar that shows nothing, for work inside other work."""
     return tqdm(disable=True)
+
+
+class Counter(tqdm):
+    """A bar that shows nothing, and tells a function how many units are done."""
+
+    def __init__(self, told: Callable[[int], object]) -> None:
+        super().__init__(disable=True)
+        self.told, self.done = told, 0
+
+    def update(self, n: int | float | None = 1) -> None:
+        """Count units, and tell."""
+        self.done += int(n or 0)
+        self.told(self.done)
 
 
 class Lines(tqdm):

@@ -210,8 +210,8 @@ def test_a_note_of_a_failure(run, record_property):
 @pytest.mark.parametrize("name", ["part.json", SAMPLES, TRACE])
 def test_a_group_of_rows(tmp_path, name, record_property, home):
     class Stops(InProcess):
-        def wait(self):
-            for each in super().wait():
+        def wait(self, told):
+            for each in super().wait(told):
                 yield each
                 if each[0].group == 0:
                     raise KeyboardInterrupt

@@ -197,8 +197,8 @@ class Loses(InProcess):
         super().__init__("cpu")
         self.folder, self.left = folder, after
 
-    def wait(self):
-        yield from super().wait()
+    def wait(self, told):
+        yield from super().wait(told)
         self.left -= 1
         if self.left == 0:
             self.folder.rename(self.folder.with_name("elsewhere"))

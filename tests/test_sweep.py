@@ -4,6 +4,7 @@ harms nothing else."""
 import errno
 import functools
 import glob
+import io
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ import pytest
 import torch
 import xarray as xr
 from conftest import MODEL_CLASSES, generate, load, start, warm
+from tqdm import tqdm
 
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DamagedError, GridError, RunError
@@ -35,7 +37,7 @@ from lapa2_interp.runs import local
 from lapa2_interp.runs import read as reading
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened
+from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, unheard
 from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.read import SAMPLES, TRACE, load_run, read_cell, read_file
@@ -80,8 +82,8 @@ class Recording(InProcess):
         super().__init__("cpu")
         self.made = {}
 
-    def wait(self):
-        for job, outcome in super().wait():
+    def wait(self, told=unheard):
+        for job, outcome in super().wait(told):
             self.made[job.cell.key, job.group] = outcome
             yield job, outcome
 
@@ -101,7 +103,7 @@ class Replaying:
     def submit(self, job):
         self.jobs.append(job)
 
-    def wait(self):
+    def wait(self, told=unheard):
         job = self.jobs.pop(0)
         self.done.append((job.cell.key, job.group))
         yield job, self.made[job.cell.key, job.group]
@@ -464,7 +466,7 @@ def in_any_order(outcomes):
     """An engine of three workers whose jobs end in another order than they began."""
     engine = Replaying(outcomes, slots=3)
 
-    def wait():
+    def wait(told):
         job = engine.jobs.pop(len(engine.jobs) // 2)
         yield job, outcomes[job.cell.key, job.group]
 
@@ -527,6 +529,83 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
         monkeypatch.undo()
         sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
     assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_a_worker_tells_how_far_it_is_after_every_step(undisturbed):
+    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    told = []
+    with InProcess("cpu") as engine:
+        for group in (None, 0):
+            engine.submit(Job(cell, group))
+            ((_, outcome),) = engine.wait(lambda job, share: told.append((job.group, share)))
+    assert isinstance(outcome, Part)
+    groups, shares = zip(*told, strict=True)
+    assert set(groups) == {0}
+    assert len(shares) == outcome.samples["n_tokens"].max()
+    assert list(shares) == sorted(set(shares))
+    assert shares[-1] == 1
+
+
+def at_half(job):
+    """In place of `local._do`: a job that is half done for a while."""
+    local._share.value = 0.5
+    time.sleep(0.5)
+    return Failed("")
+
+
+@pytest.mark.alone
+def test_the_coordinator_sees_how_far_processes_are(undisturbed, monkeypatch, quick_processes):
+    job = Job(next(iter(load_run(undisturbed[0]).plan.values())), 0)
+    monkeypatch.setattr(local, "_do", at_half)
+    monkeypatch.setattr(local, "LOOK", 0.01)
+    told = []
+    with Processes(1, "cpu") as engine:
+        for _ in range(2):
+            engine.submit(job)
+            told.append([])
+            assert list(engine.wait(lambda of, share: told[-1].append((of, share)))) == [
+                (job, Failed(""))
+            ]
+    for each in told:
+        jobs, shares = zip(*each, strict=True)
+        assert all(each is job for each in jobs)
+        assert list(shares) == sorted(shares)
+        assert set(shares) == {0.0, 0.5}, "the share of the job before is not taken for its own"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bar_moves_inside_a_group_and_ends_at_its_total(
+    undisturbed, files, tmp_path, monkeypatch, fails
+):
+    class Bar(tqdm):
+        def update(self, n=1):
+            at.append(at[-1] + n)
+            assert 0 <= at[-1] <= self.total
+            return super().update(n)
+
+    class Telling(Replaying):
+        def wait(self, told):
+            job = self.jobs[0]
+            for share in (0.5, 0.75, 0.25):  # its worker has died, and another has begun
+                told(job, share)
+            if job.group == 0 and fails:
+                yield self.jobs.pop(0), Failed("why\n")
+            else:
+                yield from super().wait(told)
+
+    at, bars = [0], []
+
+    def bar_of(total, label):
+        bars.append(Bar(total=total, file=io.StringIO()))
+        return bars[0]
+
+    monkeypatch.setattr(sweeping, "progress_bar", bar_of)
+    sweep(tmp_path / "run", grids_of(files), Telling(undisturbed[1]), lambda _: None)
+    assert at[-1] == bars[0].total
+    assert (at[-1] == 0) == fails
+    moves = [after - before for before, after in pairwise(at)]
+    assert any(move > 0 for move in moves)
+    assert any(move < 0 for move in moves)
 
 
 @pytest.mark.alone
@@ -630,11 +709,11 @@ def test_a_run_folder_that_another_took_the_place_of_is_not_filled(undisturbed, 
     run = tmp_path / "run"
 
     class Replacing(Replaying):
-        def wait(self):
+        def wait(self, told=unheard):
             if len(self.done) == 2:
                 run.rename(tmp_path / "before")
                 shutil.copytree(tmp_path / "before", run)
-            return super().wait()
+            return super().wait(told)
 
     with pytest.raises(RunError, match="is gone: it was moved or removed"):
         sweep(run, grids_of(files), Replacing(undisturbed[1]), pytest.fail)
@@ -791,11 +870,11 @@ def hold(folder, files, outcomes, until):
     engine = Replaying(pickle.loads(outcomes.read_bytes()))
     real, number = engine.wait, count(1)
 
-    def wait():
+    def wait(told):
         if next(number) == 5:
             (until.parent / "waiting").touch()
             wait_for(until.exists)
-        return real()
+        return real(told)
 
     engine.wait = wait
     sweep(folder, grids_of(files), engine)
@@ -914,10 +993,10 @@ def half_done(run, files, made, jobs):
     engine = Replaying(made)
     real = engine.wait
 
-    def wait():
+    def wait(told):
         if len(engine.done) == jobs:
             raise KeyboardInterrupt
-        return real()
+        return real(told)
 
     engine.wait = wait
     with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from tqdm import tqdm
 import lapa2_interp
 from lapa2_interp.errors import RunError, one_of
 from lapa2_interp.machine import cores, slow_note
-from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Outcome, died
+from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Outcome, Told, died, unheard
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.worker import Worker
 
@@ -76,8 +76,8 @@ class RemoteWorker(Worker):
         node = ray.get_runtime_context().get_node_id()
         return node, socket.gethostname(), library_versions(), slow_note("bfloat16", self.device)
 
-    def do(self, job: Job) -> Outcome:
-        outcome = super().do(job)
+    def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
+        outcome = super().do(job, told)
         if isinstance(outcome, Opened):
             return replace(outcome, facts=outcome.facts | {"commit": self.commit})
         return outcome
@@ -258,7 +258,7 @@ class Cluster:
                 tqdm.write(f"note: on {worker.machine} {worker.slow}", file=sys.stderr)
             self._refs[worker.actor.do.remote(job)] = worker
 
-    def wait(self) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
         while True:
             self._await_head()
             self._grow()

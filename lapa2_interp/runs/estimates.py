@@ -21,7 +21,6 @@ from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
-from tqdm import tqdm
 
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
@@ -41,6 +40,7 @@ from lapa2_interp.models import load_model
 from lapa2_interp.models.sizes import ITEM_BYTES, is_here, model_size, weight_bytes
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
+from lapa2_interp.progress import Counter
 from lapa2_interp.trace.recorder import trace_bytes
 
 ROWS = (6, 24, 72)
@@ -362,7 +362,7 @@ def _timed(
 def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> float:
     """Seconds of a step of so many rows, everything included: bias, trace, sampling. The least of
     several."""
-    clock = _Clock(seconds)
+    times: list[float] = []
     ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
     prompt = model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])
     task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
@@ -377,19 +377,8 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
         max_rows=rows,
         trace="pooled",
     )
-    run_plan(model, plan(model, cell), progress=clock)
-    return min(after - before for before, after in pairwise(clock.times))
-
-
-class _Clock(tqdm):
-    """A progress bar that shows nothing and notes when it is advanced."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(disable=True)
-        self.clock, self.times = clock, list[float]()
-
-    def update(self, n: int | float | None = 1) -> None:
-        self.times.append(self.clock())
+    run_plan(model, plan(model, cell), progress=Counter(lambda _: times.append(seconds())))
+    return min(after - before for before, after in pairwise(times))
 
 
 def machine_workers() -> int:

@@ -7,7 +7,7 @@ machines of one kind makes the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -77,6 +77,12 @@ class Failed:
 
 
 Outcome = Opened | Part | Failed
+Told = Callable[[Job, float], None]
+"""Told of a job under way, and of the share of it that is done."""
+
+
+def unheard(job: Job, share: float) -> None:
+    """A `Told` that does nothing."""
 
 
 @runtime_checkable
@@ -92,8 +98,12 @@ class Engine(Protocol):
     def submit(self, job: Job) -> None:
         """Take a job; at most `slots` are under way at once."""
 
-    def wait(self) -> Iterator[tuple[Job, Outcome]]:
-        """Outcomes of jobs that have ended, at least one."""
+    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
+        """Outcomes of jobs that have ended, at least one.
+
+        Args:
+            told: Told of jobs under way while it waits, if the engine knows how far they are.
+        """
 
     def __enter__(self) -> Engine: ...
 

@@ -9,13 +9,14 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from lapa2_interp.errors import RunError
 from lapa2_interp.machine import AUTO, cores, default_device
-from lapa2_interp.runs.jobs import ATTEMPTS, Engine, Failed, Job, Outcome, died
+from lapa2_interp.runs.jobs import ATTEMPTS, Engine, Failed, Job, Outcome, Told, died, unheard
 from lapa2_interp.runs.worker import Worker
 
 
@@ -55,22 +56,28 @@ class InProcess:
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
 
-    def wait(self) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
         assert self._worker is not None
         job = self._jobs.pop(0)
-        yield job, self._worker.do(job)
+        yield job, self._worker.do(job, partial(told, job))
 
+
+LOOK = 1.0
+"""Seconds after which the coordinator looks again how far its workers are."""
 
 _worker: Worker | None = None
+_share: Any = None
+"""A number that the coordinator reads: the share of this worker's job that is done."""
 
 
-def _begin(device: str | None, threads: int, pack: str, workers: int) -> None:
+def _begin(share: Any, device: str | None, threads: int, pack: str, workers: int) -> None:
     """Start a process of `Processes`: make its worker, and ignore Ctrl-C, which the coordinator
     answers."""
     import signal
     import threading
 
-    global _worker
+    global _worker, _share
+    _share = share
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
@@ -90,7 +97,7 @@ def _end_with_coordinator() -> None:
 
 def _do(job: Job) -> Outcome:
     assert _worker is not None
-    return _worker.do(job)
+    return _worker.do(job, partial(setattr, _share, "value"))
 
 
 class Processes:
@@ -105,10 +112,15 @@ class Processes:
         self.slots = workers
         self._device, self._threads, self._pack = device, threads, pack
         self._pools: list[Any] = []
+        self._shares: list[Any] = []
         self._running: dict[Any, tuple[int, Job, int]] = {}
         self._latest: dict[int, str] = {}
 
     def __enter__(self) -> Processes:
+        import multiprocessing
+
+        spawn = multiprocessing.get_context("spawn")
+        self._shares = [spawn.Value("d", lock=False) for _ in range(self.slots)]
         self._pools = [self._new(i) for i in range(self.slots)]
         return self
 
@@ -126,7 +138,7 @@ class Processes:
             1,
             mp_context=context,
             initializer=_begin,
-            initargs=(device, self._threads, self._pack, self.slots),
+            initargs=(self._shares[number], device, self._threads, self._pack, self.slots),
         )
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -150,6 +162,7 @@ class Processes:
         self._running[future] = (number, job, attempt)
 
     def _start(self, number: int, job: Job) -> Any:
+        self._shares[number].value = 0.0
         with _deaf_children():
             return self._pools[number].submit(_do, job)
 
@@ -157,11 +170,13 @@ class Processes:
         _close(self._pools[number], kill=True)
         self._pools[number] = self._new(number)
 
-    def wait(self) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
         from concurrent.futures import FIRST_COMPLETED, wait
         from concurrent.futures.process import BrokenProcessPool
 
-        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        while not (done := wait(self._running, LOOK, return_when=FIRST_COMPLETED).done):
+            for number, job, _ in self._running.values():
+                told(job, self._shares[number].value)
         for future in done:
             number, job, attempt = self._running.pop(future)
             error = future.exception()

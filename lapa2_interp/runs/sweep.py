@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -254,6 +255,7 @@ class _Sweep:
         self.ahead = dict(self.costs)
         self.opened: dict[str, Opened] = {}
         self.left: dict[str, set[int]] = {}
+        self.shown: dict[tuple[str, int], int] = {}  # row-tokens of groups under way
         self.failed: list[str] = []
         self.weights: dict[str, str] = {}
         self.made = self.disk = self.memory = 0
@@ -274,7 +276,7 @@ class _Sweep:
                 while under_way < engine.slots and (ready or waiting):
                     engine.submit(ready.popleft() if ready else Job(waiting.popleft()))
                     under_way += 1
-                for job, outcome in engine.wait():
+                for job, outcome in engine.wait(partial(self._show, bar)):
                     under_way -= 1
                     with writing(self.run.home):
                         ready.extend(self._take(job, outcome, bar))
@@ -288,10 +290,19 @@ class _Sweep:
         seconds = perf_counter() - began
         return Swept(self.before, self.made, tuple(self.failed), seconds, self.disk, self.memory)
 
+    def _show(self, bar: tqdm, job: Job, share: float) -> None:
+        """Advance the bar inside a group."""
+        if job.group is not None:
+            group = job.cell.key, job.group
+            now = int(share * self._size(*group))
+            bar.update(now - self.shown.get(group, 0))  # less than 0 where its worker has died
+            self.shown[group] = now
+
     def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
         """Keep an outcome; returns the jobs that follow from it."""
         key = job.cell.key
         home = self.run.home
+        shown = 0 if job.group is None else self.shown.pop((key, job.group), 0)
         if not (home / LISTING).is_file() or home.stat().st_ino != self.inode:
             raise RunError(
                 f"{home} is gone: it was moved or removed; bring it back and repeat the command,"
@@ -299,8 +310,10 @@ class _Sweep:
             )
         match outcome:
             case _ if key in self.failed:
+                bar.update(-shown)
                 return []
             case Failed():
+                bar.update(-shown)
                 self.failed.append(key)
                 record = Failure(when=datetime.now(UTC), traceback=outcome.traceback)
                 write_text(
@@ -326,21 +339,23 @@ class _Sweep:
                 self._check_same_weights(job.cell, outcome.weights)
                 self._keep(key, job.group, outcome)
                 self.memory = max(self.memory, outcome.memory)
-                share = self._share(key, job.group)
-                bar.update(share)
+                bar.update(self._share(key, job.group) - shown)
                 self.left[key].discard(job.group)
                 if not self.left[key]:
                     self._finish(job.cell)
         return []
 
     def _share(self, key: str, group: int) -> int:
-        """Row-tokens by which a group advances the bar: its share of the cost of its cell."""
-        total, sizes = self.costs[key], self.opened[key].groups
-        share = total * sum(sizes[: group + 1]) // sum(sizes) - total * sum(sizes[:group]) // sum(
-            sizes
-        )
+        """What a group advances the bar by, which its cell has no longer ahead."""
+        share = self._size(key, group)
         self.ahead[key] -= share
         return share
+
+    def _size(self, key: str, group: int) -> int:
+        """A group's row-tokens: its share of the cost of its cell."""
+        total, sizes = self.costs[key], self.opened[key].groups
+        first, last = sum(sizes[:group]), sum(sizes[: group + 1])
+        return total * last // sum(sizes) - total * first // sum(sizes)
 
     def _parts(self, cell: Cell, opened: Opened) -> set[int]:
         """Groups of a cell that are there from an earlier call, if they were made as they would be

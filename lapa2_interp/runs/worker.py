@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -16,7 +17,7 @@ from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import default_device, is_out_of_memory, most_memory
 from lapa2_interp.models import load_model
 from lapa2_interp.packed import Packing
-from lapa2_interp.progress import is_stop, no_progress
+from lapa2_interp.progress import Counter, is_stop
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
 from lapa2_interp.soft_prefix import SoftName
@@ -54,10 +55,14 @@ class Worker:
         self._model: tuple[tuple[str, ...], Model, ModelKit] | None = None
         self._plans: dict[str, Plan] = {}
 
-    def do(self, job: Job) -> Outcome:
-        """Do a job and return its outcome; every error becomes one."""
+    def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
+        """Do a job and return its outcome; every error becomes one.
+
+        Args:
+            told: Told after every step which share of a group's tokens is there.
+        """
         try:
-            return self._open(job.cell) if job.group is None else self._generate(job)
+            return self._open(job.cell) if job.group is None else self._generate(job, told)
         except Exception as error:
             if is_stop(error):
                 raise KeyboardInterrupt from error
@@ -110,14 +115,16 @@ class Worker:
         model = self._model[1]
         model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
 
-    def _generate(self, job: Job) -> Part:
+    def _generate(self, job: Job, told: Callable[[float], object]) -> Part:
         assert job.group is not None
         model, todo = self.model(job.cell), self.plan(job.cell)
         self._pack(job.packing or self._packing)
         check_files(job.cell, todo)
         began, problems = perf_counter(), []
+        group = todo.groups[job.group]
+        tokens = sum(todo.steps[prompt] for prompt, _ in group)
         try:
-            made = run_plan(model, todo, [todo.groups[job.group]], progress=no_progress())
+            made = run_plan(model, todo, [group], progress=Counter(lambda n: told(n / tokens)))
         except EmptyGenerationError as error:
             made = error.generation
             problems.append(str(error))
