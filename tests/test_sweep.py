@@ -548,6 +548,7 @@ def test_a_worker_tells_how_far_it_is_after_every_step(undisturbed):
 
 def at_half(job):
     """In place of `local._do`: a job that is half done for a while."""
+    time.sleep(0.5)
     local._share.value = 0.5
     time.sleep(0.5)
     return Failed("")
