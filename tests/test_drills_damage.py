@@ -14,7 +14,7 @@ import torch
 from conftest import load, soft_prefix
 from drills import FULL, furnish
 
-from lapa2_interp import load_run
+from lapa2_interp import load_model, load_run, model_card
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli import main
 from lapa2_interp.errors import Lapa2Error
@@ -241,7 +241,8 @@ def test_a_soft_prefix(tmp_path, ending, record_property):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ending"), [("linear", ".npz"), ("linear", ".json"), ("adapter", ".json")]
+    ("kind", "ending"),
+    [("linear", ".npz"), ("linear", ".json"), ("adapter", ".safetensors"), ("adapter", ".json")],
 )
 def test_a_trained_scorer(tmp_path, kind, ending, record_property):
     from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
@@ -280,6 +281,33 @@ def test_the_converted_model(tmp_path, record_property):
             (tmp_path / name).write_bytes(whole)
     assert _damage(tmp_path) is None
     count.record(record_property, "the converted SmolLM2")
+
+
+def test_the_folder_of_a_model(tmp_path, record_property):
+    """A model of one's own has no checksum: a file that can be read makes another model, which a
+    run tells from the one it was begun with. What cannot be read is refused in one line."""
+    from test_models import load_transformers
+
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    wanted, count, rng = model_card(load_model(str(tmp_path))).weights, Count(), random.Random(5)
+    for file in sorted(tmp_path.iterdir()):
+        whole = file.read_bytes()
+        for done, data in ways(whole, rng, 2 * POINTS):
+            file.write_bytes(data)
+            try:
+                found = load_model(str(tmp_path))
+            except Lapa2Error as error:
+                text = one_line(error)
+                assert str(tmp_path) in text or "tokenizer" in text, done
+                count.refused += 1
+            else:
+                assert model_card(found).weights != wanted, (file.name, done)
+                count.anew += 1
+        file.write_bytes(whole)
+    assert model_card(load_model(str(tmp_path))).weights == wanted
+    count.record(record_property, "a model's folder (made anew: another model)")
 
 
 def test_scores(tmp_path, record_property, capsys):

@@ -47,6 +47,20 @@ if TYPE_CHECKING:
 
 
 WEIGHTS = "model.safetensors"
+DECIDING = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template.*",
+)
+"""Files of a model's folder that decide its texts."""
 ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """How far log-probabilities of one model may lie apart on average, computed in another order."""
 
@@ -238,6 +252,7 @@ def load_transformers(
     check_weights(name)
     with quiet_transformers():
         try:
+            _check_ends(Path(source))
             network = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=getattr(torch, dtype),
@@ -388,15 +403,31 @@ def _not_loadable(name: str, error: Exception) -> str:
     )
 
 
+def _check_ends(folder: Path) -> None:
+    """Refuse a damaged generation_config.json, which transformers would pass over: texts would end
+    at other tokens.
+
+    Raises:
+        ValueError: It is none in JSON.
+    """
+    file = folder / "generation_config.json"
+    try:
+        fine = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
+    except ValueError:
+        fine = False
+    if not fine:
+        raise ValueError(f"{file.name} is not a valid JSON file")
+
+
 def provenance(name: str, config: PretrainedConfig) -> str:
-    """Where the weights of a model come from: a hash of them, or the hub's commit."""
+    """Where a model comes from: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
     if Path(name).is_dir():
         digest = hashlib.sha256()
-        for file in sorted(Path(name).glob("*.safetensors")):
-            digest.update(sha256_of(file).encode())
-        return f"sha256 {digest.hexdigest()} (of the folder's safetensors files)"
+        for file in sorted({file for kind in DECIDING for file in Path(name).glob(kind)}):
+            digest.update(f"{file.name} {sha256_of(file)}\n".encode())
+        return f"sha256 {digest.hexdigest()} (of the folder's weights, configuration and tokenizer)"
     return f"hub commit {getattr(config, '_commit_hash', None)}"
 
 
