@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ import xarray as xr
 from conftest import MODEL_CLASSES, generate, load, start, warm
 from tqdm import tqdm
 
+from lapa2_interp import tasks
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DamagedError, GridError, RunError
 from lapa2_interp.files import ASIDE, LOCK, aside, sealed, unsealed, whole_folder, write_text
@@ -43,7 +45,7 @@ from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.read import SAMPLES, TRACE, load_run, read_cell, read_file
 from lapa2_interp.runs.repair import repair
 from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
-from lapa2_interp.runs.worker import Worker
+from lapa2_interp.runs.worker import Worker, check_files
 
 HEAD = """
 model = "tiny-gpt2"
@@ -694,6 +696,21 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
     part = Worker("cpu").do(Job(cell, 0, None))  # one that joins when the cell is open already
     assert isinstance(part, Failed)
     assert "here, and had" in part.traceback.splitlines()[-1]
+
+
+def test_a_word_list_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path):
+    words = tmp_path / "words.json"
+    shutil.copy(Path(tasks.__file__).parent / "words" / "sentiment.json", words)
+    (tmp_path / "g.toml").write_text(
+        ONE.replace('"prefix"', f'{{ name = "freectrl", words = "{words}" }}')
+    )
+    cell = load_grid(str(tmp_path / "g.toml")).cells[0]
+    without_soft_prefixes = SimpleNamespace(prefix_names={})
+    check_files(cell, without_soft_prefixes)
+    words.write_text(words.read_text() + "\n")
+    with pytest.raises(RunError, match="the file behind 'words' has sha256 .* here, and had"):
+        check_files(cell, without_soft_prefixes)
+    assert load_grid(str(tmp_path / "g.toml")).cells[0].key != cell.key
 
 
 def test_groups_made_with_other_weights_are_not_mixed(undisturbed, files, tmp_path):
