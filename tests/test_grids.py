@@ -24,7 +24,7 @@ from lapa2_interp.machine import measured, remember
 from lapa2_interp.methods import Soft
 from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.paper import estimates as paper_estimates
-from lapa2_interp.paper.estimates import ITEM, TOKEN, scoring_seconds
+from lapa2_interp.paper.estimates import ITEM, KEY_READ, TOKEN, scoring_seconds
 from lapa2_interp.progress import shown_time
 from lapa2_interp.recipes import RECIPES, name_of, read_recipes
 from lapa2_interp.runs import estimates
@@ -977,6 +977,15 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     assert scoring_seconds([five]) - scoring_seconds([five], **fast) == pytest.approx(
         1.4 * tokens * adapter
     ), "a cut text is the beginning of the whole"
+
+
+def test_texts_that_are_read_for_their_attention_take_their_keys(grid, own_cache):
+    a_key = 0.003
+    remember("cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2 + 24 * 280 * a_key))
+    deep, cores = grid(TINY.replace("24", "40"), name="deep"), len(os.sched_getaffinity(0))
+    assert scoring_seconds([deep]) == pytest.approx(
+        ITEM + 2 * 2 * 2 * 40 * (0.01 + 40 / 2 * KEY_READ * a_key) / cores
+    ), "two readings of four texts, and no scorer"
 
 
 def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):

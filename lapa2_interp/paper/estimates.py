@@ -20,6 +20,10 @@ FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
 READ_AT_FIVE = ("sent_topic", "detox")
 """Grids whose texts are scored at all five lengths."""
+READ_FOR_ATTENTION = {"deep": 2}
+"""Grids whose texts are not scored but read so many times, for the attention of every head."""
+KEY_READ = 0.2
+"""What a key costs a query where a text is read at once, of what it costs in a step of decoding."""
 TOKEN = 2e-5
 """Seconds that the linear classifiers take for a token."""
 MASKED = 0.4
@@ -58,9 +62,17 @@ def scoring_seconds(
         scorers: As `add_scoring` takes them.
     """
     chosen = chosen_scorers(scorers, USUAL)
-    read, classified, adapted = 0.0, 0.0, 0.0
+    read, seen, classified, adapted = 0.0, 0.0, 0.0, 0.0
     for grid in grids:
-        lengths = sum(FRACTIONS) if grid.name.rpartition("/")[2] in READ_AT_FIVE else 1.0
+        name = grid.name.rpartition("/")[2]
+        if times := READ_FOR_ATTENTION.get(name):
+            tokens = [cell.n_texts * cell.length for cell in grid.cells]
+            read += times * sum(tokens)
+            seen += times * sum(
+                each * cell.length / 2 for each, cell in zip(tokens, grid.cells, strict=True)
+            )
+            continue
+        lengths = sum(FRACTIONS) if name in READ_AT_FIVE else 1.0
         arms: dict[tuple[str, ...], list[Cell]] = {}
         for cell in grid.cells:
             arms.setdefault(
@@ -80,5 +92,5 @@ def scoring_seconds(
     device = default_device()
     at = pace(SMOLLM2, "float32", device, operations=operations)
     scripts = ITEM * (len(grids) if items is None else items)
-    reading = read * at.row / (cores() if device == "cpu" else 1) + adapter_seconds(adapted)
-    return scripts + reading + classified * TOKEN
+    reading = (read * at.row + seen * KEY_READ * at.key) / (cores() if device == "cpu" else 1)
+    return scripts + reading + adapter_seconds(adapted) + classified * TOKEN
