@@ -36,10 +36,14 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     last = heads[(heads["l"] == heads["l"].max()) & (heads["alpha"] == 0)]
     grid = last.pivot_table(index="layer", columns="head", values="share").to_numpy()
     image = right.imshow(np.log10(np.maximum(grid, 1e-6)), aspect="auto", cmap="viridis")
-    figure.colorbar(image, ax=right).set_label("log10 of the attention", fontsize=7)
-    plain_axes(left, "l", "attention on the prefix (dotted: the law)")
+    bar = figure.colorbar(image, ax=right)
+    bar.set_label("log10 of the attention", fontsize=7)
+    bar.ax.tick_params(labelsize=6)
+    plain_axes(left, "l", "attention on the prefix")
+    left.set_title("dotted: the derived law", fontsize=7)
     plain_axes(middle, "layer", "part of the law that is left")
     plain_axes(right, "head", "layer")
+    right.xaxis.get_major_locator().set_params(integer=True)
     legend_below(figure, [("", left, shares), ("", middle, kept)], 5)
     return figure
 
