@@ -167,7 +167,8 @@ def test_a_very_long_text_is_scored_up_to_the_limit():
         run_scorer(scorer, [Item(part)])["perplexity"][0] for part in (text, text[:254], text[:127])
     )
     assert long == pytest.approx(cut, rel=1e-6)  # a byte is a token
-    assert abs(half / cut - 1) > 0.01
+    # What it is by another limit is far outside this, whatever the random weights are.
+    assert abs(half / cut - 1) > 1e-4
 
 
 @pytest.mark.parametrize("doubled_bos", [False, True])
