@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,12 +36,40 @@ OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit", "
 
 
 def act(line, log):
-    """A command, in this process."""
+    """A command, in this process; the ledger beside its log says what it has kept."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    keep_a_ledger(log.with_name("ledger"))
     with log.open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     raise SystemExit(main(shlex.split(line)))
+
+
+def keep_a_ledger(file):
+    """Note what a command keeps for the next one, a line each, once it is kept: groups and cells of
+    a sweep, units of a circuit, scores, checkpoints."""
+    from lapa2_interp.circuits.knockout import Kept
+    from lapa2_interp.prefixes.training import Job
+    from lapa2_interp.runs.sweep import _Sweep
+    from lapa2_interp.scoring import Cache
+
+    def noted(owner, name, what):
+        real = getattr(owner, name)
+
+        def keep(self, *given):
+            given = [list(each) if isinstance(each, Iterator) else each for each in given]
+            found = real(self, *given)
+            with file.open("a") as ledger:  # one write: a kill leaves whole lines
+                ledger.write("".join(f"{each}\n" for each in what(self, *given)))
+            return found
+
+        setattr(owner, name, keep)
+
+    noted(_Sweep, "_keep", lambda self, key, group, part: [f"group {key} {group}"])
+    noted(_Sweep, "_finish", lambda self, cell: [f"cell {cell.key}"])
+    noted(Kept, "add", lambda self, name, values: [f"unit {self.file.name} {name}"] if self.file else [])
+    noted(Cache, "put", lambda self, scores: [f"score {key}" for key, _ in scores])
+    noted(Job, "_save", lambda self: [f"checkpoint {self.checkpoint.name} {self.step}"])
 
 
 def without_day(value):

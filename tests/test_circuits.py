@@ -594,6 +594,29 @@ def test_one_branch_at_a_time_is_averaged():
     assert table.effects[0, 0] == pytest.approx(whole - np.mean(parts), abs=1e-10)
 
 
+def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, monkeypatch):
+    """As the best head is the one with most attention; a sweep that goes on knows the model by both."""
+    from lapa2_interp.circuits import knockout
+
+    model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
+    asked, real, seen = question(model), knockout.answers, []
+    one, other = ((0, 0),), ((1, 1), (0, 1))
+    named = {"best": one, "largest": one, "random": other, "again": one, "last": other}
+    units = [Unit({"name": name}, heads) for name, heads in named.items()]
+
+    def counts(model, question, edits, *rest):
+        seen.append(len(edits))
+        return real(model, question, edits, *rest)
+
+    monkeypatch.setattr(knockout, "answers", counts)
+    found = [knock_out(model, asked, units=units, file=file).effects for _ in range(2)]
+    assert seen == [4, 3], "the control, nothing, two units; the control and both units"
+    assert np.array_equal(*found)
+    apart = [knock_out(model, asked, units=[unit]).effects for unit in units]
+    assert np.array_equal(found[0], np.concatenate(apart, axis=1))
+    assert len(file.read_text().splitlines()) == 5
+
+
 def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     from lapa2_interp.circuits import knockout
 

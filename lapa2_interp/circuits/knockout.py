@@ -369,10 +369,13 @@ def knock_out(
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
     keys = ["", NULL, *(unit.key for unit in wanted)]
+    once: dict[str, int] = {}  # the first of the units that knock out the same
+    for i, key in enumerate(keys):
+        once.setdefault(key, i)
     kept = store.take("")
     again: dict[int, dict[str, np.ndarray]] = {}  # stored units by which the model is known again
     if kept:
-        stored = [i for i, key in enumerate(keys) if key in store and i > 1]
+        stored = [i for key, i in once.items() if key in store and i > 1]
         stored.sort(key=lambda i: -np.abs(kept[first] - store[keys[i]][first]).max())
         again = {i: store.done.pop(keys[i]) for i in stored[:AGAIN]}
     moved = dict.fromkeys(chosen, np.zeros(1))  # of the control, since the file was begun
@@ -382,7 +385,7 @@ def knock_out(
         *edits,
     ]
     steps = sum(case.n * len(case.names) for case in question.cases)
-    order = dict.fromkeys((0, *again, *range(len(keys))))
+    order = dict.fromkeys((0, *again, *once.values()))
     left = [(i, edit) for i in order if keys[i] not in store for edit in todo[i]]
     total = steps * len(left)
     found: dict[int, dict[str, np.ndarray]] = {}
