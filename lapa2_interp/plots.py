@@ -14,7 +14,9 @@ from itertools import cycle
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
@@ -27,6 +29,16 @@ def styles() -> Iterator[tuple[str, str]]:
 
 class Drawing(Figure):
     """A figure outside pyplot's global list that notebooks show as a picture and reports embed."""
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Texts and names are drawn as they are: in a token such as "$$", a dollar begins no
+        formula. Numbers on an axis may be formulas of matplotlib's own."""
+        for text in self.findobj(Text):
+            assert isinstance(text, Text)
+            words = text.get_text()
+            if "$" in words and not words.startswith("$\\mathdefault{"):
+                text.set_parse_math(False)
+        super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()

@@ -67,7 +67,11 @@ def keep_a_ledger(file):
 
     noted(_Sweep, "_keep", lambda self, key, group, part: [f"group {key} {group}"])
     noted(_Sweep, "_finish", lambda self, cell: [f"cell {cell.key}"])
-    noted(Kept, "add", lambda self, name, values: [f"unit {self.file.name} {name}"] if self.file else [])
+    noted(
+        Kept,
+        "add",
+        lambda self, name, values: [f"unit {self.file.name} {name}"] if self.file else [],
+    )
     noted(Cache, "put", lambda self, scores: [f"score {key}" for key, _ in scores])
     noted(Job, "_save", lambda self: [f"checkpoint {self.checkpoint.name} {self.step}"])
 

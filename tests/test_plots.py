@@ -67,3 +67,32 @@ def test_no_arm_is_left_out():
         [{"scorer": arm, "prediction": 0.5, "truth": 0.5, "n": 3} for arm in arms]
     )
     assert len(plots.calibration_curves(curves).axes[0].lines) == 1 + 16
+
+
+def test_a_dollar_begins_no_formula_but_on_an_axis_of_powers(tmp_path):
+    """GPT-2 has tokens such as "$$"; matplotlib would fail to read them as formulas."""
+    odd = ("$$", "a $x_{$", r"$\input{a}$", "1 $ and 2 $")
+    tokens = pd.DataFrame(
+        [
+            {"arm": arm, "key": key, "label": odd[key], "mean": 0.1, "low": 0.05, "high": 0.2}
+            for arm in odd[:2]
+            for key in range(4)
+        ]
+    )
+    bars = plots.prefix_token_bars(tokens)
+    bars.suptitle(odd[2])
+    bars.savefig(tmp_path / "bars.png")
+    assert bars._repr_png_() == bars._repr_png_()
+
+    def drawn(log, label):
+        figure = plots.new_figure(3, 2)
+        axes = figure.subplots()
+        axes.plot([1, 10, 1000], [1, 2, 3], label=label)
+        axes.set_xscale("log" if log else "linear")
+        axes.legend()
+        figure.savefig(tmp_path / "a.png")
+        return [each.get_parse_math() for each in axes.get_xticklabels()], axes.get_legend()
+
+    powers, legend = drawn(True, odd[0])
+    assert all(powers)
+    assert not legend.get_texts()[0].get_parse_math()
