@@ -359,12 +359,13 @@ def set_folder(model: str, task: str, which: str) -> Path:
 
 
 def cards(folder: Path) -> list[PrefixCard]:
-    """The cards under a folder, in the order of their places; hidden folders, such as that of a
-    training under way, have none."""
+    """The cards under a folder, in the order of their places: JSON files with weights of the same
+    name beside them. Hidden folders, such as that of a training under way, have none."""
     return [
         read_card(file)
         for file in sorted(folder.rglob("*.json"))
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.with_suffix(".safetensors").is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     ]
 
 

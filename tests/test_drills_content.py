@@ -13,10 +13,13 @@ import sys
 
 import pandas as pd
 import pytest
+from conftest import load, soft_prefix
 
 from lapa2_interp import load_run
 from lapa2_interp.cli import main
 from lapa2_interp.files import unsealed
+from lapa2_interp.models import load_transformers
+from lapa2_interp.soft_prefix import save_prefix
 
 pytestmark = pytest.mark.drill
 HTML = "<img src=x onerror=alert(1)></script><script>document.title='x'</script>&amp;"
@@ -113,18 +116,56 @@ def test_runs_and_trace_show_hostile_labels_and_no_more(run, on_terminal, tmp_pa
     on_terminal("trace", run, "--only", "arm=baseline", "--out", tmp_path / "trace")
 
 
-@pytest.mark.parametrize("command", ["report", "view"])
-def test_pages_of_a_hostile_run_hold_no_foreign_element(run, on_terminal, tmp_path, command):
-    file = tmp_path / f"{TURNED}.html"
-    more = ["--only", "arm=baseline"] if command == "view" else []
-    on_terminal(command, run, *more, "--out", file)
+def page_of(file):
+    """A page without a foreign element; its data."""
     html = file.read_text(encoding="utf-8")
     assert len(re.findall("<script", html, re.I)) == 2
     assert len(re.findall("</script", html, re.I)) == 2
     assert "<img src=x" not in html
     assert not re.search(r"href=.?javascript:", html)
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1]
-    assert HTML in json.dumps(json.loads(data), ensure_ascii=False)
+    return json.dumps(json.loads(data), ensure_ascii=False)
+
+
+@pytest.mark.parametrize("command", ["report", "view"])
+def test_pages_of_a_hostile_run_hold_no_foreign_element(run, on_terminal, tmp_path, command):
+    file = tmp_path / f"{TURNED}.html"
+    more = ["--only", "arm=baseline"] if command == "view" else []
+    on_terminal(command, run, *more, "--out", file)
+    assert HTML in page_of(file)
+
+
+def test_cards_of_models_prefixes_and_selections_are_data(on_terminal, tmp_path):
+    """A model's folder, a set's folder, its card and a selection's, whose words are somebody else's."""
+    own = tmp_path / f"{HTML} {ESCAPES}{TURNED}".replace("/", "|")
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.config.name_or_path = network.config.author = HTML
+    for each in (network, tokenizer):
+        each.save_pretrained(own / "model")
+    (own / "model" / "README.md").write_text(HTML + ESCAPES)
+    save_prefix(soft_prefix(load("tiny-llama")), own / "set")
+    for file in own.glob("set/*.json"):
+        card, _ = unsealed(file.read_text())
+        file.write_text(json.dumps(card | dict.fromkeys(("origin", "task"), HTML + ESCAPES)))
+    on_terminal("probe", own / "model")
+    on_terminal("prefixes", own)
+    selection = own / "selection.json"
+    heads = ["--by", "mass", "--heads", "2", "--tokens", "4", "--device", "cpu"]
+    on_terminal("select", "planted", *heads, "--out", selection)
+    card, _ = unsealed(selection.read_text())
+    selection.write_text(json.dumps(card | {"weights": HTML + ESCAPES, "model": HTML}))
+    _, told = on_terminal(
+        "generate", "--model", "planted", "--attribute", "positive", "--alpha", "1",
+        "--selection", selection, "--length", "20", "--device", "cpu", "--out", tmp_path / "none", code=2,
+    )  # fmt: skip
+    assert HTML in told
+    on_terminal(
+        "generate", "--model", own / "model", "--attribute", "positive", "--prompt", "a",
+        "--length", "40", "--device", "cpu", "--out", own / "run",
+    )  # fmt: skip
+    for command in ("report", "view"):
+        on_terminal(command, own / "run", "--out", own / f"{command}.html")
+        assert "<img src=x" in page_of(own / f"{command}.html")
 
 
 def test_scores_of_hostile_texts_keep_them(run, on_terminal, tmp_path):

@@ -5,6 +5,7 @@ What happens to a sweep at every single write is in test_sweep.py; here are whol
 """
 
 import os
+import random
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from lapa2_interp.runs.sweep import sweep
 pytestmark = [pytest.mark.drill, pytest.mark.alone]
 NOBODY = 65534
 SHORT = ("sweep", "generate", "score", "select", "view", "report", "prefix train")
+LOSSES = 4 if FULL else 1
 WRITING = tuple(COMMANDS) if FULL else SHORT
 
 
@@ -212,6 +214,49 @@ def test_a_run_folder_that_vanishes_stops_the_sweep_and_goes_on_where_it_is(home
     assert not run.exists(), "nothing is written where the run was"
     sweep(tmp_path / "elsewhere", grids, InProcess("cpu"))
     assert contents(tmp_path / "elsewhere") == contents(home / "run")
+
+
+@pytest.mark.parametrize(
+    "command", WRITING if FULL else ["sweep", "score", "circuits", "prefix train"]
+)
+def test_a_folder_that_is_moved_midway_ends_a_command_well_or_in_a_line(
+    command, home, undisturbed, tmp_path, record_property
+):
+    """The folder that holds --out. A command that ends well has made it anew, with its whole result.
+    Once the folder is back, the same command goes on in it."""
+    wanted, rng, refused = undisturbed(command), random.Random(command), 0
+    for number in range(LOSSES):
+        place = tmp_path / str(number)
+        folder, log = place / "folder", place / "log"
+        folder.mkdir(parents=True)
+        line = line_of(command, home, folder)
+        process = start(act, line, log)
+        while process.is_alive() and not any(folder.iterdir()):
+            time.sleep(0.005)
+        process.join(rng.uniform(0, 0.5))
+        folder.rename(place / "elsewhere")
+        process.join()
+        said = log.read_text().splitlines()
+        assert "Traceback" not in said, said
+        refused += process.exitcode == 2
+        if process.exitcode == 2:
+            assert said[-1].startswith("lapa2: "), said
+        else:
+            assert process.exitcode == 0, said
+            there = folder if folder.exists() else place / "elsewhere"
+            found = contents(place_of(command, there))
+            assert found | {".plan": None} == wanted | {".plan": None}
+        assert command != "sweep" or not folder.exists(), "it went on where its run was"
+        shutil.rmtree(folder, ignore_errors=True)
+        (place / "elsewhere").rename(folder)
+        if contents_or_nothing(place_of(command, folder)) != wanted:
+            assert main(shlex.split(line)) == 0
+        assert contents(place_of(command, folder)) == wanted
+        assert not left_over(folder)
+        shutil.rmtree(place)
+    record_property("command", command)
+    record_property("times moved", LOSSES)
+    record_property("refused", refused)
 
 
 def test_a_slow_disk_changes_nothing(home, tmp_path, monkeypatch, record_property):

@@ -32,6 +32,8 @@ QUICKLY = {
     "RAY_AUTH_MODE": "disabled",
 }
 """Ray sees within seconds that a machine is lost; a token of the user's is not asked for."""
+RAYLET = Path("/tmp/ray/session_latest/logs/raylet.out")
+"""What Ray says of a machine's workers; the folder has no other name that sockets in it allow."""
 GRID = """
 model = "tiny-gpt2"
 task = "sentiment"
@@ -230,6 +232,7 @@ def test_workers_that_ray_kills_for_want_of_memory_change_nothing(home, tmp_path
             hog.kill()
         sweep.wait_for(0)
         assert_same(tmp_path, home)
+        assert "OOM kill reason" in RAYLET.read_text(errors="replace")
     record_property("workers", "killed by Ray, for want of memory")
 
 

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from oracle import oracle_bias
 
-from lapa2_interp import Augmentation, Layout, augmented, load_task, methods
+from lapa2_interp import Augmentation, Layout, augmented, load_model, load_task, methods
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.decoding.sampling import NOTHING, draw, uniforms
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.tasks import Attribute
 
 settings.register_profile(
     "lapa2", deadline=None, derandomize=True, database=None, print_blob=False, max_examples=200,
@@ -30,7 +31,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=24)
 """Any text that UTF-8 can write."""
 
 
-@pytest.fixture(scope="module", params=["gpt2", "tiny-gpt2", "tiny-llama", "smollm2-135m"])
+@pytest.fixture(
+    scope="module", params=["gpt2", "tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"]
+)
 def tokenizer(request, gpt2_tokenizer):
     return gpt2_tokenizer if request.param == "gpt2" else load_tokenizer(request.param)
 
@@ -166,6 +169,52 @@ def test_small_and_large_vocabularies(vocab, k):
     assert draw(weights, low, top_k=k)[[0, 2]].tolist() == [0, 1]
     assert draw(weights, high, top_k=k)[0] == last
     assert draw(weights, high, top_k=k)[1] == vocab - 1
+
+
+@pytest.fixture(params=[2, 250_000])
+def of_words(request, tmp_path):
+    """A folder of a model with a vocabulary of whole words, and their number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(request.param)}
+    stored = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    stored.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    last = f"w{request.param - 1}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=stored, bos_token=last, eos_token=last)
+    PreTrainedTokenizerFast.save_pretrained(tokenizer, tmp_path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return str(tmp_path), len(words)
+
+
+@pytest.mark.parametrize(
+    "method", [methods.get("prefix"), methods.get("air-decoding"), methods.get("preadd", lam=2)]
+)
+def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of_words, method):
+    folder, vocab = of_words
+    model = load_model(folder, device="cpu", dtype="float32")
+    task = load_task("sentiment").model_copy(
+        update={"attributes": {"a": Attribute(prefix="w1"), "b": Attribute(prefix="w0")}}
+    )
+    made = generate(model, method, task, "a", ["w1 w0"], length=12, samples=3, seed=1, top_k=vocab)
+    tokens = np.stack(made.samples["tokens"])
+    assert tokens.min() >= 0
+    assert tokens.max() < vocab
+    assert (tokens.max() > 65_535) == (vocab > 65_535)
+    assert (made.trace["prefix"] <= 1).all()
+    if method.name == "prefix":
+        for row in made.samples.itertuples():
+            layout = Layout.of(model.tokenizer, "w1", "w1 w0")
+            ids = torch.tensor([[*layout.ids, *row.tokens]])
+            with torch.no_grad():
+                logits = model(ids)[0, len(layout) - 1 : -1]
+            uniform = torch.from_numpy(uniforms(1, "w1 w0", row.sample, row.n_tokens))
+            assert draw(logits, uniform, top_k=vocab).tolist() == list(row.tokens)
 
 
 @given(st.integers(0, 2**63), TEXT, st.integers(0, 2000), st.integers(1, 40), st.integers(0, 40))
