@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import (
@@ -38,6 +37,7 @@ from lapa2_interp.errors import (
     TraceError,
     one_of,
 )
+from lapa2_interp.files import sha256_of
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, for_task, load_task, name_of
@@ -407,7 +407,7 @@ def _files(
     method: Method,
     needs: list[str] | None,
 ) -> dict[str, str]:
-    """sha256 of the soft prefixes by branch, and of the files that parameters name."""
+    """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
     found = {}
     for branch in branches:
         if isinstance(branch.prefix, Soft):
@@ -419,7 +419,17 @@ def _files(
                     raise
                 needs.append(str(error))
                 found[branch.name] = MISSING
-    for name in method.files:
-        if (place := Path(getattr(method, name))).is_file():
-            found[name] = hashlib.sha256(place.read_bytes()).hexdigest()
+    return found | digests(method)
+
+
+def digests(method: Method) -> dict[str, str]:
+    """sha256 of the files that decide a method's texts; of a folder, of the files in it."""
+    found = {}
+    for name, place in method.deciding_files().items():
+        if place.is_file():
+            found[name] = sha256_of(place)
+        elif place.is_dir():
+            files = sorted(each for each in place.iterdir() if each.is_file())
+            listed = json.dumps([[each.name, sha256_of(each)] for each in files])
+            found[name] = hashlib.sha256(listed.encode()).hexdigest()
     return found

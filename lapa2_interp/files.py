@@ -19,10 +19,12 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 from zipfile import ZipFile
 
 from lapa2_interp.errors import ModelError, RunError
@@ -57,9 +59,9 @@ def aside(folder: Path) -> Iterator[Path]:
             yield place
     finally:
         try:
-            shutil.rmtree(place, ignore_errors=True)
+            _discard(place)
         except BaseException:  # SIGTERM in the midst of it
-            shutil.rmtree(place, ignore_errors=True)
+            _discard(place)
             raise
 
 
@@ -72,12 +74,25 @@ def clean(folder: Path) -> None:
 
 def _is_abandoned(left: Path) -> bool:
     """Whether the process that made a temporary folder has died."""
-    try:
-        with (left / LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except OSError:  # it lives, or this disk cannot tell
-        return False
+    with suppress(OSError), (left / LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives, or this disk cannot tell
+        return True
+    with suppress(OSError):  # it died before it held the lock, or after all else was removed
+        return {each.name for each in left.iterdir()} <= {f"{LOCK}.new"} and _age(left) > 60
+    return False
+
+
+def _age(path: Path) -> float:
+    """Seconds since a path was changed."""
+    return time.time() - path.stat().st_mtime
+
+
+def _discard(folder: Path) -> None:
+    """Remove a temporary folder, its lock last: one that a kill leaves is known as abandoned."""
+    for each in folder.iterdir():
+        if each.name != LOCK:
+            shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(left: Path) -> None:
@@ -90,7 +105,7 @@ def _remove(left: Path) -> None:
         for fresh in (left / "new").glob("*"):
             if not (place := left.parent / fresh.name).exists():
                 fresh.rename(place)
-    shutil.rmtree(left, ignore_errors=True)
+    _discard(left)
 
 
 @contextmanager
@@ -189,7 +204,10 @@ def unsealed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         ValueError: Not a JSON object, or its contents are not those that were sealed.
     """
-    fields = json.loads(text)
+    try:
+        fields = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError(f"it must hold a JSON object, found {str(fields)[:40]!r}")
     if (seal := fields.pop(SEAL, None)) is None:
@@ -222,6 +240,7 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: It is not what was written.
+        OSError: It cannot be read.
     """
     import torch
 
@@ -231,6 +250,8 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
                 raise ValueError(f"the checksum of {bad} differs")
         found = torch.load(file, weights_only=True, map_location=device)
     except Exception as error:  # PyTorch raises all kinds
+        if not is_damage(error):
+            raise
         raise ValueError(" ".join(str(error).split())[:80]) from error
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
@@ -239,8 +260,10 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
 
 def is_damage(error: Exception) -> bool:
     """Whether an error of reading a file says that it is not what was written: it is missing,
-    something else, or cannot be understood. A disk that fails, or is closed to the user, says
-    nothing about the file."""
+    something else, or cannot be understood. Too little memory, a library that cannot take the
+    file's name, or a disk that fails or is closed to the user say nothing about the file."""
+    if isinstance(error, (MemoryError, UnicodeEncodeError)):
+        return False
     if not isinstance(error, OSError) or error.errno is None:  # libraries raise OSError without one
         return True
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
@@ -281,7 +304,13 @@ def new_folder(
     Raises:
         RunError: `out` is finished, is something else, or cannot be written.
     """
-    out = out.resolve()
+    try:
+        out = out.resolve()
+    except RuntimeError as error:
+        raise RunError(f"{out} is a loop of links; choose another --out") from error
+    check_name(out)
+    if out.parent.is_dir():
+        clean(out.parent)  # it may bring a finished folder back
     _refuse(out, force, finished)
     made = [folder for folder in out.parents if not folder.exists()]
     try:
@@ -301,8 +330,61 @@ def new_folder(
                     folder.rmdir()
 
 
+def check_name(place: Path) -> None:
+    """Refuse a path with letters that are no text: libraries that write tables cannot take it.
+
+    Raises:
+        RunError: It is such a path.
+    """
+    try:
+        str(place.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise RunError(
+            f"{place} has letters that are not UTF-8, which not every library can take; rename the"
+            " folder, or choose another"
+        ) from error
+
+
+def holds_only(*names: str) -> Callable[[Path], bool]:
+    """For `new_folder`: whether a folder holds the first of these files, and no foreign one.
+
+    Args:
+        names: As `check_own`.
+    """
+
+    def finished(folder: Path) -> bool:
+        if not (folder / names[0]).is_file():
+            return False
+        check_own(folder, names)
+        return True
+
+    return finished
+
+
+def check_own(folder: Path, names: Iterable[str]) -> None:
+    """Refuse to replace a folder that holds something which a command did not write.
+
+    Args:
+        names: Of what it writes; * stands for any letters.
+
+    Raises:
+        RunError: It holds something else.
+    """
+    for each in sorted(folder.iterdir()):
+        if not any(fnmatchcase(each.name, name) for name in names):
+            raise RunError(
+                f"{folder} holds {each.name}, which is not of this command's making; move it away,"
+                " or choose another --out"
+            )
+
+
 def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
     """Raise where `new_folder` may not put a folder."""
+    if os.path.ismount(out):
+        raise RunError(
+            f"{out} is where a disk is mounted, and cannot be replaced; give a folder in it, such"
+            f" as {out / 'run'}"
+        )
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not finished(out):
@@ -312,6 +394,26 @@ def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> 
     if not force:
         option = "" if force is None else "--force replaces it, or "
         raise RunError(f"{out} is finished; {option}choose another --out")
+
+
+def held(file: IO[str]) -> bool:
+    """Lock an open file against other processes until it is closed; False where one has it.
+
+    Where the disk cannot hold locks (some network disks), it is not locked, and True.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def is_page(file: Path) -> bool:
+    """Whether a page may be written there, and replace what is there: its name says that it is
+    one."""
+    return file.suffix.lower() in (".html", ".htm")
 
 
 def cache_folder() -> Path:

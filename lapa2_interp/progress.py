@@ -7,12 +7,14 @@ does nothing but show (`harmless_output`).
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -164,6 +166,9 @@ def stopped_by_sigterm() -> Iterator[None]:
         if came:
             raise came[-1] from error
         raise
+    else:
+        if came:  # something has swallowed it
+            raise came[-1]
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
@@ -251,12 +256,16 @@ def drawing(stream: Any) -> Any:
 def harmless_output() -> Iterator[None]:
     """A block in which what is printed on a terminal is harmless, and everywhere can be printed."""
     before = sys.stdout, sys.stderr
-    errors = getattr(sys.stdout, "errors", None)
-    reconfigure = getattr(sys.stdout, "reconfigure", lambda **_: None)
-    reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = (Terminal(stream) if stream.isatty() else stream for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        reconfigure(errors=errors)
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:  # for one that is closed (`>&-`)
+        out, err = (nowhere if stream is None else stream for stream in before)
+        errors = getattr(out, "errors", None)
+        reconfigure = getattr(out, "reconfigure", lambda **_: None)
+        reconfigure(errors="backslashreplace")
+        sys.stdout, sys.stderr = (
+            Terminal(stream) if stream.isatty() else stream for stream in (out, err)
+        )
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            reconfigure(errors=errors)

@@ -145,6 +145,8 @@ def test_stopped_it_ends_soon_and_says_how_to_go_on(
         folder.mkdir()
         kind = (signal.SIGTERM, signal.SIGINT)[stopped % 2]
         process = start(act, line_of(command, home, folder), folder / "log")
+        while process.is_alive() and not (folder / "log").exists():  # on a busy machine
+            time.sleep(0.01)
         process.join(rng.uniform(0.1, 0.8) * seconds)
         if not process.is_alive():
             seconds /= 2  # the machine was busy when it was timed

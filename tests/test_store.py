@@ -172,9 +172,9 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
     for force in (False, True):
         with new_folder(tmp_path / "run", force, is_run) as folder:
             write_run(folder, run)
-            (folder / f"made with force {force}").touch()
-    assert (tmp_path / "run" / "made with force True").exists()
-    assert not (tmp_path / "run" / "made with force False").exists()
+            (folder / ("report.html" if force else "view.html")).touch()
+    assert (tmp_path / "run" / "report.html").exists()
+    assert not (tmp_path / "run" / "view.html").exists()
     with pytest.raises(RunError, match="is finished; --force replaces it"):
         run.save(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

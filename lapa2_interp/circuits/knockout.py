@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
@@ -36,7 +36,7 @@ from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, counted, one_of
-from lapa2_interp.files import sealed, unsealed, write_text
+from lapa2_interp.files import held, sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
@@ -151,7 +151,7 @@ def read_heads(file: str | Path) -> Heads:
 
 def write_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
     """Heads to a JSON file, [[layer, head], ...]."""
-    Path(file).write_text(json.dumps([list(pair) for pair in heads]) + "\n", "utf-8")
+    write_text(Path(file), json.dumps([list(pair) for pair in heads]) + "\n")
 
 
 @dataclass(frozen=True)
@@ -363,11 +363,11 @@ def knock_out(
         "metrics": list(chosen),
         "augmentation": str(augmentation),
     }
-    store = Kept(file, question.key(model, **more_facts), question.facts(model, **more_facts))
     names = ["", NULL, *(unit.name for unit in wanted)]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
+    store = Kept(file, question.key(model, **more_facts), question.facts(model, **more_facts))
     keys = ["", NULL, *(unit.key for unit in wanted)]
     once: dict[str, int] = {}  # the first of the units that knock out the same
     for i, key in enumerate(keys):
@@ -483,14 +483,14 @@ class Kept:
         key: Of the question. `facts`: what tells it from others, by name, for a message.
 
     Raises:
-        CircuitError: The file is of another question.
+        CircuitError: The file is of another question, or another process fills it.
     """
 
     def __init__(
         self, file: str | Path | None, key: str, facts: Mapping[str, str] | None = None
     ) -> None:
         self.done: dict[str, dict[str, np.ndarray]] = {}
-        self.file = None
+        self.file: IO[str] | None = None
         if file is None:
             return
         path = Path(file)
@@ -499,9 +499,11 @@ class Kept:
                 f"{path} is a folder; give a file in it, such as {path / 'cut.jsonl'}"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._hold(path)
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
         first = json.dumps({"question": key, "facts": facts or {}})
         if lines and (other := _differs(lines[0], key, facts or {})):
+            self.close()
             raise CircuitError(
                 f"{path} holds answers to another question{other}; give another file, or remove it"
             )
@@ -509,16 +511,25 @@ class Kept:
         for i, line in enumerate(lines[1:], 2):
             try:
                 each, _ = unsealed(line)
-            except ValueError:
+                values = {name: np.array(found) for name, found in each["values"].items()}
+                self.done[each["unit"]] = values
+            except (ValueError, KeyError, AttributeError, TypeError):
                 if i < len(lines):  # the last may have been cut short when the program was stopped
                     print(f"{path}: line {i} is damaged and made anew", file=sys.stderr)
                 continue
             whole.append(line)
-            self.done[each["unit"]] = {
-                name: np.array(values) for name, values in each["values"].items()
-            }
         write_text(path, "\n".join([first, *whole]) + "\n")
+        self.close()
+        self._hold(path)
+
+    def _hold(self, path: Path) -> None:
+        """Open the file, which no other process may fill meanwhile."""
         self.file = path.open("a", encoding="utf-8")
+        if not held(self.file):
+            self.close()
+            raise CircuitError(
+                f"{path} is being filled by another process; wait for it, or give another file"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self.done

@@ -29,6 +29,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.ticker import MaxNLocator
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from lapa2_interp import __version__
@@ -54,7 +55,7 @@ from lapa2_interp.circuits.question import RAW, Question
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.errors import CircuitError, counted
-from lapa2_interp.files import sealed, unsealed, whole_file
+from lapa2_interp.files import as_csv, is_damage, sealed, unsealed, whole_file, write_text
 from lapa2_interp.layout import pieces
 from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
@@ -169,7 +170,8 @@ def study(
     for source in question.cases[0].names[:2]:
         behind = Question.of(model, task, **asked, source=source)
         scores[source] = control(model, behind)
-    pd.concat([each.frame() for each in scores.values()]).to_csv(place / "control.csv", index=False)
+    table = pd.concat([each.frame() for each in scores.values()])
+    write_text(place / "control.csv", as_csv(table))
     also = ("lex",) if question.words else ()
     kinds = {over: len(units_of(model, question, over)) for over in TABLES}
     # A control score reads one row more than a knock-out, and every metric.
@@ -225,12 +227,12 @@ def study(
     if question.n_prompts >= 2:
         notify("knocking out heads together")
         curve = joint_curve(model, heads, sizes=SIZES, mass=mass, file=place / "together.jsonl")
-        curve.frame().to_csv(place / "together.csv", index=False)
+        write_text(place / "together.csv", as_csv(curve.frame()))
     gradient = None
     if plain_network(model) is None and model.cfg.dtype in (torch.float32, torch.float64):
         notify("the gradient's order of heads, beside the exact one")
         slopes = attribution(model, question, metric="js")
-        slopes.frame().to_csv(place / "gradient.csv", index=False)
+        write_text(place / "gradient.csv", as_csv(slopes.frame()))
         gradient = slopes, recall(slopes, heads, n=min(best, len(heads.units) // 2))
     written = None
     if question.words and plain_network(model) is None:
@@ -238,7 +240,7 @@ def study(
         written = writes(model, question)
         with whole_file(place / "writes.nc") as file:
             written.dataset().to_netcdf(file)
-        written.frame().to_csv(place / "writes.csv", index=False)
+        write_text(place / "writes.csv", as_csv(written.frame()))
     prefixes = prefix_texts(model.tokenizer, question.cases[0])
     facts = {
         "model": f"{settings['model']['name']} ({settings['model']['dtype']})",
@@ -263,13 +265,11 @@ def study(
     if question.n_prompts >= FEW:
         carriers = heads.carriers()
         write_heads(carriers[["layer", "head"]].to_numpy().tolist(), place / "heads.json")
-    with whole_file(place / "circuit.json") as file:
-        file.write_text(json.dumps(export(found), indent=1) + "\n", "utf-8")
+    write_text(place / "circuit.json", json.dumps(export(found), indent=1) + "\n")
     if plain_network(model) is None:
-        with whole_file(place / "patterns.json") as file:
-            file.write_text(json.dumps(patterns(model, question.cases[0], heads.best(8))), "utf-8")
-    with whole_file(place / "report.html") as file:
-        file.write_text(write_page(found), "utf-8")
+        shown = patterns(model, question.cases[0], heads.best(8))
+        write_text(place / "patterns.json", json.dumps(shown))
+    write_text(place / "report.html", write_page(found))
     return found
 
 
@@ -293,14 +293,25 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
         texts: dict[str, list[list[int]]] = {}
         for prompt, text in kept["texts"]:
             texts.setdefault(prompt, []).append(text)
-        return Question.of(
+        question = Question.of(
             model, task, attribute=settings["attribute"], prompts=tuple(texts), texts=texts
         )
+        now = question.facts(model)
+        if others := [name for name in now if kept.get("facts", now).get(name) != now[name]]:
+            raise CircuitError(
+                f"{place} holds a study made with other {' and '.join(others)}: the file of the"
+                " task has changed; give another folder"
+            )
+        return question
     question = Question.of(model, task, **asked)
     texts_now = [[case.prompt, list(case.text)] for case in question.cases]
-    with whole_file(file) as new:
-        new.write_text(sealed({"settings": plain, "texts": texts_now}), "utf-8")
+    facts = question.facts(model)
+    write_text(file, sealed({"settings": plain, "texts": texts_now, "facts": facts}))
     return question
+
+
+_TEXTS = TypeAdapter(list[tuple[str, list[int]]])
+"""Prompts and the tokens behind them."""
 
 
 def read_question(folder: Path) -> dict[str, Any]:
@@ -312,9 +323,12 @@ def read_question(folder: Path) -> dict[str, Any]:
     file = folder / "question.json"
     try:
         kept, _ = unsealed(file.read_text("utf-8"))
-        if not isinstance(kept.get("settings"), dict) or "texts" not in kept:
-            raise ValueError("it has no settings and texts")
+        kept["texts"] = _TEXTS.validate_python(kept.get("texts"))
+        if not isinstance(kept.get("settings"), dict):
+            raise ValueError("it has no settings")
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not is_damage(error):
+            raise
         raise CircuitError(
             f"{file} is missing or damaged ({error}); `lapa2 circuits` with another folder makes"
             " the study again"
@@ -348,8 +362,7 @@ def _write_table(table: KnockOut, file: Path) -> None:
         kept = ["effect", "low", "high", "share", "share_low", "share_high"]
         lex = table.with_metric("lex").frame()[[*names, *kept]]
         frame = frame.merge(lex.rename(columns={name: f"lex_{name}" for name in kept}), on=names)
-    with whole_file(file) as fresh:
-        frame.to_csv(fresh, index=False)
+    write_text(file, as_csv(frame))
 
 
 def export(found: Study) -> dict[str, Any]:

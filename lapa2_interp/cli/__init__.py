@@ -126,6 +126,12 @@ def _run(words: list[str]) -> int:
         place = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or str(error)
         print(f"lapa2: {one_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
+    except MemoryError as error:
+        print(
+            f"lapa2: too little memory ({one_line(str(error)) or 'no more is given'}); ask for less"
+            " at a time (fewer samples, a shorter length), or repeat it where there is more",
+            file=sys.stderr,
+        )
     except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
         after = "goes on" if goes_on(words) else "begins anew; nothing half-made is left"
         print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)

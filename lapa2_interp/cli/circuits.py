@@ -132,6 +132,8 @@ def select(
     from lapa2_interp.errors import CircuitError
     from lapa2_interp.models import load_model
 
+    if file is not None and file.resolve() == out.resolve():
+        raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
     kept: Literal["all", "auto"] | list[int] = "all" if positions == "all" else "auto"
     if positions not in ("all", "auto"):
         try:
@@ -229,9 +231,15 @@ def fading(
     from lapa2_interp.circuits.fading import VERDICTS
     from lapa2_interp.circuits.fading import fading as ask
     from lapa2_interp.circuits.selection import Selection
+    from lapa2_interp.errors import RunError
     from lapa2_interp.files import new_folder
     from lapa2_interp.models import load_model
 
+    if file is not None and file.resolve().is_relative_to(out.resolve()):
+        raise RunError(
+            f"--file {file} would be in the new folder --out {out}; give a file beside it, such as"
+            f" {out.parent / 'kept.jsonl'}"
+        )
     loaded = load_model(model, dtype, device, model_class, trust_remote_code)
     heads = {}
     if selection is not None:

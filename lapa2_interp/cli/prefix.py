@@ -230,7 +230,8 @@ def _percent(found: object) -> str:
     from lapa2_interp.stats import Interval
 
     assert isinstance(found, Interval)
-    return f"{100 * found.mean:.1f} % [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    low, high = max(found.low, 0.0), min(found.high, 1.0)
+    return f"{100 * found.mean:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 @app.command(name="import")

@@ -21,9 +21,12 @@ Two methods need more than log-probabilities, and two small protocols give it to
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -233,6 +236,16 @@ class Method(ABC):
     def intervene(self, state: State) -> Intervention | None:
         """What to change in the model's next pass."""
         return None
+
+    def deciding_files(self) -> dict[str, Path]:
+        """Files whose contents decide its texts: those that parameters name, if they are there, by
+        parameter; and the code of a method of one's own, unless a notebook defines it."""
+        named = {name: Path(getattr(self, name)) for name in self.files}
+        found = {name: place for name, place in named.items() if place.is_file()}
+        if not type(self).__module__.startswith(f"{__package__}."):
+            with suppress(TypeError, OSError):
+                found["its code"] = Path(inspect.getfile(type(self)))
+        return found
 
     def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
         """Whether a finished text stays, if there are trials left.

@@ -25,6 +25,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
@@ -104,6 +105,13 @@ class Datg(Method):
     boost: Annotated[float, Field(ge=-1e4, le=1e4)] = 4.0
     avoid: Annotated[float, Field(ge=-1e4, le=1e4)] = 6.0
     sampler: Literal["official", "uniform"] = "official"
+
+    def deciding_files(self) -> dict[str, Path]:
+        """Also the scorer's own file or folder, and the card beside it."""
+        found, (_, _, model) = super().deciding_files(), self.scorer.partition("=")
+        if model and (place := Path(model)).exists():
+            found |= {"scorer": place, "scorer's card": place.with_suffix(".json")}
+        return found
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         task.prefix(attribute)

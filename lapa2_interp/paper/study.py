@@ -27,7 +27,7 @@ from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.decoding.plan import Plan
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import DataError, TraceError
-from lapa2_interp.files import new_folder
+from lapa2_interp.files import check_own, new_folder
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import resolve_dtype
@@ -196,9 +196,12 @@ def verify(out: Path, study: Study, force: bool = False) -> str:
 
 def _finished(folder: Path) -> bool:
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND
+        if json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("kind") != KIND:
+            return False
     except (OSError, ValueError):
         return False
+    check_own(folder, (MANIFEST, "*.nc", "free", "tables", "figures", "report.html"))
+    return True
 
 
 def run_study(study: Study) -> Verified:

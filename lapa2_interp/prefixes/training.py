@@ -36,7 +36,14 @@ from tqdm import tqdm
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import DataError, PrefixError
-from lapa2_interp.files import read_checkpoint, remove_folder, write_checkpoint, write_text
+from lapa2_interp.files import (
+    check_name,
+    held,
+    read_checkpoint,
+    remove_folder,
+    write_checkpoint,
+    write_text,
+)
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of
 from lapa2_interp.models import load_transformers, move
@@ -392,7 +399,7 @@ class Job:
             self.optimizer.load_state_dict(state["optimizer"])
             self.best, self.losses = state["best"], state["losses"]
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        except (ValueError, KeyError, RuntimeError, TypeError) as error:
             raise PrefixError(
                 f"{self.checkpoint} is damaged ({' '.join(str(error).split())[:80]}); delete it to"
                 " begin anew"
@@ -467,6 +474,7 @@ def train_set(
         PrefixError: The folder holds other prefixes, or the loss is not a number.
     """
 
+    check_name(out)
     attributes = tuple(dict.fromkeys(attributes or task.attributes))
     for attribute in attributes:
         task.prefix(attribute)
@@ -489,6 +497,8 @@ def train_set(
         "recipe": recipe.model_dump(mode="json"),
         "data": [corpus.sha256 for corpus in (*corpora, *held_out)],
     }
+    if recipe.start == "hard":
+        plan["prefixes"] = {name: task.prefix(name) for name in attributes}
     before: dict[str, SoftPrefix] = {}
     if recipe.start == "set":
         if start_from is None:
@@ -501,92 +511,94 @@ def train_set(
     if _is_finished(out, attributes, plan):
         print(f"{out} is finished", file=sys.stderr)
         return [load_prefix(out, name) for name in attributes]
-    states = _open(out, plan)
-    texts = {
-        name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit)
-        for name in attributes
-    }
-    behind = len(attributes) if recipe.objective == "contrastive" else 1
-    per_name = max(1, CHECK_ROWS // (behind * behind))
-    checks = {
-        name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name)
-        for name in attributes
-    }
-    groups = [attributes] if recipe.objective == "contrastive" else [(name,) for name in attributes]
-    firsts = _firsts(network, tokenizer, start, task, recipe, texts, before)
-    jobs = [
-        Job(
-            network,
-            start,
-            shape,
-            recipe,
-            group,
-            Examples.of([texts[name] for name in group]),
-            Examples.of([checks[name] for name in group]),
-            states / f"{'-'.join(group)}.pt",
-            None if firsts is None else torch.stack([firsts[name] for name in group], dim=1),
+    with _opened(out, plan) as states:
+        texts = {
+            name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit)
+            for name in attributes
+        }
+        behind = len(attributes) if recipe.objective == "contrastive" else 1
+        per_name = max(1, CHECK_ROWS // (behind * behind))
+        checks = {
+            name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name)
+            for name in attributes
+        }
+        groups = (
+            [attributes] if recipe.objective == "contrastive" else [(name,) for name in attributes]
         )
-        for group in groups
-    ]
-    print(_announcement(jobs, recipe), file=sys.stderr)
-    if recipe.shared:
-        each = -(-recipe.shared // len(attributes))
-        together = Job(
-            network,
-            start,
-            shape,
-            recipe.model_copy(update={"objective": "mle"}),
-            ("shared",),
-            Examples.of([[text for name in attributes for text in texts[name][:each]]]),
-            Examples.of(
-                [
-                    [
-                        text
-                        for name in attributes
-                        for text in checks[name][: CHECK_ROWS // len(attributes)]
-                    ]
-                ]
-            ),
-            states / ".shared.pt",
-            None if firsts is None else firsts[attributes[0]][:, None],
-        )
-        _run(together, f"{task.name} shared start")
-        for job in jobs:
-            job.begin(together.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
-    made = []
-    for job in jobs:
-        if all(prefix_files(out, name)[1].is_file() for name in job.attributes):
-            made += [load_prefix(out, name) for name in job.attributes]
-            continue
-        _run(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
-        for i, name in enumerate(job.attributes):
-            card = PrefixCard(
-                attribute=name,
-                task=task.name,
-                set=recipe.objective,
-                model=model,
-                weights=weights,
-                shape=shape,
-                shifted=recipe.shifted,
-                origin="trained",
-                training=Training(
-                    recipe=recipe.model_dump(mode="json"),
-                    started_from=before[name].card.sha256 if before else None,
-                    data=tuple(corpus.summary for corpus in corpora),
-                    data_sha256=tuple(corpus.sha256 for corpus in corpora),
-                    texts=len(texts[name]),
-                    tokens=job.tokens,
-                    steps=job.step,
-                    best_step=job.kept_step,
-                    losses={step: round(loss, 5) for step, loss in job.losses.items()},
-                    seconds=round(job.seconds, 1),
-                    lapa2_interp=__version__,
-                ),
+        firsts = _firsts(network, tokenizer, start, task, recipe, texts, before)
+        jobs = [
+            Job(
+                network,
+                start,
+                shape,
+                recipe,
+                group,
+                Examples.of([texts[name] for name in group]),
+                Examples.of([checks[name] for name in group]),
+                states / f"{'-'.join(group)}.pt",
+                None if firsts is None else torch.stack([firsts[name] for name in group], dim=1),
             )
-            made.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
-    write_text(out / PLAN, json.dumps(plan, indent=1))
-    remove_folder(states)
-    return made
+            for group in groups
+        ]
+        print(_announcement(jobs, recipe), file=sys.stderr)
+        if recipe.shared:
+            each = -(-recipe.shared // len(attributes))
+            together = Job(
+                network,
+                start,
+                shape,
+                recipe.model_copy(update={"objective": "mle"}),
+                ("shared",),
+                Examples.of([[text for name in attributes for text in texts[name][:each]]]),
+                Examples.of(
+                    [
+                        [
+                            text
+                            for name in attributes
+                            for text in checks[name][: CHECK_ROWS // len(attributes)]
+                        ]
+                    ]
+                ),
+                states / ".shared.pt",
+                None if firsts is None else firsts[attributes[0]][:, None],
+            )
+            _run(together, f"{task.name} shared start")
+            for job in jobs:
+                job.begin(together.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
+        made = []
+        for job in jobs:
+            if all(prefix_files(out, name)[1].is_file() for name in job.attributes):
+                made += [load_prefix(out, name) for name in job.attributes]
+                continue
+            _run(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
+            for i, name in enumerate(job.attributes):
+                card = PrefixCard(
+                    attribute=name,
+                    task=task.name,
+                    set=recipe.objective,
+                    model=model,
+                    weights=weights,
+                    shape=shape,
+                    shifted=recipe.shifted,
+                    origin="trained",
+                    training=Training(
+                        recipe=recipe.model_dump(mode="json"),
+                        started_from=before[name].card.sha256 if before else None,
+                        data=tuple(corpus.summary for corpus in corpora),
+                        data_sha256=tuple(corpus.sha256 for corpus in corpora),
+                        texts=len(texts[name]),
+                        tokens=job.tokens,
+                        steps=job.step,
+                        best_step=job.kept_step,
+                        losses={step: round(loss, 5) for step, loss in job.losses.items()},
+                        seconds=round(job.seconds, 1),
+                        lapa2_interp=__version__,
+                    ),
+                )
+                made.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
+        write_text(out / PLAN, json.dumps(plan, indent=1))
+        remove_folder(states)
+        return made
 
 
 def check_context(
@@ -712,8 +724,20 @@ def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) 
     return False
 
 
+@contextmanager
+def _opened(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
+    """The folder of a set's checkpoints, which other processes stay out of; the same plan resumes,
+    another one is refused."""
+    states = _open(out, plan)
+    with (states / "lock").open("w") as lock:
+        if not held(lock):
+            raise PrefixError(
+                f"{out} is being trained by another process; wait for it, or choose another --out"
+            )
+        yield states
+
+
 def _open(out: Path, plan: Mapping[str, Any]) -> Path:
-    """The folder of a set's checkpoints; the same plan resumes, another one is refused."""
     states = out / ".training"
     if not (states / "plan.json").exists():
         if out.exists() and any(each != states for each in out.iterdir()):

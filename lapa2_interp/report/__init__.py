@@ -26,7 +26,7 @@ import pandas as pd
 
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError
-from lapa2_interp.files import write_text
+from lapa2_interp.files import is_page, write_text
 from lapa2_interp.layout import pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
@@ -124,6 +124,11 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     file = run.home / "report.html" if out is None else out
     if file.is_dir():
         raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
+    if not is_page(file):
+        raise RunError(
+            f"the name of a page ends in .html; found --out {file.name}, give"
+            f" {file.with_suffix('.html').name}"
+        )
     views = sorted(each.name for each in file.parent.glob("view*.html"))
     html = run_report(run, folder, folder.parent / "figures", views=views)
     try:

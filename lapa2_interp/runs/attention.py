@@ -14,7 +14,7 @@ from lapa2_interp import plots
 from lapa2_interp.augmentation import Joint
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
-from lapa2_interp.files import as_csv, new_folder, write_text
+from lapa2_interp.files import as_csv, holds_only, new_folder, write_text
 from lapa2_interp.runs.read import Run, shown_only
 from lapa2_interp.trace.tables import (
     branch_name,
@@ -28,6 +28,8 @@ from lapa2_interp.trace.tables import (
 if TYPE_CHECKING:
     import xarray as xr
 
+WRITTEN = ("steps.*", "fits.*", "prefix_tokens.*", "head*.*", "cells.csv", "*_attention.png")
+"""Names of the tables and figures."""
 ALIKE = ("model", "task", "method", "variant", "max_length", "dtype")
 """What arms that are shown side by side have in common."""
 
@@ -80,9 +82,7 @@ class Attention:
         Raises:
             RunError: As `files.new_folder`.
         """
-        with new_folder(
-            out, force, finished=lambda folder: (folder / "steps.csv").is_file()
-        ) as folder:
+        with new_folder(out, force, holds_only("steps.csv", *WRITTEN)) as folder:
             for name, table in {**self.tables, "cells": self.cells}.items():
                 write_text(folder / f"{name}.csv", as_csv(table))
             for name, figure in self.figures().items():

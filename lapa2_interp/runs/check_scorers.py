@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.files import cache_folder, new_folder
+from lapa2_interp.files import cache_folder, holds_only, new_folder
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.plots import calibration_curves
@@ -90,7 +90,7 @@ def check_scorers(
         for parts in (tables, curves)
     )
     if out is not None:
-        with new_folder(out, force, lambda folder: (folder / "agreement.csv").is_file()) as folder:
+        with new_folder(out, force, holds_only("agreement.csv", "calibration.*")) as folder:
             table.to_csv(folder / "agreement.csv", index=False)
             curve.to_csv(folder / "calibration.csv", index=False)
             calibration_curves(curve).savefig(folder / "calibration.png")

@@ -167,7 +167,7 @@ def load_grid(
         raise GridError(f"{one_of('grid', name, built_in())}; or the path of a .toml file")
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
     description = str(raw.pop("description", ""))
     blocks = raw.pop("block", [{}])
@@ -360,6 +360,6 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
             )
         try:
             found[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             found[key] = value
     return found

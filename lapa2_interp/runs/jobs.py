@@ -44,11 +44,14 @@ class Opened:
     Attributes:
         groups: Samples of each group.
         facts: Fields of the manifest that only the worker knows.
+        maker: The package's version and the kind of processor. Groups of another maker are not
+            mixed with this one's.
         seconds: Seconds of loading, preparing and planning.
     """
 
     groups: tuple[int, ...]
     facts: dict[str, Any]
+    maker: dict[str, str]
     seconds: float
 
 

@@ -36,6 +36,9 @@ from lapa2_interp.errors import (
     one_of,
 )
 from lapa2_interp.files import (
+    ASIDE,
+    check_name,
+    check_own,
     is_damage,
     new_folder,
     sealed,
@@ -464,6 +467,8 @@ def read_plan(folder: Path, key: str) -> Cell:
         cell = CELL.validate_json(file.read_text("utf-8"))
     except FileNotFoundError as error:
         raise DamagedError(f"{file} is missing") from error
+    except IsADirectoryError as error:
+        raise DamagedError(f"{file} is a folder") from error
     except (ValueError, Lapa2Error) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
@@ -526,14 +531,23 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
     return True
 
 
+OWN = (
+    LISTING, "plan", "cells", "parts", "failed", ".lock", f"{ASIDE}*", "view.html", "report.html",
+    MANIFEST, SAMPLES, TRACE,
+)  # fmt: skip
+"""What is in the folder of a run."""
+
+
 def is_finished_run(folder: Path) -> bool:
     """Whether a folder is a run that a command may replace when it is told to (`files.new_folder`).
 
     Raises:
-        RunError: It is a run that a sweep has not finished, or is filling.
+        RunError: It is a run that a sweep has not finished, or is filling; or it holds something
+            else.
     """
     if not is_run(folder):
         return False
+    check_own(folder, OWN)
     if (folder / LISTING).is_file():
         with locked(folder):
             pass
@@ -572,6 +586,7 @@ def load_run(folder: str | Path) -> Run:
         RunError: Not one, of another format, or damaged.
     """
     folder = Path(folder)
+    check_name(folder)
     if (folder / MANIFEST).is_file() and not (folder / LISTING).is_file():
         return _lone(folder)
     listing, plan = read_listing(folder), {}

@@ -72,7 +72,8 @@ def _listing(folder: Path) -> list[str]:
             read_plan(folder, key)
         except DamagedError as error:
             lost.add(key)
-            (folder / "plan" / f"{key}.json").unlink(missing_ok=True)
+            plan = folder / "plan" / f"{key}.json"
+            remove_folder(plan) if plan.is_dir() else plan.unlink(missing_ok=True)
             done.append(
                 f"{_reason(error)}: removed, and its cell taken out of the run; a sweep of"
                 f" {', '.join(listing.with_cell(key))} brings it back with what was made of it"

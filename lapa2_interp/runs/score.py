@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp.errors import ScoringError, counted
-from lapa2_interp.files import as_csv, cache_folder, new_folder, write_text
+from lapa2_interp.files import as_csv, cache_folder, holds_only, new_folder, write_text
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.progress import shown_time
@@ -139,7 +139,8 @@ def score(
         sets.append((samples, options))
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
-    with new_folder(out, force, finished=lambda folder: (folder / "table.csv").is_file()) as folder:
+    ours = holds_only("table.csv", "differences.csv", "scores.parquet")
+    with new_folder(out, force, ours) as folder:
         scored = _score(sets, scorers, cache, max_cost, notify)
         write_text(folder / "table.csv", as_csv(scored.table))
         write_text(folder / "differences.csv", as_csv(scored.differences))
@@ -322,7 +323,7 @@ def read_answers(
         "agreement": human.agreement(found),
     }
     if out is not None:
-        with new_folder(out, finished=lambda folder: (folder / "answers.csv").is_file()) as folder:
+        with new_folder(out, finished=holds_only("answers.csv", "*.csv")) as folder:
             for name, table in tables.items():
                 write_text(folder / f"{name}.csv", as_csv(table))
     return tables

@@ -27,6 +27,7 @@ from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import DamagedError, GridError, RunError, counted
 from lapa2_interp.files import (
     ASIDE,
+    check_name,
     clean,
     is_damage,
     remove_folder,
@@ -202,6 +203,7 @@ def sweep(
         RunError: The folder holds something else, or cannot be written (a full disk); what is
             finished stays.
     """
+    check_name(folder)
     with writing(folder):
         if (
             folder.is_dir()
@@ -361,11 +363,11 @@ class _Sweep:
         """Groups of a cell that are there from an earlier call, if they were made as they would be
         now."""
         folder = self.run.home / "parts" / cell.key
-        now = {"groups": opened.groups, "facts": opened.facts}
+        now = {"groups": opened.groups, "facts": opened.facts, "maker": opened.maker}
         note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
         if folder.is_dir():
             if (folder / OPENED).is_file() and (folder / OPENED).read_bytes() == note.encode():
-                found = sorted(folder.glob("[0-9]*"))
+                found = sorted(each for each in folder.iterdir() if each.name.isdecimal())
                 return {int(each.name) for each in found if self._sound(cell, each)}
             if there := len(list(folder.glob("[0-9]*"))):
                 self.notify(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
-from lapa2_interp.cell import Cell
+from lapa2_interp import __version__
+from lapa2_interp.cell import Cell, digests
 from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.machine import default_device, is_out_of_memory, most_memory
+from lapa2_interp.machine import default_device, is_out_of_memory, kind_of, most_memory
 from lapa2_interp.models import load_model
 from lapa2_interp.packed import Packing
 from lapa2_interp.progress import Counter, is_stop
@@ -107,7 +106,12 @@ class Worker:
         self._pack(self._packing)
         check_files(cell, todo)
         facts = facts_of(self.model(cell), todo, self.threads if self.on_cpu else None)
-        return Opened(tuple(map(len, todo.groups)), facts, perf_counter() - began)
+        return Opened(
+            tuple(map(len, todo.groups)),
+            facts,
+            {"lapa2_interp": __version__, "processor": kind_of(facts["model"].device)},
+            perf_counter() - began,
+        )
 
     def _pack(self, packing: Packing) -> None:
         """Compute with this packing from now on."""
@@ -144,19 +148,17 @@ def check_files(cell: Cell, todo: Plan) -> None:
     ones.
 
     Raises:
-        RunError: A soft prefix or a word list has another sha256 than the cell says.
+        RunError: A soft prefix, a word list, a scorer or a method's code has another sha256 than
+            the cell says.
     """
     here = {
         branch: name.sha256
         for branch, name in todo.prefix_names.items()
         if isinstance(name, SoftName)
     }
-    for parameter in cell.files.keys() & cell.parameters.keys():
-        here[parameter] = hashlib.sha256(
-            Path(str(cell.parameters[parameter])).read_bytes()
-        ).hexdigest()
+    here |= digests(todo.method)
     for name, found in here.items():
-        if found != cell.files[name]:
+        if found != cell.files.get(name, found):
             raise RunError(
                 f"the file behind {name!r} has sha256 {found[:16]} here, and had"
                 f" {cell.files[name][:16]} when the grid was resolved; the same command resolves it"

@@ -388,7 +388,9 @@ def train_adapter(
             training, or the loss is not a number.
     """
     file = folder / f"{task}{ADAPTER}"
+    checkpoint = folder / f"{task}-adapter.checkpoint"
     if file.with_suffix(".json").exists():
+        checkpoint.unlink(missing_ok=True)  # of a training that was killed when it had ended
         raise ScoringError(f"{file} is finished; choose another --out, or remove it to train again")
     check_labels(labels, bool(graded))
     if not corpora and not graded:
@@ -414,7 +416,6 @@ def train_adapter(
         "data": [[corpus.sha256, weight] for corpus, weight in corpora]
         + [[each.sha256, weight] for each, weight in graded],
     }
-    checkpoint = folder / f"{task}-adapter.checkpoint"
     start = text_markers(tokenizer).start
     training = Training(reader, start, sources, recipe, checkpoint, plan)
     training.resume()

@@ -184,7 +184,7 @@ def _parsed(name: str, stem: str, text: str) -> Task:
     """A task from its file's text: grids ask for the same one thousands of times."""
     try:
         return Task.model_validate({"name": stem} | tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
     except ValidationError as error:
         line = _line_of(text, worst_problem(error)["loc"])

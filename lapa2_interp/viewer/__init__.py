@@ -24,7 +24,7 @@ import numpy as np
 
 from lapa2_interp.augmentation import several
 from lapa2_interp.errors import RunError
-from lapa2_interp.files import write_text
+from lapa2_interp.files import is_page, write_text
 from lapa2_interp.layout import pieces
 from lapa2_interp.loaded import Model
 from lapa2_interp.page import embedded, template
@@ -87,6 +87,11 @@ class View:
         place = Path(file)
         if place.is_dir():
             raise RunError(f"{place} is a folder; give a file, such as {place / 'view.html'}")
+        if not is_page(place):
+            raise RunError(
+                f"the name of a page ends in .html; found {place.name}, give"
+                f" {place.with_suffix('.html').name}"
+            )
         try:
             write_text(place, self.html)
         except OSError as error:
