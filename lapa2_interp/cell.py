@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -202,6 +203,10 @@ class Cell(BaseModel):
                     f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"
                     " have; give whole characters"
                 )
+            if "\0" in text:
+                raise LayoutError(
+                    f"the prompt {text[:40]!r} has a NUL, which a trace cannot name; leave it out"
+                )
         if "" in texts:
             raise LayoutError(
                 "the prompt '' tokenises to nothing of its own; give at least one token of text"
@@ -340,10 +345,7 @@ class Cell(BaseModel):
         hard = self.parameters.get("prefixes", "hard") == "hard"
         # The bare name stands for what is not known (`runs.read`), so it is not told.
         if hard and any(prefix != others.get(name, name) for name, prefix in own.items()):
-            forms = [
-                prefix.replace(name.capitalize(), "{Attribute}").replace(name, "{attribute}")
-                for name, prefix in own.items()
-            ]
+            forms = [_with_slot(prefix, name) for name, prefix in own.items()]
             changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
         none = MethodSettings()
         texts = self.task.methods.get(self.method, none).texts
@@ -391,6 +393,14 @@ class Cell(BaseModel):
             "samples": self.samples,
             "seed": self.seed,
         }
+
+
+def _with_slot(prefix: str, attribute: str) -> str:
+    """A prefix with {attribute} in the place of the attribute's name, where it is a word."""
+    for name, slot in ((attribute.capitalize(), "{Attribute}"), (attribute, "{attribute}")):
+        word = rf"(?<![\w{{]){re.escape(name)}(?![\w}}])"
+        prefix = re.sub(word, slot, prefix)
+    return prefix
 
 
 def _words(found: Iterable[str]) -> str:

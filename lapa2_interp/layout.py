@@ -75,20 +75,23 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     Raises:
         LayoutError: The tokenizer has neither BOS nor EOS.
     """
-    plain = tokenizer.convert_tokens_to_ids(PLAIN_START)
-    if plain == tokenizer.unk_token_id and tokenizer.unk_token != PLAIN_START:
-        plain = None  # tokenizers answer the unknown token for a name they do not have
+
+    def known(token: str | None) -> int | None:
+        """A token's id; tokenizers answer the unknown token for a name they do not have."""
+        found = None if token is None else tokenizer.convert_tokens_to_ids(token)
+        unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
+        return None if unknown or not isinstance(found, int) else found
+
+    plain, bos, eos = map(known, (PLAIN_START, tokenizer.bos_token, tokenizer.eos_token))
+    start = bos if bos is not None else eos
     if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):
         start = plain
-    else:
-        start = (
-            tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        )
     if start is None:
         raise LayoutError(
-            "the tokenizer has neither a BOS nor an EOS token; set tokenizer.bos_token"
+            "the tokenizer has neither a BOS nor an EOS token; set bos_token, in Python or in its"
+            " tokenizer_config.json"
         )
-    ends = {tokenizer.eos_token_id, plain} - {None}
+    ends = {each for each in (eos, plain) if each is not None}
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from io import BytesIO
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -30,7 +30,7 @@ def styles() -> Iterator[tuple[str, str]]:
 class Drawing(Figure):
     """A figure outside pyplot's global list that notebooks show as a picture and reports embed."""
 
-    def draw(self, renderer: RendererBase) -> None:
+    def draw(self, renderer: Any) -> None:
         """Texts and names are drawn as they are: in a token such as "$$", a dollar begins no
         formula. Numbers on an axis may be formulas of matplotlib's own."""
         for text in self.findobj(Text):

@@ -321,8 +321,11 @@ def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     again = trained(tmp_path / "killed", small)
     assert (again.sha256, again.tokens) == (whole.sha256, whole.tokens)
     assert again.sha256 != AdapterScorer("detox", folder).card.sha256
+    left = tmp_path / "killed" / "detox-adapter.checkpoint"
+    left.touch()  # killed between the card and the end
     with pytest.raises(ScoringError, match="is finished; choose another --out"):
         trained(tmp_path / "killed", small)
+    assert not left.exists()
 
 
 def test_a_damaged_checkpoint(tmp_path):

@@ -17,6 +17,7 @@ from lapa2_interp.circuits import cases
 from lapa2_interp.circuits.cases import Case, attribute_words, make_cases
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.knockout import (
+    Kept,
     Unit,
     joint_curve,
     knock_out,
@@ -615,6 +616,22 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
     apart = [knock_out(model, asked, units=[unit]).effects for unit in units]
     assert np.array_equal(found[0], np.concatenate(apart, axis=1))
     assert len(file.read_text().splitlines()) == 5
+
+
+def test_a_store_is_filled_by_one_process_at_a_time(tmp_path):
+    """And a line that is no unit's is damage."""
+    file = tmp_path / "units.jsonl"
+    store = Kept(file, "key")
+    store.add("a", {"js": np.arange(3.0)})
+    with pytest.raises(CircuitError, match="units.jsonl is being filled by another process; wait"):
+        Kept(file, "key")
+    store.add("b", {"js": np.arange(3.0)})
+    store.close()
+    file.write_text(file.read_text() + "{}\n[]\n")
+    again = Kept(file, "key")
+    again.close()
+    assert list(again.done) == ["a", "b"]
+    assert len(file.read_text().splitlines()) == 3
 
 
 def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):

@@ -30,6 +30,7 @@ from lapa2_interp.prefixes.training import (
 )
 from lapa2_interp.progress import no_progress
 from lapa2_interp.soft_prefix import cards, load_prefix
+from lapa2_interp.tasks import Attribute
 from lapa2_interp.tasks.corpora import pieces, read_corpus
 
 SENTIMENT = load_task("sentiment")
@@ -420,6 +421,42 @@ def test_without_early_stopping_the_last_step_is_kept(tmp_path, reviews, monkeyp
     assert not torch.equal(made[None, 1].keys, made[6, 1].keys)
 
 
+def test_a_set_that_began_with_other_words_is_not_gone_on_with(tmp_path, reviews):
+    """Where it begins with the hard prefixes; a set that does not is the same with any."""
+    others = SENTIMENT.model_copy(
+        update={
+            "attributes": {name: Attribute(prefix=f"Be {name}:") for name in SENTIMENT.attributes}
+        }
+    )
+    for start, shared in (("hard", 0), ("text", 0)):
+        chosen = recipe("small", **SMALL | {"start": start, "shared": shared})
+        data = corpus(reviews), corpus(reviews), tmp_path / start, chosen
+        before = train_set("tiny-llama", SENTIMENT, *data)
+        if start == "hard":
+            with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
+                train_set("tiny-llama", others, *data)
+        else:
+            again = train_set("tiny-llama", others, *data)
+            assert [each.card.sha256 for each in again] == [each.card.sha256 for each in before]
+
+
+def test_a_set_is_trained_by_one_process_at_a_time(tmp_path, reviews, monkeypatch):
+    chosen = recipe("small", **SMALL)
+    data = "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
+    step, refused = Job._train_step, []
+
+    def meanwhile(self):
+        if not refused:
+            refused.append(True)
+            with pytest.raises(PrefixError, match="is being trained by another process; wait"):
+                train_set(*data)
+        step(self)
+
+    monkeypatch.setattr(Job, "_train_step", meanwhile)
+    train_set(*data)
+    assert refused
+
+
 def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     """From texts to files: the network is untouched, the sets hold what was best, and a second call
     finishes the first."""
@@ -784,7 +821,7 @@ def test_bad_recipes(tmp_path, reviews):
             one,
             attributes=["positive"],
         )
-    with pytest.raises(PrefixError, match="the loss of positive is nan at step 0; lower --lr"):
+    with pytest.raises(PrefixError, match="the loss of positive is nan at step 0; lower lr"):
         each = job(folder=tmp_path)
         with torch.no_grad():
             each.parameters.both[:] = torch.nan

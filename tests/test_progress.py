@@ -175,7 +175,7 @@ def test_what_is_no_terminal_gets_texts_as_they_are(monkeypatch, tmp_path):
 )
 def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
     stop, done = threading.Event(), []
-    with stopped_by_sigterm(), pytest.raises(exception):
+    with pytest.raises(exception), stopped_by_sigterm():
         with interrupts_held(stop):
             assert not stop.is_set()
             signal.raise_signal(kind)
@@ -198,6 +198,18 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_counts(kind,
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(ValueError, match="its own"), stopped_by_sigterm():
         raise ValueError("its own")
+
+
+@pytest.mark.parametrize(
+    ("kind", "exception"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Stopped)]
+)
+def test_an_interrupt_that_something_swallows_counts_at_the_end(kind, exception):
+    """As Python does in a finalizer."""
+    with pytest.raises(exception), stopped_by_sigterm():
+        with suppress(BaseException):
+            signal.raise_signal(kind)
+        went_on = True
+    assert went_on
 
 
 def test_a_second_interrupt_counts_at_once():

@@ -10,12 +10,14 @@ import pandas as pd
 import pytest
 from conftest import load
 
+from lapa2_interp import load_task
 from lapa2_interp.circuits import study as module
 from lapa2_interp.circuits.knockout import read_heads
 from lapa2_interp.circuits.study import study
 from lapa2_interp.cli import main
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.planted import planted
+from lapa2_interp.tasks import Attribute
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The movie", "The pizza", "The country")  # fmt: skip
@@ -90,6 +92,28 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
     assert (folder / "head.csv").read_bytes() == before[0]
     assert (folder / "circuit.json").read_bytes() == before[1]
     assert told[0].startswith("8 texts of 8 prompts, positive against negative")
+
+
+def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
+    """It is refused before anything is written."""
+    task = load_task("sentiment")
+    changed = task.model_copy(
+        update={"attributes": task.attributes | {"negative": Attribute(prefix="Very bad:")}}
+    )
+    model, asked = load("planted"), {"prompts": PROMPTS[:2], "tokens": 4, "notify": str}
+
+    def stops(line):
+        if line.startswith("knocking out each head"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study(model, task, tmp_path, **asked | {"notify": stops})
+    before = {each: each.read_bytes() for each in tmp_path.iterdir()}
+    with pytest.raises(
+        CircuitError, match="made with other layouts.*: the file of the task has ch"
+    ):
+        study(model, changed, tmp_path, **asked)
+    assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
 
 
 def test_another_question_needs_another_folder(folder):

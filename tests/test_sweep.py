@@ -34,6 +34,7 @@ from lapa2_interp import tasks
 from lapa2_interp.cli import main
 from lapa2_interp.errors import DamagedError, GridError, RunError
 from lapa2_interp.files import ASIDE, LOCK, aside, sealed, unsealed, whole_folder, write_text
+from lapa2_interp.machine import kind_of
 from lapa2_interp.runs import launch as launching
 from lapa2_interp.runs import local
 from lapa2_interp.runs import read as reading
@@ -46,6 +47,7 @@ from lapa2_interp.runs.read import SAMPLES, TRACE, load_run, read_cell, read_fil
 from lapa2_interp.runs.repair import repair
 from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
 from lapa2_interp.runs.worker import Worker, check_files
+from lapa2_interp.scoring.linear import WEIGHTS
 
 HEAD = """
 model = "tiny-gpt2"
@@ -713,6 +715,52 @@ def test_a_word_list_that_changed_since_the_grid_was_resolved_is_not_used(tmp_pa
     assert load_grid(str(tmp_path / "g.toml")).cells[0].key != cell.key
 
 
+def test_the_code_of_a_method_of_ones_own_is_part_of_its_cells_key(tmp_path, monkeypatch):
+    """Groups made by two versions of it are never mixed."""
+    code = tmp_path / "of_mine.py"
+    code.write_text(
+        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import"
+        " PrefixConditioning\n@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "g.toml").write_text(ONE.replace('"prefix"', '"of_mine:Own"'))
+    cell = load_grid(str(tmp_path / "g.toml")).cells[0]
+    assert set(cell.files) == {"its code"}
+    check_files(cell, SimpleNamespace(prefix_names={}))
+    code.write_text(code.read_text() + "# another\n")
+    assert load_grid(str(tmp_path / "g.toml")).cells[0].key != cell.key
+    with pytest.raises(RunError, match="the file behind 'its code' has sha256 .* here, and had"):
+        check_files(cell, SimpleNamespace(prefix_names={}))
+
+
+def test_the_scorer_of_datg_is_part_of_its_cells_key(tmp_path):
+    """A file with the card beside it, or a folder; a name of the package is not looked for."""
+    for name in ("sentiment.npz", "sentiment.json"):
+        shutil.copy(WEIGHTS / name, tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def cell(scorer):
+        method = f'{{ name = "datg", scorer = "{scorer}" }}'
+        (tmp_path / "g.toml").write_text(ONE.replace('"prefix"', method))
+        return load_grid(str(tmp_path / "g.toml")).cells[0]
+
+    assert cell("accuracy").files == {}
+    for scorer, changed in (
+        ("sentiment.npz", "sentiment.npz"),
+        ("sentiment.npz", "sentiment.json"),
+        ("model", "model/config.json"),
+    ):
+        before = cell(f"accuracy={tmp_path / scorer}")
+        with (tmp_path / changed).open("ab") as file:
+            file.write(b" ")
+        after = cell(f"accuracy={tmp_path / scorer}")
+        assert after.files.keys() == before.files.keys() > set()
+        assert after.key != before.key
+        with pytest.raises(RunError, match="the file behind .scorer"):
+            check_files(before, SimpleNamespace(prefix_names={}))
+
+
 def test_groups_made_with_other_weights_are_not_mixed(undisturbed, files, tmp_path):
     """A worker that loads the model after its file was replaced."""
     made = {
@@ -996,7 +1044,7 @@ def test_weights_that_changed_since_the_run_was_made_are_refused(undisturbed, fi
     shutil.rmtree(copy / "cells" / key)
     opened = made[key, None]
     other = opened.facts["model"].model_copy(update={"weights": "sha256 of others"})
-    changed = made | {(key, None): Opened(opened.groups, opened.facts | {"model": other}, 0.0)}
+    changed = made | {(key, None): replace(opened, facts=opened.facts | {"model": other})}
     with pytest.raises(
         RunError,
         match=(
@@ -1031,16 +1079,18 @@ def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_
     card = opened.facts["model"]
     unpacked = card.model_copy(update={"packing": "none"})
     for other, told in (
-        (Opened((3, 2, 1), opened.facts, 0.0), "groups was [4, 2] and is [3, 2, 1]"),
-        (Opened(opened.groups, opened.facts | {"threads": 7}, 0.0), "threads was 1 and is 7"),
+        (replace(opened, groups=(3, 2, 1)), "groups was [4, 2] and is [3, 2, 1]"),
+        (replace(opened, facts=opened.facts | {"threads": 7}), "threads was 1 and is 7"),
         (
-            Opened(opened.groups, opened.facts | {"model": unpacked}, 0.0),
+            replace(opened, facts=opened.facts | {"model": unpacked}),
             f"packing was {card.packing} and is none",
         ),
+        (replace(opened, facts=opened.facts | {"versions": {"torch": "1.0"}}), "and is 1.0"),
         (
-            Opened(opened.groups, opened.facts | {"versions": {"torch": "1.0"}}, 0.0),
-            "and is 1.0",
+            replace(opened, maker=opened.maker | {"processor": "another"}),
+            f"processor was {kind_of()} and is another",
         ),
+        (replace(opened, maker=opened.maker | {"lapa2_interp": "9.9"}), "and is 9.9"),
     ):
         place = shutil.copytree(tmp_path / "run", tmp_path / "other", dirs_exist_ok=True)
         engine = Replaying(made | {(key, None): other, (key, 2): made[key, 1]})
@@ -1196,7 +1246,8 @@ def test_a_stop_while_a_temporary_folder_is_removed_leaves_nothing_of_it(tmp_pat
 
     with pytest.raises(KeyboardInterrupt), aside(tmp_path) as beside:
         for name in ("half", "other"):
-            (beside / name).write_text("made")
+            (beside / "new" / name).parent.mkdir(exist_ok=True)
+            (beside / "new" / name).write_text("made")
         monkeypatch.setattr(shutil, "rmtree", stopped)
     assert not list(tmp_path.iterdir())
 
@@ -1662,6 +1713,44 @@ def test_grids_of_one_name_are_refused_and_cells_that_no_grid_has_are_named(tmp_
     printed = capsys.readouterr()
     assert "2 finished cells of " in printed.out + printed.err
     assert "no longer in a grid, as x has other cells now" in printed.out + printed.err
+
+
+def test_a_machine_without_memory_damages_nothing(undisturbed, tmp_path, monkeypatch):
+    run = shutil.copytree(undisturbed[0], tmp_path / "run")
+    before = contents_of(run)
+
+    def full(*_):
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr("lapa2_interp.runs.read.pd.read_parquet", full)
+    with pytest.raises(MemoryError):
+        repair(run)
+    assert contents_of(run) == before
+
+
+def contents_of(folder):
+    return {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+def test_a_plan_that_is_a_folder_is_damage(undisturbed, files, tmp_path):
+    run = shutil.copytree(undisturbed[0], tmp_path / "run")
+    plan = next((run / "plan").iterdir())
+    plan.unlink()
+    plan.mkdir()
+    (line,) = repair(run)
+    assert "is a folder: removed, and its cell taken out of the run" in line
+    sweep(run, grids_of(files), InProcess("cpu"))
+    assert_equal_runs(run, undisturbed[0])
+
+
+def test_a_copy_beside_the_groups_of_a_cell_is_no_group(undisturbed, files, tmp_path):
+    whole, made = undisturbed
+    run = tmp_path / "run"
+    half_done(run, files, made, 2)
+    (group,) = run.glob("parts/*/0")
+    shutil.copytree(group, group.with_name("0 (copy)"))
+    sweep(run, grids_of(files), InProcess("cpu"), pytest.fail)
+    assert_equal_runs(run, whole)
 
 
 def test_a_note_of_groups_that_is_no_text_is_made_anew(undisturbed, files, tmp_path):

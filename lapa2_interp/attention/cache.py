@@ -18,13 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lapa2_interp.attention.cached_heads import CachedHeads
-from lapa2_interp.errors import LayoutError, PrefixError
+from lapa2_interp.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, window_of
+from lapa2_interp.loaded import Model, is_bridge, network_of, window_of
 from lapa2_interp.soft_prefix import SoftPrefix
 
 
@@ -96,6 +96,40 @@ def padded_ids(
     return torch.tensor(ids, device=device), ((slot < soft) | (slot >= bos)).long()
 
 
+def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
+    """Refuse what a model cannot read, or would read differently each time.
+
+    Raises:
+        ModelError: Its dropout is on.
+        LayoutError: It has no embedding for a token.
+    """
+    network = network_of(model)
+    drops = [each for each in network.modules() if isinstance(each, nn.Dropout) and each.p]
+    share = getattr(getattr(network, "config", None), "attention_dropout", None)
+    if any(each.training for each in drops) or (network.training and share):
+        raise ModelError(
+            "the model is in training mode, in which dropout makes every pass another one; call"
+            " model.eval() first"
+        )
+    for each in layouts:
+        check_tokens(model, each.ids)
+
+
+def check_tokens(model: Model, ids: Sequence[int]) -> None:
+    """Refuse tokens that a model has no embedding for.
+
+    Raises:
+        LayoutError: There is such a token.
+    """
+    n = model.cfg.d_vocab
+    if ids and not (min(ids) >= 0 and max(ids) < n):
+        found = next(each for each in ids if not 0 <= each < n)
+        raise LayoutError(
+            f"token {found} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
+            " must be the one it was trained with"
+        )
+
+
 def soft_slots(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> Float[Tensor, "two layer row kv_head slot d_head"] | None:
@@ -157,6 +191,7 @@ def soft_inputs(
     """
     from transformers.cache_utils import DynamicCache
 
+    check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
     cache = DynamicCache()
@@ -303,6 +338,7 @@ class BridgeRows:
     def _open(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:
+        check_readable(self.model, layouts)
         layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
         soft = soft_slots(self.model, layouts, prefixes)
         if soft is not None:
@@ -346,6 +382,7 @@ class HookedRows:
     ) -> Float[Tensor, "row query vocab"]:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
+        check_readable(self.model, layouts)
         ids, mask = padded_ids(layouts, self.model.cfg.device)
         self.layouts = layouts
         check_window(self.model, layouts, len(layouts[0]))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.attention.interface import Visitor, visited
-from lapa2_interp.errors import DeadHookError
+from lapa2_interp.errors import DeadHookError, ModelError
 from lapa2_interp.loaded import Model, is_bridge, plain_network
 
 EDIT = 3.0
@@ -49,7 +49,11 @@ class Liveness:
 
 @torch.no_grad()
 def probe(model: Model) -> Liveness:
-    """Edit the scores of every layer once and watch what follows."""
+    """Edit the scores of every layer once and watch what follows.
+
+    Raises:
+        ModelError: Its logits are NaN without any edit.
+    """
     n_layers = model.cfg.n_layers
     ids = torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
     scores: dict[int, Tensor] = {}
@@ -66,6 +70,11 @@ def probe(model: Model) -> Liveness:
 
     layers = range(n_layers)
     plain = model(ids).float()
+    if plain.isnan().any():
+        raise ModelError(
+            "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
+            " or numbers exceed its dtype; load sound weights, or another --dtype"
+        )
     if (network := plain_network(model)) is not None:
 
         def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:

@@ -409,7 +409,9 @@ def _sets(
     if random < 0:
         raise CircuitError(f"random must be 0 sets or more; found {random}")
     if random and not heads:
-        raise CircuitError("random sets are as large as the first of `heads`; give heads, too")
+        raise CircuitError(
+            "random sets are as large as the first of `heads`; give heads (--selection), too"
+        )
     drawn = [f"random {i + 1}" for i in range(random)]
     if taken := [name for name in (ALL, *drawn) if name in heads]:
         raise CircuitError(f"{taken[0]!r} is there anyway; give the set another name")

@@ -608,6 +608,7 @@ class JointCurve:
         axes.axhline(0, color="0.7", lw=0.6)
         sizes = sorted(set(self.table["heads"]))
         axes.set_xscale("log", base=2)
+        axes.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)  # also where no share is defined
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.legend(fontsize=7, frameon=False)
         plain_axes(axes, "heads", f"share of {self.metric} left")

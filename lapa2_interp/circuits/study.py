@@ -147,7 +147,6 @@ def study(
     if best < 1:
         raise CircuitError(f"best must be at least 1; found {best}")
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
         "model": model_card(model).model_dump(mode="json"),
         "task": task if isinstance(task, str) else task.name,
@@ -233,7 +232,7 @@ def study(
         notify("the gradient's order of heads, beside the exact one")
         slopes = attribution(model, question, metric="js")
         write_text(place / "gradient.csv", as_csv(slopes.frame()))
-        gradient = slopes, recall(slopes, heads, n=min(best, len(heads.units) // 2))
+        gradient = slopes, recall(slopes, heads, n=max(1, min(best, len(heads.units) // 2)))
     written = None
     if question.words and plain_network(model) is None:
         notify("reading what heads write")

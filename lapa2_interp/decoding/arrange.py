@@ -88,7 +88,7 @@ def arrange(
         if steps[-1] < 1:
             raise LayoutError(
                 f"length {cell.length} leaves nothing to generate after the {n} tokens of"
-                f" {prompt!r}"
+                f" {prompt[:40]!r}"
             )
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.cache import check_tokens, open_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
@@ -70,8 +70,8 @@ def teacher_forced(
     Raises:
         TraceError: No text, an empty one, trace "none", a head that the model does not have, or a
             chunk of nothing.
-        LayoutError: A text exceeds the context, or the numbers of layouts, texts, prefixes and
-            augmentations differ.
+        LayoutError: A text exceeds the context, the model lacks a token, or the numbers of layouts,
+            texts, prefixes and augmentations differ.
     """
     rows = [[int(token) for token in text] for text in texts]
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
@@ -99,6 +99,7 @@ def teacher_forced(
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
     for each, row in zip(given, rows, strict=True):
+        check_tokens(model, row)
         if each.n_live + len(row) - 1 > model.cfg.n_ctx:
             raise LayoutError(
                 f"prefix, prompt and text have {each.n_live + len(row) - 1} tokens, more than the"

@@ -110,7 +110,8 @@ class Datg(Method):
         """Also the scorer's own file or folder, and the card beside it."""
         found, (_, _, model) = super().deciding_files(), self.scorer.partition("=")
         if model and (place := Path(model)).exists():
-            found |= {"scorer": place, "scorer's card": place.with_suffix(".json")}
+            card = place.parent / f"{place.stem}.json"
+            found |= {"scorer": place, "scorer's card": card}
         return found
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lapa2_interp.attention.liveness import Liveness, assert_live, probe
+from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import ModelCard, TransformersModel, model_card
 from lapa2_interp.models import load_model, load_transformers
 
@@ -48,9 +49,9 @@ def probe_model(
     loaded = load_model(name, dtype, device, model_class, trust_remote_code)
     card = model_card(loaded)
     plain, tokenizer, _ = load_transformers(name, dtype, trust_remote_code)
-    ids = torch.tensor(
-        [[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]]
-    )
+    start = text_markers(tokenizer).start
+    text = [start, *tokenizer(TEXT, add_special_tokens=False).input_ids]
+    ids = torch.tensor([text[: loaded.cfg.n_ctx]])
     with torch.no_grad():
         ours = loaded(ids.to(card.device)).float().cpu()
         theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()

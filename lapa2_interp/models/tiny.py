@@ -35,6 +35,7 @@ def tiny_tokenizer(name: str) -> PreTrainedTokenizerBase:
         bos_token=specials[0],
         eos_token=specials[-1],
         pad_token=specials[-1],
+        name_or_path=name,
     )
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
+from lapa2_interp.errors import LayoutError
+
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
 
@@ -114,8 +116,16 @@ def text_nll(
         network: A transformers causal language model.
         keys, values: A soft prefix for every row, in the network's dtype.
         shifted: Positions start after the slots.
+
+    Raises:
+        LayoutError: The network has no embedding for a token.
     """
     n_rows, width = rows.ids.shape
+    if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
+        raise LayoutError(
+            f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
+            " must be the one it was trained with"
+        )
     slots = 0 if keys is None else keys.shape[3]
     cache = DynamicCache()
     if keys is not None and values is not None:

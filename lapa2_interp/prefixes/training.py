@@ -350,7 +350,7 @@ class Job:
         if not loss.isfinite():
             raise PrefixError(
                 f"the loss of {', '.join(self.attributes)} is {loss.item()} at step {self.step};"
-                " lower --lr"
+                " lower lr (--set lr=...)"
             )
         self.optimizer.zero_grad()
         loss.backward()

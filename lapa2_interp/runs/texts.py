@@ -18,13 +18,7 @@ from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import APART, KEYS
 from lapa2_interp.tasks import Task
-
-READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("read_json", {"lines": True, "dtype": False}),
-    ".csv": ("read_csv", {"keep_default_na": False, "na_values": [""]}),
-    ".parquet": ("read_parquet", {}),
-}
-"""pandas' functions by ending, and what makes them take a file at its word: a text may be "NA"."""
+from lapa2_interp.tasks.corpora import READERS
 
 
 def read_texts(
@@ -68,9 +62,9 @@ def read_texts(
         raise ScoringError(
             f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}"
         )
-    name, options = READERS[kind]
+    words = dict.fromkeys((column, "prompt", "attribute", "arm"), str)  # a prompt may be 007
     try:
-        table = getattr(pd, name)(source, **options)
+        table = READERS[kind](source, **{"dtype": words} if kind == ".csv" else {})
     except UnicodeDecodeError as error:
         raise ScoringError(
             f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"

@@ -156,7 +156,7 @@ def check_files(cell: Cell, todo: Plan) -> None:
         for branch, name in todo.prefix_names.items()
         if isinstance(name, SoftName)
     }
-    here |= digests(todo.method)
+    here |= digests(cell.decoder)
     for name, found in here.items():
         if found != cell.files.get(name, found):
             raise RunError(

@@ -97,6 +97,9 @@ class Task(BaseModel):
         for name in ("base", "target"):
             if name in self.attributes:
                 raise ValueError(f"an attribute may not be called {name!r}, which names a branch")
+        for name in self.attributes:
+            if not name.strip() or "\0" in name:
+                raise ValueError(f"an attribute's name has letters and no NUL; found {name!r}")
         for method, settings in self.methods.items():
             for attribute in settings.texts:
                 if attribute not in self.attributes:

@@ -12,13 +12,14 @@ import hashlib
 import lzma
 import re
 import sys
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -61,9 +62,26 @@ HUB = {
 }
 """Jigsaw's comments (toxicity) need a registration: download them there and give the file."""
 
+
+def read_csv(path: Any, **options: Any) -> pd.DataFrame:
+    """A CSV file at its word: a text may be "NA", and a field too many is no index.
+
+    Raises:
+        ValueError: Rows have more fields than the first one has names.
+    """
+    usual: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            found: Any = pd.read_csv(path, **usual | options)
+        except pd.errors.ParserWarning as error:
+            raise ValueError("rows have more fields than the first line has names") from error
+    return pd.DataFrame(found)
+
+
 READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
     ".jsonl": lambda path: pd.read_json(path, lines=True, dtype=False),
-    ".csv": lambda path: pd.read_csv(path, keep_default_na=False, na_values=[""]),
+    ".csv": read_csv,
     ".parquet": pd.read_parquet,
 }
 

@@ -190,6 +190,18 @@ def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFr
             " texts: trace.isel(sample=numbers) beside samples.iloc[numbers]"
         )
     samples = samples.reset_index(drop=True)
+    for column, coordinate in (("prompt", "prompt_text"), ("attribute",) * 2, ("arm",) * 2):
+        if column in samples and coordinate in trace.coords:
+            here = samples[column].astype(str).to_numpy()
+            there = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
+            # Arms may have been given other names.
+            if set(here) == set(there) and (other := here != there).any():
+                at = int(other.argmax())
+                raise TraceError(
+                    f"samples and trace are in another order: {column} {here[at]!r} and"
+                    f" {there[at]!r} at {at}; give samples.iloc[numbers] beside"
+                    " trace.isel(sample=numbers)"
+                )
     if "arm" not in samples:
         return [("run", samples)]
     return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
