@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -437,3 +438,60 @@ def test_a_stopped_command_says_whether_it_goes_on(line, goes_on, monkeypatch, c
     assert lapa2(line) == 130
     told = "goes on" if goes_on else "begins anew; nothing half-made is left"
     assert capsys.readouterr().err == f"lapa2: interrupted; the same command {told}\n"
+
+
+def test_closed_streams_are_no_error(tmp_path):
+    """As `lapa2 tasks >&-` has it."""
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{Path(sys.executable).parent / 'lapa2'} layout --model tiny-gpt2 --prefix a --prompt b {closed}"
+        assert subprocess.run(command, shell=True, capture_output=True).returncode == 0, closed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("fading planted --file {out}/kept --out {out}", "would be in the new folder"),
+        ("select planted --file {out} --out {out}", "--file and --out are both"),
+        ("sweep {grid} --out {out}", "not UTF-8"),
+        ("runs {out}", "not UTF-8"),
+    ],
+)
+def test_places_that_would_fail_later_are_refused_at_once(line, message, tmp_path, capsys):
+    grid = tmp_path / "g.toml"
+    grid.write_text(
+        'model = "tiny-gpt2"\ntask = "sentiment"\nmethod = "prefix"\nlength = 20\nattribute = "positive"\n'
+    )
+    out = tmp_path / ("b\udce9" if "UTF" in message else "out")
+    assert main(line.format(out=out, grid=grid).split()) == 2
+    assert message in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["g.toml"]
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
+    def full(*_, **__):
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr("lapa2_interp.cli.app", full)
+    assert main(["tasks"]) == 2
+    assert capsys.readouterr().err.startswith("lapa2: too little memory (Unable to allocate 9 GiB)")
+
+
+def test_grids_that_are_nested_too_deeply_are_one_line(tmp_path, capsys):
+    (tmp_path / "g.toml").write_text("a = " + "[" * 100_000)
+    assert main(["grids", str(tmp_path / "g.toml")]) == 2
+    assert capsys.readouterr().err.startswith("lapa2: grid")
+
+
+@pytest.mark.parametrize("command", ["report", "view"])
+def test_a_page_replaces_no_file_of_a_run(command, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert (
+        main(
+            f"generate --model tiny-gpt2 --attribute positive --prompt a --length 20 --device cpu --out {run}".split()
+        )
+        == 0
+    )
+    before = (run / "run.json").read_bytes()
+    assert main([command, str(run), "--out", str(run / "run.json")]) == 2
+    assert "ends in .html; found" in capsys.readouterr().err
+    assert (run / "run.json").read_bytes() == before

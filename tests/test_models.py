@@ -10,11 +10,15 @@ import pytest
 import torch
 from conftest import HAS_HOOKED, TINY, load
 
-from lapa2_interp import generate, load_model, load_tokenizer, model_card, models
+from lapa2_interp import Layout, generate, load_model, load_tokenizer, model_card, models
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.score import control
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp.files import sha256_of
+from lapa2_interp.layout import TextMarkers, text_markers
 from lapa2_interp.loaded import UNNAMED, context_of
-from lapa2_interp.models import load_transformers, smollm2
+from lapa2_interp.models import load_transformers, probe, smollm2
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.transformer import _load_classifier
 
@@ -70,6 +74,51 @@ def test_a_local_folder_loads_like_its_source(folder, model_class):
     assert (model(ids).log_softmax(-1) - load("tiny-llama")(ids).log_softmax(-1)).abs().max() < 1e-4
     assert model_card(model).weights.startswith("sha256 ")
     assert load_tokenizer(str(folder))("a").input_ids[0] == 0, "it still prepends BOS itself"
+
+
+def test_a_model_whose_dropout_is_on_is_refused():
+    """No two of its passes would be the same."""
+    model = models.load_model("tiny-gpt2", dtype="float32", device="cpu")
+    asked = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 12}
+    layout = Layout.of(model.tokenizer, "Very", "lake")
+    before = generate(model, **asked).samples()["text"].tolist()
+    model.train()
+    with pytest.raises(ModelError, match=r"in training mode.*call model.eval\(\) first"):
+        generate(model, **asked)
+    with pytest.raises(ModelError, match="in training mode"):
+        teacher_forced(model, layout, [[1, 2]])
+    with pytest.raises(ModelError, match="in training mode"):
+        control(model, Question.of(model.eval().train(), "sentiment", prompts=["a"], tokens=2))
+    assert generate(model.eval(), **asked).samples()["text"].tolist() == before
+
+
+def test_a_model_of_nan_is_said_to_be_one(folder, tmp_path, model_class):
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.model.layers[1].mlp.up_proj.weight.data.fill_(torch.nan)
+    for each in (network, tokenizer):
+        each.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ModelError, match="logits are NaN"):
+        load_model(str(tmp_path / "nan"), device="cpu", model_class=model_class)
+
+
+def test_a_tokenizer_without_an_end_has_none(folder):
+    """Its library would answer the unknown token's id for the name of a token that it lacks."""
+    tokenizer = load_tokenizer(str(folder))
+    before = text_markers(tokenizer)
+    tokenizer.unk_token = "z"
+    tokenizer.eos_token = "<not there>"
+    tokenizer._special_tokens_map["eos_token"] = "<|endoftext|>"
+    assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == tokenizer.unk_token_id
+    assert text_markers(tokenizer) == TextMarkers(before.start, ())
+
+
+def test_a_context_shorter_than_the_probes_text_is_probed(tmp_path):
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    config = type(network.config)(**network.config.to_dict() | {"n_positions": 8})
+    for each in (type(network)(config), tokenizer):
+        each.save_pretrained(tmp_path)
+    found = probe.probe_model(str(tmp_path), device="cpu")
+    assert found.logit_difference < 1e-4
 
 
 @pytest.mark.long

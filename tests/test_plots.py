@@ -1,8 +1,11 @@
 """Drawings show the numbers of their tables; pages escape what models write."""
 
+import math
+
 import pandas as pd
 
 from lapa2_interp import plots
+from lapa2_interp.circuits.knockout import JointCurve
 from lapa2_interp.page import Section, page
 
 
@@ -67,6 +70,14 @@ def test_no_arm_is_left_out():
         [{"scorer": arm, "prediction": 0.5, "truth": 0.5, "n": 3} for arm in arms]
     )
     assert len(plots.calibration_curves(curves).axes[0].lines) == 1 + 16
+
+
+def test_a_curve_without_a_defined_share_is_drawn():
+    """As in a model whose control is 0."""
+    table = pd.DataFrame(
+        {"kind": "only", "heads": [1, 2], "left": math.nan, "low": math.nan, "high": math.nan}
+    )
+    assert JointCurve("js", table).plot()._repr_png_()
 
 
 def test_a_dollar_begins_no_formula_but_on_an_axis_of_powers(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest

@@ -4,6 +4,7 @@ Each oracle is a few plain lines of its own. Failures are shrunk to a small exam
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from oracle import oracle_bias
 from lapa2_interp import Augmentation, Layout, augmented, load_model, load_task, methods
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.decoding.sampling import NOTHING, draw, uniforms
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.tasks import Attribute
 
 settings.register_profile(
@@ -215,6 +218,22 @@ def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of
                 logits = model(ids)[0, len(layout) - 1 : -1]
             uniform = torch.from_numpy(uniforms(1, "w1 w0", row.sample, row.n_tokens))
             assert draw(logits, uniform, top_k=vocab).tolist() == list(row.tokens)
+
+
+def test_a_token_without_an_embedding_is_named(of_words):
+    """A tokenizer that knows more words than its model."""
+    folder, vocab = of_words
+    model = load_model(folder, device="cpu", dtype="float32")
+    layout = Layout.of(model.tokenizer, "w1", "w1 w0")
+    wrong = replace(layout, ids=(*layout.ids[:-1], vocab))
+    told = f"token {vocab} has no embedding: the model has {vocab} tokens"
+    for found, text in ((wrong, [0]), (layout, [0, vocab]), (layout, [vocab])):
+        with pytest.raises(LayoutError, match=told):
+            teacher_forced(model, found, [text])
+    with pytest.raises(LayoutError, match="token -1 has no embedding"):
+        teacher_forced(model, layout, [[-1]])
+    with pytest.raises(LayoutError, match=told):
+        text_nll(model.original_model, TextRows.of([np.array([vocab, 0])], (0,), "cpu"))
 
 
 @given(st.integers(0, 2**63), TEXT, st.integers(0, 2000), st.integers(1, 40), st.integers(0, 40))

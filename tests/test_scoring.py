@@ -12,7 +12,7 @@ import torch
 from conftest import load
 from scipy.stats import t
 
-from lapa2_interp.errors import ScoringError
+from lapa2_interp.errors import DataError, ScoringError
 from lapa2_interp.models import load_transformers
 from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import (
@@ -29,6 +29,7 @@ from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity, _beside
+from lapa2_interp.tasks.corpora import read_corpus
 
 
 class Lengths(Scorer):
@@ -254,6 +255,24 @@ def test_distinct_intervals_leave_prompts_out():
     away = t.ppf(0.975, 4) * spread  # of 5 prompts
     assert row["low"] == pytest.approx(row["mean"] * math.exp(-away), rel=1e-9)
     assert row["low"] < row["mean"] < row["high"]
+
+
+def test_a_csv_with_a_field_too_many_is_refused_and_numbers_stay_words(tmp_path):
+    """pandas would take the first column as an index, and 007 as 7."""
+    file = tmp_path / "a.csv"
+    file.write_text("prompt,text\nThe,good film,\nThe,bad film,\n")
+    ((table, *_),) = read_texts(file)
+    assert table["text"].tolist() == ["good film", "bad film"]
+    file.write_text("prompt,text\nThe,good film,more\nThe,bad film,more\n")
+    with pytest.raises(ScoringError, match="more fields than the first line has names"):
+        read_texts(file)
+    with pytest.raises(DataError, match="more fields than the first line has names"):
+        read_corpus(str(file), ["a"])
+    file.write_text("prompt,text,value\n007,7.10,1\n7,good,2\n9007199254740993,bad,3\n,NA,4\n")
+    ((table, *_),) = read_texts(file)
+    assert table["prompt"].tolist() == ["007", "7", "9007199254740993", ""]
+    assert table["text"].tolist() == ["7.10", "good", "bad", "NA"]
+    assert table["value"].sum() == 10
 
 
 def test_distinct_counts_special_tokens_of_a_tokenizer(gpt2_tokenizer):

@@ -13,7 +13,7 @@ import xarray as xr
 from conftest import LOWEST, load, run_of, unpack
 
 from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
-from lapa2_interp.cell import CELL
+from lapa2_interp.cell import CELL, _with_slot
 from lapa2_interp.cli import main
 from lapa2_interp.errors import Lapa2Error, LayoutError, ModelError, RunError, TraceError
 from lapa2_interp.files import ASIDE, LOCK, clean, new_folder
@@ -33,7 +33,8 @@ from lapa2_interp.runs.read import (
     write_run,
 )
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks import Attribute, Task
+from lapa2_interp.trace.tables import step_table
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
 ASKED = (
@@ -216,6 +217,43 @@ def test_a_run_that_is_being_filled_is_not_replaced_even_by_force(run, tmp_path)
     ):
         run.save(tmp_path / "run", force=True)
     run.save(tmp_path / "run", force=True)
+
+
+def test_samples_in_another_order_than_their_trace_are_refused(run):
+    """Arms and prompts alike; an arm by another name is no other order."""
+    samples, trace = run.samples(), xr.concat([run.trace(key) for key in run.plan], "sample")
+    named = samples.assign(arm=samples["arm"].map(lambda arm: f"own {arm}"))
+    assert len(step_table(trace, named)) == len(step_table(trace, samples))
+    for column in ("arm", "prompt"):
+        turned = samples.sort_values(
+            column, ascending=samples[column].iloc[0] != samples[column].min()
+        )
+        with pytest.raises(TraceError, match="samples and trace are in another order"):
+            step_table(trace, turned)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "attribute", "form"),
+    [
+        ("Very y:", "y", "Very {attribute}:"),
+        ("Positive, very positive:", "positive", "{Attribute}, very {attribute}:"),
+        ("a/b and a/bc", "a/b", "{attribute} and a/bc"),
+        ("attribute it", "attribute", "{attribute} it"),
+    ],
+)
+def test_the_form_of_a_wording_replaces_whole_words(prefix, attribute, form):
+    assert _with_slot(prefix, attribute) == form
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\0b"])
+def test_an_attribute_has_a_name(name):
+    with pytest.raises(ValueError, match="an attribute's name has letters and no NUL"):
+        Task(name="t", attributes={name: Attribute(prefix="a")}, prompts={"texts": ["b"]})
+
+
+def test_a_prompt_with_a_nul_is_refused_before_the_first_token():
+    with pytest.raises(LayoutError, match="has a NUL, which a trace cannot name"):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
 
 
 def test_a_prompt_that_is_no_unicode_is_one_sentence():

@@ -88,9 +88,9 @@ def read_texts(
     table = table.reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = as_words(table[name]) if name in table else ""
-    for name in set(table) & {*KEYS, *APART}:
-        if table[name].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
-            table[name] = as_words(table[name])  # groups are made of what can be hashed
+    for key in set(table) & {*KEYS, *APART}:
+        if table[key].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
+            table[key] = as_words(table[key])  # groups are made of what can be hashed
     texts = [text if isinstance(text, str) else "" for text in table["text"]]
     return [(table.assign(text=texts), None, None)]
 
