@@ -162,10 +162,11 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     Args:
         tokens: From `trace.prefix_token_table`; a column `label` names the keys if there is one.
     """
-    figure = new_figure(6.4, 3.2)
-    sink, axes = figure.subplots(1, 2, width_ratios=(1, 3))
     keys = list(dict.fromkeys(tokens["key"]))
     arms = list(dict.fromkeys(tokens["arm"]))
+    n_rows = -(-len(arms) // 4)  # of the legend
+    figure = new_figure(min(20, max(6.4, 2 + 0.26 * len(keys))), 3.2 + 0.16 * n_rows)
+    sink, axes = figure.subplots(1, 2, width_ratios=(1, max(3, len(keys) / 6)))
     names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
     for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):
         part = tokens[tokens["arm"] == arm].set_index("key").reindex(keys)
@@ -180,11 +181,15 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
                 color=colour,
                 hatch=None if dash == "-" else "//" * DASHES.index(dash),
                 label=arm,
+                ecolor="#777777",
                 error_kw={"lw": 0.8},
             )
+    shown = range(1, len(keys), max(1, len(keys) // 60))
     sink.set_xticks([0], [names[keys[0]]])
-    axes.set_xticks(np.arange(1, len(keys)), [names[key] for key in keys[1:]])
+    axes.set_xticks(shown, [names[keys[i]] for i in shown], rotation=90 if len(keys) > 12 else 0)
     plain_axes(sink, "", "mean attention")
     plain_axes(axes, "prefix token", "")
-    axes.legend(frameon=False, fontsize=7)
+    axes.margins(x=0.02)
+    named = axes.get_legend_handles_labels()
+    figure.legend(*named, loc="outside upper center", ncols=4, frameon=False, fontsize=7)
     return figure

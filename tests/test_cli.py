@@ -459,7 +459,7 @@ def test_closed_streams_are_no_error(tmp_path):
 def test_places_that_would_fail_later_are_refused_at_once(line, message, tmp_path, capsys):
     grid = tmp_path / "g.toml"
     grid.write_text(
-        'model = "tiny-gpt2"\ntask = "sentiment"\nmethod = "prefix"\nlength = 20\nattribute = "positive"\n'
+        'model = "tiny-gpt2"\ntask = "sentiment"\nmethod = "prefix"\nlength = 90\nsamples = 1\nattribute = "positive"\n'
     )
     out = tmp_path / ("b\udce9" if "UTF" in message else "out")
     assert main(line.format(out=out, grid=grid).split()) == 2

@@ -267,7 +267,7 @@ def fading(
         found.fades().to_csv(folder / "control.csv", index=False)
         found.plot().savefig(folder / "fading.png")
     print(f"control ({found.metric}) and its fade, by tokens in between")
-    print(found.fades().to_string(index=False, float_format="%.4f"))
+    print(found.fades().to_string(index=False, float_format="%.4g"))
     print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
     print(table.to_string(index=False, float_format="%.3f"))
     print(f"\n{found.verdict()}: {VERDICTS[found.verdict()]}\nwritten: {out}")
