@@ -24,6 +24,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     TypeAdapter,
+    ValidationError,
     model_serializer,
     model_validator,
 )
@@ -35,7 +36,9 @@ from lapa2_interp.errors import (
     LayoutError,
     MethodError,
     PrefixError,
+    TaskError,
     TraceError,
+    first_problem,
     one_of,
 )
 from lapa2_interp.files import sha256_of
@@ -154,6 +157,10 @@ class Cell(BaseModel):
         """
         if isinstance(prompts, str) or (prompts is not None and not prompts):
             raise LayoutError(f"prompts must be a list of at least one text, found {prompts!r}")
+        if not isinstance(task, str | Task):
+            raise TaskError(f"task must be a name, a path or a Task, found {task!r}")
+        if not isinstance(attribute, str):
+            raise TaskError(f"attribute must be one name, found {attribute!r}")
         chosen_task = load_task(task) if isinstance(task, str) else task
         if isinstance(method, str):
             method = for_task(method, chosen_task, **(parameters or {}))
@@ -198,6 +205,8 @@ class Cell(BaseModel):
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         for text in texts:
+            if not isinstance(text, str):
+                raise LayoutError(f"prompts must be texts, found {text!r}")
             if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
                 raise LayoutError(
                     f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"
@@ -211,34 +220,39 @@ class Cell(BaseModel):
             raise LayoutError(
                 "the prompt '' tokenises to nothing of its own; give at least one token of text"
             )
-        return cls(
-            **facts,
-            method=name_of(method),
-            parameters=asdict(method),  # type: ignore[call-overload]
-            task=Task(
-                name=chosen_task.name,
-                length_counts_prompt=chosen_task.length_counts_prompt,
-                lengths=(),
-                attributes=chosen_task.attributes,
-                prompts=Prompts(texts=texts),
-                methods=(
-                    {method.name: MethodSettings(texts=settings.texts)} if settings.texts else {}
+        try:
+            return cls(
+                **facts,
+                method=name_of(method),
+                parameters=asdict(method),  # type: ignore[call-overload]
+                task=Task(
+                    name=chosen_task.name,
+                    length_counts_prompt=chosen_task.length_counts_prompt,
+                    lengths=(),
+                    attributes=chosen_task.attributes,
+                    prompts=Prompts(texts=texts),
+                    methods=(
+                        {method.name: MethodSettings(texts=settings.texts)}
+                        if settings.texts
+                        else {}
+                    ),
                 ),
-            ),
-            attribute=attribute,
-            augmentation=joint(augmentation),
-            length=length,
-            samples=samples,
-            seed=seed,
-            top_k=top_k,
-            eos=eos,
-            trace=trace,
-            patterns=tuple(patterns),
-            max_rows=max_rows,
-            doubled_bos=doubled_bos,
-            bar_prefix_words=bar_prefix_words,
-            files=_files(facts["model"], chosen_task.name, branches, method, needs),
-        )
+                attribute=attribute,
+                augmentation=joint(augmentation),
+                length=length,
+                samples=samples,
+                seed=seed,
+                top_k=top_k,
+                eos=eos,
+                trace=trace,
+                patterns=tuple(patterns),
+                max_rows=max_rows,
+                doubled_bos=doubled_bos,
+                bar_prefix_words=bar_prefix_words,
+                files=_files(facts["model"], chosen_task.name, branches, method, needs),
+            )
+        except ValidationError as error:
+            raise Lapa2Error(first_problem(error)) from error
 
     @model_validator(mode="after")
     def _refuse(self) -> Cell:

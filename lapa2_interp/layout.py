@@ -185,6 +185,9 @@ class Layout:
             LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the
                 tokenizer has no offsets, or a doubled BOS is asked of a tokenizer that adds none.
         """
+        for name, text in (("prompt", prompt), ("prefix", prefix or "")):
+            if not isinstance(text, str):
+                raise LayoutError(f"the {name} must be a text, found {text!r}")
         if soft < 0 or (soft and prefix is not None):
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"

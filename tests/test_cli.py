@@ -467,6 +467,41 @@ def test_places_that_would_fail_later_are_refused_at_once(line, message, tmp_pat
     assert [each.name for each in tmp_path.iterdir()] == ["g.toml"]
 
 
+WRONG = """
+from lapa2_interp import Layout, generate, load_model, teacher_forced
+from lapa2_interp.errors import Lapa2Error
+model = load_model("tiny-gpt2", device="cpu")
+given = {"attribute": "positive", "prompts": ["a"], "length": 40, "samples": 1}
+layout = Layout.of(model.tokenizer, "Very", "lake")
+for call in (
+    lambda: generate(model, **given | {"samples": 1.5}),
+    lambda: generate(model, **given | {"prompts": [None]}),
+    lambda: generate(model, **given | {"attribute": ["positive"]}),
+    lambda: generate(model, **given | {"task": {}}),
+    lambda: load_model(None),
+    lambda: Layout.of(model.tokenizer, "Very", 5),
+    lambda: Layout.of(model.tokenizer, 5, "lake"),
+    lambda: teacher_forced(model, layout, [1, 2]),
+    lambda: teacher_forced(model, layout, ["was"]),
+    lambda: teacher_forced(model, layout, [[5.7]]),
+):
+    try:
+        print("no error", call())
+    except Lapa2Error as error:
+        print(type(error).__name__)
+"""
+
+
+def test_values_of_a_wrong_type_are_named_errors():
+    """In a process without the type checks of these tests."""
+    done = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        "Lapa2Error", "LayoutError", "TaskError", "TaskError", "ModelError", "LayoutError",
+        "LayoutError", "TraceError", "TraceError", "TraceError",
+    ]  # fmt: skip
+
+
 def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
     def full(*_, **__):
         raise MemoryError("Unable to allocate 9 GiB")

@@ -8,6 +8,7 @@ every query with its own l; the trace equals that of cached decoding, token by t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,7 +74,12 @@ def teacher_forced(
         LayoutError: A text exceeds the context, the model lacks a token, or the numbers of layouts,
             texts, prefixes and augmentations differ.
     """
-    rows = [[int(token) for token in text] for text in texts]
+    try:
+        rows = [[operator.index(token) for token in text] for text in texts]
+    except TypeError as error:
+        raise TraceError(
+            f"texts are lists of token ids, one list for each text; found {str(texts)[:80]}"
+        ) from error
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
     if trace == "none" or not rows or not all(rows):
         given_texts = (

@@ -118,6 +118,8 @@ def load_model(
     }
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
+    if not isinstance(name, str | Path):
+        raise ModelError(f"a model is given by its name or folder, found {name!r}")
     name = name_of(name)
     if seed is not None:
         if not is_planted(name) or ":" in name:
