@@ -116,6 +116,13 @@ def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
     assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
 
 
+def test_a_model_that_does_not_tell_the_prefixes_apart_has_no_control(tmp_path):
+    """The whole study is made, its page and figures too."""
+    found = study(load("planted"), "topic", tmp_path, prompts=PROMPTS[:2], tokens=4, notify=str)
+    assert found.answer().endswith("so there is no control that a head could carry.")
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_another_question_needs_another_folder(folder):
     with pytest.raises(
         CircuitError, match="holds a study made with tokens=8, and 9 was asked for; give another"

@@ -470,6 +470,11 @@ def _answer(found: Study) -> str:
         f"On {counted(n, 'prompt')}, the predictions behind the prefixes of {names} are"
         f" {_with_interval(score['mean'], score['low'], score['high'])} nats a step apart (js)."
     ]
+    if np.abs(heads.whole).max() <= heads.noise:
+        return (
+            f"{parts[0]} That is no more than rounding: in these texts the model does not tell the"
+            " prefixes apart, so there is no control that a head could carry."
+        )
     if n < FEW:
         largest = table[(table["effect"] > 0) & ~table["below_noise"]].head(5)
         best = ", ".join(_name(row) for row in _records(largest))
