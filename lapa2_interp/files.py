@@ -89,9 +89,10 @@ def _age(path: Path) -> float:
 
 def _discard(folder: Path) -> None:
     """Remove a temporary folder, its lock last: one that a kill leaves is known as abandoned."""
-    for each in folder.iterdir():
-        if each.name != LOCK:
-            shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
+    with suppress(OSError):  # another process may remove it, too
+        for each in folder.iterdir():
+            if each.name != LOCK:
+                shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
