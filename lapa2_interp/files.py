@@ -31,6 +31,7 @@ from lapa2_interp.errors import ModelError, RunError
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
 ASIDE = ".writing-"
 """What the names of unfinished files and folders begin with."""
@@ -164,6 +165,11 @@ def write_text(place: Path, text: str) -> None:
     """Write a text file, whole, as UTF-8."""
     with whole_file(place) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def write_netcdf(place: Path, data: xr.Dataset) -> None:
+    """Write a netCDF file by way of memory: HDF5 takes the process down when the disk is full."""
+    place.write_bytes(data.to_netcdf(engine="h5netcdf"))
 
 
 def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:

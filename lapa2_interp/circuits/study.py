@@ -55,7 +55,15 @@ from lapa2_interp.circuits.question import RAW, Question
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.errors import CircuitError, counted
-from lapa2_interp.files import as_csv, is_damage, sealed, unsealed, whole_file, write_text
+from lapa2_interp.files import (
+    as_csv,
+    is_damage,
+    sealed,
+    unsealed,
+    whole_file,
+    write_netcdf,
+    write_text,
+)
 from lapa2_interp.layout import pieces
 from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
@@ -238,7 +246,7 @@ def study(
         notify("reading what heads write")
         written = writes(model, question)
         with whole_file(place / "writes.nc") as file:
-            written.dataset().to_netcdf(file)
+            write_netcdf(file, written.dataset())
         write_text(place / "writes.csv", as_csv(written.frame()))
     prefixes = prefix_texts(model.tokenizer, question.cases[0])
     facts = {

@@ -27,7 +27,7 @@ from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.decoding.plan import Plan
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import DataError, TraceError
-from lapa2_interp.files import check_own, new_folder
+from lapa2_interp.files import check_own, new_folder, write_netcdf
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import resolve_dtype
@@ -174,7 +174,7 @@ def verify(out: Path, study: Study, force: bool = False) -> str:
     with new_folder(out, force, finished=_finished) as folder:
         found = run_study(study)
         for name, trace in found.traces.items():
-            trace.to_netcdf(folder / f"{name}.nc", engine="h5netcdf")
+            write_netcdf(folder / f"{name}.nc", trace)
         write_run(folder / "free", found.free)
         figures = draw(found.tables)
         for kind in ("tables", "figures"):

@@ -44,6 +44,7 @@ from lapa2_interp.files import (
     sealed,
     unsealed,
     whole_folder,
+    write_netcdf,
     write_text,
 )
 from lapa2_interp.methods import load_task
@@ -99,17 +100,12 @@ def write_cell(folder: Path, made: FinishedCell) -> None:
     made.samples.to_parquet(folder / SAMPLES, index=False)
     if made.trace is not None:
         lasting = made.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
-        write_trace(folder / TRACE, made.trace.assign_attrs(manifest=lasting))
+        write_netcdf(folder / TRACE, made.trace.assign_attrs(manifest=lasting))
     write_manifest(folder, made.manifest)
 
 
-def write_trace(file: Path, trace: xr.Dataset) -> None:
-    """A trace as netCDF, by way of memory: HDF5 takes the process down when the disk is full."""
-    file.write_bytes(trace.to_netcdf(engine="h5netcdf"))
-
-
 def read_trace(file: Path) -> xr.Dataset:
-    """A trace that `write_trace` wrote, in memory."""
+    """A trace, in memory."""
     import xarray as xr
 
     with xr.open_dataset(file, engine="h5netcdf") as stored:

@@ -36,6 +36,7 @@ from lapa2_interp.files import (
     tidy,
     unsealed,
     whole_folder,
+    write_netcdf,
     write_text,
 )
 from lapa2_interp.machine import faster_dtype
@@ -63,7 +64,6 @@ from lapa2_interp.runs.read import (
     write_cell,
     write_listing,
     write_plan,
-    write_trace,
 )
 
 OURS = ("plan", "cells", "parts", "failed")
@@ -392,7 +392,7 @@ class _Sweep:
         with whole_folder(self.run.home / "parts" / key / str(group)) as fresh:
             part.samples.to_parquet(fresh / SAMPLES, index=False)
             if part.trace is not None:
-                write_trace(fresh / TRACE, part.trace)
+                write_netcdf(fresh / TRACE, part.trace)
             facts = {"seconds": part.seconds, "problems": part.problems}
             files = sorted(fresh.iterdir())
             (fresh / PART).write_text(sealed(facts, files), encoding="utf-8")
