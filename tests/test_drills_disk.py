@@ -30,7 +30,9 @@ from lapa2_interp.runs.sweep import sweep
 
 pytestmark = [pytest.mark.drill, pytest.mark.alone]
 NOBODY = 65534
-SHORT = ("sweep", "generate", "score", "select", "view", "report", "prefix train")
+SHORT = (
+    "sweep", "generate", "score", "propositions", "select", "view", "report", "prefix train",
+)  # fmt: skip
 LOSSES = 4 if FULL else 1
 WRITING = tuple(COMMANDS) if FULL else SHORT
 

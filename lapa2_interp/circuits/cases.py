@@ -8,8 +8,10 @@ head leaves more difference between the branches than the prefixes themselves ma
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -285,10 +287,8 @@ def attribute_words(
         )
     found: dict[str, dict[int, None]] = {}
     for name in names:
-        ids = [tokenizer(" " + word, add_special_tokens=False).input_ids for word in lists[name]]
-        found[name] = {
-            one[0]: None for one in ids if len(one) == 1 and one[0] != tokenizer.unk_token_id
-        }
+        ids = _one_token(_Same(tokenizer), tuple(lists[name]))
+        found[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
     words = {}
     for name, own in found.items():
         others = {token for other, taken in found.items() if other != name for token in taken}
@@ -299,6 +299,31 @@ def attribute_words(
                 " than lex"
             )
     return words
+
+
+class _Same:
+    """A tokenizer that equals another of the same contents."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.contents = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.contents == other.contents
+
+    def __hash__(self) -> int:
+        return hash(self.contents)
+
+
+@lru_cache(maxsize=32)
+def _one_token(known: _Same, words: tuple[str, ...]) -> tuple[int, ...]:
+    """Ids of the words that are one token behind a space.
+
+    Kept, because a model that is loaded again has another tokenizer, and the library `tokenizers`
+    (0.23) never frees what a tokenizer remembers of the words it has read.
+    """
+    ids = [known.tokenizer(" " + word, add_special_tokens=False).input_ids for word in words]
+    return tuple(one[0] for one in ids if len(one) == 1)
 
 
 def batches(cases: Sequence[Case], most: int) -> Iterator[list[int]]:
