@@ -160,6 +160,14 @@ def stopped_by_sigterm() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         kinds.append(signal.SIGINT)
     before = {kind: signal.signal(kind, stop) for kind in kinds}
+    told = sys.unraisablehook
+
+    def tell(ignored: Any) -> None:
+        """What Python ignores in a finalizer, but for our own, which counts at the end."""
+        if not isinstance(ignored.exc_value, KeyboardInterrupt | Stopped):
+            told(ignored)
+
+    sys.unraisablehook = tell
     try:
         yield
     except Exception as error:
@@ -170,6 +178,7 @@ def stopped_by_sigterm() -> Iterator[None]:
         if came:  # something has swallowed it
             raise came[-1]
     finally:
+        sys.unraisablehook = told
         for kind, handler in before.items():
             signal.signal(kind, handler)
 

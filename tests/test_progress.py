@@ -213,6 +213,17 @@ def test_an_interrupt_that_something_swallows_counts_at_the_end(kind, exception)
     assert went_on
 
 
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stop_inside_a_finalizer_is_not_told_as_an_error(capsys):
+    with pytest.raises(progress.Stopped), stopped_by_sigterm():
+        Finalized()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_second_interrupt_counts_at_once():
     stop, done = threading.Event(), []
     with pytest.raises(KeyboardInterrupt), interrupts_held(stop):

@@ -272,6 +272,11 @@ def study(
     if question.n_prompts >= FEW:
         carriers = heads.carriers()
         write_heads(carriers[["layer", "head"]].to_numpy().tolist(), place / "heads.json")
+    if not (place / QUESTION).is_file():
+        raise CircuitError(
+            f"{place} is gone: it was moved or removed; bring it back and repeat the command, which"
+            " goes on from what is there"
+        )
     write_text(place / "circuit.json", json.dumps(export(found), indent=1) + "\n")
     if plain_network(model) is None:
         shown = patterns(model, question.cases[0], heads.best(8))
@@ -282,7 +287,7 @@ def study(
 
 def _question(model: Model, task: str | Task, place: Path, settings: dict[str, Any]) -> Question:
     """The texts: written once, and read from the folder afterwards."""
-    file = place / "question.json"
+    file = place / QUESTION
     plain = json.loads(json.dumps(settings))
     asked = {name: settings[name] for name in ("attribute", "prompts", "tokens", "samples", "seed")}
     if file.is_file():
@@ -317,6 +322,7 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
     return question
 
 
+QUESTION = "question.json"
 _TEXTS = TypeAdapter(list[tuple[str, list[int]]])
 """Prompts and the tokens behind them."""
 
@@ -327,7 +333,7 @@ def read_question(folder: Path) -> dict[str, Any]:
     Raises:
         CircuitError: They are not there, or not what was written.
     """
-    file = folder / "question.json"
+    file = folder / QUESTION
     try:
         kept, _ = unsealed(file.read_text("utf-8"))
         kept["texts"] = _TEXTS.validate_python(kept.get("texts"))
@@ -336,9 +342,10 @@ def read_question(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and not is_damage(error):
             raise
+        why = " ".join(str(error).split())[:120]
         raise CircuitError(
-            f"{file} is missing or damaged ({error}); `lapa2 circuits` with another folder makes"
-            " the study again"
+            f"{file} is missing or damaged ({why}); `lapa2 circuits` with another folder makes the"
+            " study again"
         ) from error
     return kept
 
