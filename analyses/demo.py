@@ -185,10 +185,9 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
     import json
 
     from lapa2_interp import __version__
-    from lapa2_interp.files import keep_file
+    from lapa2_interp.files import keep_file, write_netcdf
     from lapa2_interp.progress import progress_bar
     from lapa2_interp.runs.manifest import read_manifest
-    from lapa2_interp.runs.read import write_trace
 
     weights = read_manifest(out / "cells" / cell.key).model.weights
     stored = json.loads(TEXTS.read_text("utf-8"))["texts"]
@@ -200,7 +199,7 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
             file = out / "reading" / f"{key}.nc"
             if not file.is_file():
                 trace = read_text(worker.model(cell), text, length)
-                keep_file(file, lambda path, trace=trace: write_trace(path, trace))
+                keep_file(file, lambda path, trace=trace: write_netcdf(path, trace))
             found.append(_open(file))
             bar.update(1)
     return found
