@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lapa2_interp.plots import Drawing
 
 HERE = Path(__file__).parent
+TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
+"""Characters that turn the direction of what follows on the page; Arabic and Hebrew do without."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def template(name: str, folder: Path | None = None) -> Template:
 
     loader = FileSystemLoader([folder, HERE] if folder else [HERE])
     return Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_straight
     ).get_template(name)
 
 
@@ -76,6 +79,14 @@ def embedded(data: Any) -> Markup:
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return Markup(text)
+
+
+def _straight(value: Any) -> Any:
+    """A text, or HTML, with what would turn its direction spelt out, as \\u202e: which JSON, in a
+    script element, reads as the character."""
+    if not isinstance(value, str):
+        return value
+    return type(value)(TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", value))
 
 
 def png(drawing: Drawing) -> str:
