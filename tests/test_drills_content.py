@@ -23,7 +23,7 @@ from lapa2_interp.soft_prefix import save_prefix
 
 pytestmark = pytest.mark.drill
 HTML = "<img src=x onerror=alert(1)></script><script>document.title='x'</script>&amp;"
-ESCAPES = "\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b1A\r\x08"
+ESCAPES = "\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b1A\r\x08\nb"
 FORMULA = '=cmd|"/c calc"!A1'
 TURNED = "\u202egnp.exe\u2066\u200f"
 NUL = "before\0after"
@@ -111,7 +111,8 @@ def test_a_run_keeps_hostile_texts(run):
 
 
 def test_runs_and_trace_show_hostile_labels_and_no_more(run, on_terminal, tmp_path):
-    on_terminal("runs", run)
+    cells = on_terminal("runs", run)[0].split("\n\n")[1]
+    assert [line.split()[1] for line in cells.splitlines()] == ["finished"] * 4
     json.loads(on_terminal("runs", run, "--json")[0])
     on_terminal("trace", run, "--only", "arm=baseline", "--out", tmp_path / "trace")
 

@@ -268,6 +268,7 @@ def runs(
             `lapa2 sweep` makes their cells again. Whole files stay.
         as_json: Print JSON, one object per cell.
     """
+    from lapa2_interp.progress import one_line
     from lapa2_interp.runs.read import STATES, load_run
     from lapa2_interp.runs.repair import repair as repair_run
 
@@ -299,7 +300,7 @@ def runs(
             else row["why"]
         )
         where = f"{found.plan[row['key']].where}, {row['samples']} x {row['max_length']}"
-        print(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip())
+        print(one_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:
         for key in shown["key"]:
