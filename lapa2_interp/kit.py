@@ -3,7 +3,7 @@ that promote a token.
 
 Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the
 platform's), under a name that says what they depend on: a sample of the weights, the vocabulary,
-precision, the kind of processor, and what was asked.
+precision, the kind of processor, and what was asked; for drafts, also packing and threads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from jaxtyping import Float, Int
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -70,9 +71,8 @@ class ModelKit:
         return self.model.W_E.detach().float()
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
-        file = self._file(
-            "drafts", ".json", method.name, method.equation, prompt, n, new_tokens, seed
-        )
+        asked = [method.name, method.equation, prompt, n, new_tokens, seed]
+        file = self._file("drafts", ".json", self.card.packing, torch.get_num_threads(), *asked)
         with alone_with(file):
             with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
                 fields, _ = unsealed(file.read_text("utf-8"))

@@ -757,6 +757,13 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     assert len(kit.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, (
         "another seed is another question"
     )
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts
+    finally:
+        torch.set_num_threads(threads)
+    assert len(list((cache / "drafts").iterdir())) == 3, "threads may decide a draw"
 
 
 def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):

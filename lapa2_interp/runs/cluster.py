@@ -32,12 +32,12 @@ from tqdm import tqdm
 
 import lapa2_interp
 from lapa2_interp.errors import RunError, one_of
-from lapa2_interp.machine import cores, slow_note
+from lapa2_interp.machine import ISA, cores, slow_note
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Outcome, Told, died, unheard
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.worker import Worker
 
-SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS")
+SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS", *ISA)
 """Environment variables the workers get from the coordinator: how they load models, and how they
 compute."""
 PATIENCE = 600.0
