@@ -124,7 +124,8 @@ def page_of(file):
     assert len(re.findall("</script", html, re.I)) == 2
     assert "<img src=x" not in html
     assert not re.search(r"href=.?javascript:", html)
-    assert "\u202e" not in html and "\\u202egnp" in html
+    assert "\u202e" not in html
+    assert "\\u202egnp" in html
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1]
     return json.dumps(json.loads(data), ensure_ascii=False)
 
