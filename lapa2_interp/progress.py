@@ -133,6 +133,10 @@ class Lines(tqdm):
         return f"{self.desc}: {', '.join(parts)}"
 
 
+AGAIN = 0.05
+"""Seconds after which a stop that a finalizer has swallowed is raised again."""
+
+
 class Stopped(SystemExit):
     """SIGTERM, by which batch systems stop a program."""
 
@@ -141,7 +145,8 @@ class Stopped(SystemExit):
 def stopped_by_sigterm() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C is treated: what is half-made is removed, and workers are closed.
 
-    Both count, too, where they arrive inside a library that turns every exception into its own.
+    Both count, too, where they arrive inside a library that turns every exception into its own, or
+    in a finalizer, which swallows them; then they are raised again a moment later.
 
     Raises:
         Stopped: With the exit code of a program that SIGTERM ended.
@@ -159,12 +164,19 @@ def stopped_by_sigterm() -> Iterator[None]:
     kinds = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         kinds.append(signal.SIGINT)
+
+    def again(*_: object) -> None:
+        raise came[-1]
+
     before = {kind: signal.signal(kind, stop) for kind in kinds}
     told = sys.unraisablehook
 
     def tell(ignored: Any) -> None:
-        """What Python ignores in a finalizer, but for our own, which counts at the end."""
-        if not isinstance(ignored.exc_value, KeyboardInterrupt | Stopped):
+        """What Python ignores in a finalizer, but for our own."""
+        if isinstance(ignored.exc_value, KeyboardInterrupt | Stopped):
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, again))
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        else:
             told(ignored)
 
     sys.unraisablehook = tell
@@ -178,6 +190,8 @@ def stopped_by_sigterm() -> Iterator[None]:
         if came:  # something has swallowed it
             raise came[-1]
     finally:
+        if signal.SIGALRM in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = told
         for kind, handler in before.items():
             signal.signal(kind, handler)

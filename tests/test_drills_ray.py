@@ -207,24 +207,35 @@ def test_workers_that_die_or_are_slow_change_nothing(harm, home, tmp_path, recor
     assert harmed
 
 
-HOG = (
-    "import time; held = bytearray({size}); held[::4096] = b'x' * len(held[::4096]); time.sleep(60)"
-)
+HOG = """
+import re, time
+held = []
+while True:
+    free = int(re.search(r"MemAvailable: +(\\d+)", open("/proc/meminfo").read())[1])
+    if free > {enough}:
+        held.append(bytearray(b"x") * 2**27)
+    else:
+        time.sleep(0.01)
+"""
+"""Takes memory until no more than so many KiB are free; and again, where others give some back."""
 
 
 def test_workers_that_ray_kills_for_want_of_memory_change_nothing(home, tmp_path, record_property):
     """Another program takes the machine's memory until Ray has killed a worker."""
     kib = dict(re.findall(r"(\w+): +(\d+)", Path("/proc/meminfo").read_text()))
     total, free = int(kib["MemTotal"]), int(kib["MemAvailable"])
-    limit = (total - free + 4 * 2**20) / total
-    watched = {"RAY_memory_usage_threshold": f"{limit:.4f}", "RAY_memory_monitor_refresh_ms": "50"}
+    limit = free - 4 * 2**20
+    watched = {
+        "RAY_memory_usage_threshold": f"{1 - limit / total:.4f}",
+        "RAY_memory_monitor_refresh_ms": "50",
+    }
     with head(tmp_path, **watched) as (address, _):
         sweep = lapa2(
             BY_RAY.format(home=home, out=tmp_path / "run", address=address), tmp_path / "log"
         )
         until(lambda: under_way(tmp_path), sweep.log)
         before = set(of_ray("ray::RemoteWorker"))
-        hog = Running([sys.executable, "-c", HOG.format(size=5 * 2**30)], tmp_path / "hog")
+        hog = Running([sys.executable, "-c", HOG.format(enough=limit - 2**19)], tmp_path / "hog")
         try:
             until(lambda: before - set(of_ray("ray::RemoteWorker")), sweep.log)
             assert sweep.process.poll() is None, "the sweep ended before memory did"

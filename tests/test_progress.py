@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -218,9 +219,14 @@ class Finalized:
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_stop_inside_a_finalizer_is_not_told_as_an_error(capsys):
+def test_a_stop_inside_a_finalizer_is_raised_a_moment_later(capsys):
+    began = time.monotonic()
     with pytest.raises(progress.Stopped), stopped_by_sigterm():
         Finalized()
+        time.sleep(30)
+    assert time.monotonic() - began < 10
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert capsys.readouterr().err == ""
 
 

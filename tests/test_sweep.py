@@ -558,6 +558,22 @@ def at_half(job):
     return Failed("")
 
 
+def slow_to_begin(*_):
+    """In place of `local._begin`: a worker that is still importing when the sweep is over."""
+    time.sleep(30)
+
+
+def test_a_worker_that_has_not_begun_is_not_waited_for(undisturbed, monkeypatch, quick_processes):
+    monkeypatch.setattr(local, "_begin", slow_to_begin)
+    with Processes(1, "cpu") as engine:
+        engine.submit(Job(next(iter(load_run(undisturbed[0]).plan.values()))))
+        (process,) = engine._pools[0]._processes.values()
+        wait_for(lambda: process.is_alive())
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert not process.is_alive()
+
+
 @pytest.mark.alone
 def test_the_coordinator_sees_how_far_processes_are(undisturbed, monkeypatch, quick_processes):
     job = Job(next(iter(load_run(undisturbed[0]).plan.values())), 0)

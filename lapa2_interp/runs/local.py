@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -141,9 +141,8 @@ class Processes:
             initargs=(self._shares[number], device, self._threads, self._pack, self.slots),
         )
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        for pool in self._pools:
-            _close(pool, kill=kind is not None)
+    def __exit__(self, *_: object) -> None:
+        _close(self._pools)
 
     def submit(self, job: Job, attempt: int = 1) -> None:
         from concurrent.futures.process import BrokenProcessPool
@@ -167,7 +166,7 @@ class Processes:
             return self._pools[number].submit(_do, job)
 
     def _renew(self, number: int) -> None:
-        _close(self._pools[number], kill=True)
+        _close([self._pools[number]])
         self._pools[number] = self._new(number)
 
     def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
@@ -207,12 +206,15 @@ def _deaf_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _close(pool: Any, kill: bool) -> None:
-    if kill:
+def _close(pools: Sequence[Any]) -> None:
+    """End pools at once: what their workers have finished is with the coordinator, and one that has
+    had no job yet may still be importing."""
+    for pool in pools:
         for process in list((pool._processes or {}).values()):
             with suppress(Exception):
                 process.kill()
-    pool.shutdown(wait=True, cancel_futures=True)
+    for pool in pools:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def local_engine(
