@@ -104,7 +104,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
 ):
     wanted, seconds = undisturbed(command)
     rng, killed, kept = random.Random(command), 0, 0
-    for number in range(KILLS):
+    for number in range(3 * KILLS):
+        if killed == KILLS:
+            break
         folder = tmp_path / str(number)
         folder.mkdir()
         line, place = line_of(command, home, folder), place_of(command, folder)
@@ -112,10 +114,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         process.join(rng.uniform(0.02, 0.9) * seconds)
         process.kill()
         process.join()
-        killed += process.exitcode == -signal.SIGKILL
+        if process.exitcode != -signal.SIGKILL:
+            seconds *= 0.9  # the machine was busy when it was timed
+            continue
+        killed += 1
         process = start(act, line, folder / "log")
         process.join()
-        if process.exitcode == 2 and place.exists():  # it had ended before it was killed
+        if process.exitcode == 2 and place.exists():  # its work had ended before it was killed
             assert "is finished" in (folder / "log").read_text()
         else:
             assert process.exitcode == 0, (folder / "log").read_text()
@@ -129,7 +134,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     record_property("kills", killed)
     record_property("kept, none made again", kept)
     record_property("seconds undisturbed", round(seconds, 1))
-    assert killed > KILLS // 2, "it mostly ended before it was killed"
+    assert killed == KILLS, "it ended before it was killed"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
