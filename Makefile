@@ -37,7 +37,7 @@ DRILLED = tests/test_drills*.py
 drills: $(VENV)/.installed
 	mkdir -p results
 	rm -f results/drills.xml
-	$(VENV)/bin/python -m pytest -m drill -n 2 --dist loadgroup --junitxml results/drills.xml $(DRILLED); \
+	$(VENV)/bin/python -m pytest -m drill $(PARALLEL) --junitxml results/drills.xml $(DRILLED); \
 		failed=$$?; [ ! -e results/drills.xml ] || $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
 
 drills-full: export DRILLS := full

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from drills import FULL, SWEEP, contents, left_over
 
-# One at a time: each looks for Ray's processes on the whole machine.
-pytestmark = [pytest.mark.drill, pytest.mark.alone, pytest.mark.xdist_group("ray")]
+# They run in one process, as `--dist loadfile` has it: each looks for Ray's processes everywhere.
+pytestmark = [pytest.mark.drill, pytest.mark.alone]
 KILLS = 20 if FULL else 1
 PATIENCE = 240.0
 """Seconds in which a sweep must end."""
