@@ -63,15 +63,17 @@ def test_built_twice_it_is_the_same_bytes(dist, tmp_path):
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_the_wheels_command_runs_elsewhere(dist, tmp_path, record_property):
-    """In an environment with nothing but the wheel in front of the packages it needs."""
+@pytest.mark.parametrize("of", ["sdist", "wheel"])
+def test_its_command_runs_elsewhere(of, dist, tmp_path, record_property):
+    """In an environment with nothing but what is shipped in front of the packages it needs."""
     venv, here = tmp_path / "venv", tmp_path / "here"
     here.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    install = [sys.executable, "-m", "pip", "--python", venv, "install", "--quiet", "--no-deps"]
-    subprocess.run([*install, "--no-index", dist[1]], check=True)
     [site] = venv.glob("lib/python*/site-packages")
     (site / "behind.pth").write_text(sysconfig.get_path("purelib"))
+    install = [sys.executable, "-m", "pip", "--python", venv, "install", "--quiet", "--no-deps"]
+    install += ["--no-index", "--no-build-isolation", "--ignore-installed"]
+    subprocess.run([*install, dist[["sdist", "wheel"].index(of)]], check=True)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"LAPA2_CACHE": str(tmp_path / "cache")}
 
@@ -90,6 +92,7 @@ def test_the_wheels_command_runs_elsewhere(dist, tmp_path, record_property):
     assert Path(place).is_relative_to(venv)
     began = time.monotonic()
     assert "Usage: lapa2" in run("lapa2", "--help")
+    record_property("installed", of)
     record_property("seconds of --help", round(time.monotonic() - began, 1))
     assert "tiny-gpt2" in run("lapa2", "models")
     assert "contrastive" in run("lapa2", "prefixes")  # a file of the package's data
