@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -54,6 +54,37 @@ class Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+KeysSeenKind = Literal["full", "sliding", "chunked", "none"]
+
+
+class KeysSeen(NamedTuple):
+    """The keys that the queries of a layer see, up to their own: all ("full"), the last `size`
+    ("sliding"), those of their chunk of `size` ("chunked"); "none" in a layer without attention."""
+
+    kind: KeysSeenKind
+    size: int = 0
+
+    def first(self, queries: Int[np.ndarray, " query"], pad: int = 0) -> Int[np.ndarray, " query"]:
+        """The first slot that each query sees.
+
+        Args:
+            queries: Slots.
+            pad: Slots of padding, which chunks do not count.
+        """
+        match self.kind:
+            case "sliding":
+                return np.maximum(queries - self.size + 1, 0)
+            case "chunked":
+                return np.maximum(pad + (queries - pad) // self.size * self.size, 0)
+        return np.zeros_like(queries)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.size}" if self.size else self.kind
+
+
+FULL = KeysSeen("full")
 
 
 class TextMarkers(NamedTuple):

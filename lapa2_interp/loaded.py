@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.layout import text_markers
+from lapa2_interp.layout import FULL, KeysSeen, KeysSeenKind, text_markers
 from lapa2_interp.packed import Packing, choose_packing, packed
 
 if TYPE_CHECKING:
@@ -81,18 +81,66 @@ def context_of(config: Any) -> int:
     return UNNAMED
 
 
-def window_of(model: Model) -> int | None:
-    """Keys that a query sees in the layers with a sliding window; None where every layer sees all
-    keys."""
-    network = getattr(model, "original_model", None)
-    if network is None:
-        return model.cfg.window_size if getattr(model.cfg, "use_local_attn", False) else None
+KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
+    {
+        "full_attention": "full",
+        "attention": "full",
+        "global": "full",
+        "hybrid": "full",
+        "sliding_attention": "sliding",
+        "local": "sliding",
+        "hybrid_sliding": "sliding",
+        "chunked_attention": "chunked",
+        "linear_attention": "none",
+        "mamba": "none",
+        "conv": "none",
+        "moe": "none",
+    }
+)
+"""What the layer types of transformers' configurations mean for attention."""
+
+
+def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
+    """By layer, which keys its queries see.
+
+    Raises:
+        ModelError: A layer is of a type that is not known here.
+    """
+    network: Any = network_of(model)
+    if not hasattr(network, "config"):  # a HookedTransformer
+        cfg = model.cfg
+        local = KeysSeen("sliding", cfg.window_size) if cfg.use_local_attn else FULL
+        kinds = cfg.attn_types or ("local" if cfg.use_local_attn else "global",) * cfg.n_layers
+        return tuple(local if kind == "local" else FULL for kind in kinds)
     config = network.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    windowed = {"sliding_attention", "local"} & set(kinds) if kinds is not None else True
-    if not windowed or getattr(config, "use_sliding_window", None) is False:
-        return None
-    return getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    kinds = next(
+        (
+            found
+            for name in ("layer_types", "layers_block_type", "attention_layers")
+            if (found := getattr(config, name, None)) is not None
+        ),
+        None,
+    )
+    if kinds is None:
+        windowed = window and getattr(config, "use_sliding_window", None) is not False
+        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
+    found = []
+    for layer, kind in enumerate(kinds):
+        if kind not in KEYS_SEEN:
+            raise ModelError(
+                f"layer {layer} is of type {kind!r}, and which keys its queries see is not known"
+                f" here; known types: {', '.join(KEYS_SEEN)}"
+            )
+        found.append(KeysSeen(KEYS_SEEN[kind], sizes.get(KEYS_SEEN[kind]) or 0))
+    return tuple(found)
+
+
+def window_of(model: Model) -> int | None:
+    """The smallest sliding window or chunk of a model's layers; None where every layer sees all
+    keys."""
+    return min((each.size for each in keys_seen(model) if each.size), default=None)
 
 
 def plain_network(model: Model) -> Any | None:
