@@ -27,7 +27,7 @@ from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
 from lapa2_interp.theory import DecayFit, fit_decay
-from lapa2_interp.trace.tables import pooled, step_table
+from lapa2_interp.trace.tables import layer_types, pooled, step_table
 
 sys.excepthook = in_one_line
 bench = open_bench("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
@@ -38,7 +38,8 @@ cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
 def curve(trace, samples):
     """Prefix and BOS attention against step."""
     steps = step_table(trace, samples.assign(arm="baseline"))
-    return steps[steps["name"].isin(["prefix", "bos"])].drop(columns="arm")
+    wanted = steps["name"].isin(["prefix", "bos"]) & (steps["layer_type"] == layer_types(trace)[0])
+    return steps[wanted].drop(columns=["arm", "layer_type"])
 
 
 table = bench.steps(cells, curve)

@@ -49,7 +49,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Bool, Float, Int, Real
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -249,19 +249,27 @@ class Augmentation(BaseModel):
         return self.law in READING
 
     @property
+    def counts_slots(self) -> bool:
+        """Whether it follows the released code, whose span is the first slots of the cache."""
+        return "released" in (self.profile, self.span)
+
+    @property
     def positions(self) -> tuple[int, ...] | None:
         """The positions of a span within the prefix; None for other spans."""
         if not isinstance(self.span, str) and self.span[0] == "prefix":
             return self.span[1]
         return None
 
-    def bias(self, l: Real[np.ndarray, "*shape"], n: int) -> Float[np.ndarray, "*shape"]:
+    def bias(
+        self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
+    ) -> Float[np.ndarray, "*shape"]:
         """b(l), the number added to the attention score of every key of the span (Eq. 7; the laws
         of Table "scaling").
 
         Args:
             l: Lengths, >= 1, any shape.
-            n: l_pre of the branch (l_pro on the raw model), >= 1.
+            n: l_pre of the branch (l_pro on the raw model), >= 1; in layers with a sliding window
+                one for each l.
 
         Returns:
             The bias at each length, float64. The log law is 0 where l <= n; under profile

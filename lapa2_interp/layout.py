@@ -84,7 +84,24 @@ class KeysSeen(NamedTuple):
         return f"{self.kind} {self.size}" if self.size else self.kind
 
 
-FULL = KeysSeen("full")
+def kinds_of(seen: Sequence[KeysSeen]) -> list[KeysSeen]:
+    """The kinds of a model's layers with attention: those that see all keys first."""
+    return sorted(set(seen) - {NONE}, key=lambda each: (each != FULL, each))
+
+
+def layers_in_words(seen: Sequence[KeysSeen]) -> str:
+    """Which layers are of which kind: "full: 5 11; sliding 512: 0-4 6-10"."""
+    found = []
+    for kind in dict.fromkeys([*kinds_of(seen), *seen]):
+        layers = [layer for layer, each in enumerate(seen) if each == kind]
+        starts = [layer for layer in layers if layer - 1 not in layers]
+        stops = [layer for layer in layers if layer + 1 not in layers]
+        runs = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops, strict=True)]
+        found.append(f"{kind}: {' '.join(runs)}")
+    return "; ".join(found)
+
+
+FULL, NONE = KeysSeen("full"), KeysSeen("none")
 
 
 class TextMarkers(NamedTuple):
@@ -485,24 +502,33 @@ class Layout:
     def n(self, rule: SpanRule) -> int:
         """The n of b(l): the controlled length, the tokenizer's count under "released", the span's
         size if explicit."""
-        if rule == "released":
-            return self.counted
-        if isinstance(rule, str):
-            return self.controlled.size
-        return sum(span.size for span in self.spans(rule))
+        return self.counted if rule == "released" else sum(each.size for each in self._of_n(rule))
+
+    def _of_n(self, rule: SpanRule) -> tuple[Span, ...]:
+        return (self.controlled,) if isinstance(rule, str) else self.spans(rule)
 
     def lengths(
-        self, queries: Int[np.ndarray, " query"], rule: LengthRule
+        self, queries: Int[np.ndarray, " query"], rule: LengthRule, seen: KeysSeen = FULL
     ) -> Int[np.ndarray, " query"]:
-        """l at the queries in these slots; <= 0 on padding (and on BOS under "paper")."""
-        bos = np.clip(queries + 1 - self.bos.start, 0, self.n_bos) if rule == "paper" else 0
-        return queries + 1 - self.pad - bos
+        """l at the queries in these slots, in layers of this kind; <= 0 on padding (and on BOS
+        under "paper")."""
+        first = seen.first(queries, self.pad)
+        bos = np.clip(queries + 1 - self.bos.start, 0, self.n_bos) - _hidden((self.bos,), first)
+        return queries + 1 - self.pad - self._live_before(first) - (bos if rule == "paper" else 0)
+
+    def _live_before(self, slots: Int[np.ndarray, " slot"]) -> Int[np.ndarray, " slot"]:
+        """Live keys in front of these slots."""
+        return np.minimum(slots, self.soft) + np.maximum(slots - self.soft - self.pad, 0)
 
     def acts(
-        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]
+        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"], seen: KeysSeen = FULL
     ) -> Bool[np.ndarray, " query"]:
-        """At which queries an augmentation acts: those of its phase and steps, and under profile
-        "released" only where l > n."""
+        """At which queries an augmentation acts: those of its phase and steps that see a key of its
+        span, and under profile "released" only where l > n.
+
+        Raises:
+            LayoutError: The convention of the released code, beyond a sliding window.
+        """
         last_prompt = self.prompt.stop - 1
         spans = self.spans(augmentation.span)
         inside = all(
@@ -518,27 +544,65 @@ class Layout:
         start, stop = augmentation.steps or (-math.inf, math.inf)
         step = queries - last_prompt
         acts = (queries >= first) & (step >= start) & (step < stop)
+        if seen.size:
+            first_seen = seen.first(queries, self.pad)
+            if augmentation.counts_slots and (acts & (self._live_before(first_seen) > 0)).any():
+                raise LayoutError(
+                    f"the released code boosts the first slots, and a layer that is {seen} lacks"
+                    " them; use profile 'paper', layers that see all keys, or texts of at most"
+                    f" {seen.size} tokens"
+                )
+            acts &= sum(span.size for span in spans) > _hidden(spans, first_seen)
         if augmentation.profile == "released":
             lengths = self.lengths(queries, augmentation.length_rule)
             acts &= lengths > self.n(augmentation.span)
         return acts
 
     def bias(
-        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"]
+        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"], seen: KeysSeen = FULL
     ) -> Float[np.ndarray, " query"]:
         """The bias each query adds to every key of the span; 0 for queries outside the
         augmentation's phase and steps.
 
+        In a layer with a sliding window (an extension of ours; the paper has none), l counts the
+        keys that a query sees, and n the tokens of the span among them. A query that sees none of
+        them adds 0.
+
+        Args:
+            queries: Slots.
+            seen: Which keys the queries of the layer see.
+
         Raises:
             AugmentationError: The bias depends on the scores.
+            LayoutError: As `acts`.
         """
-        l = np.maximum(self.lengths(queries, augmentation.length_rule), 1)
-        b = augmentation.bias(l, self.n(augmentation.span))
-        return np.where(self.acts(augmentation, queries), b, 0.0)
+        l = np.maximum(self.lengths(queries, augmentation.length_rule, seen), 1)
+        n: Any = self.n(augmentation.span)
+        acts = self.acts(augmentation, queries, seen)
+        if seen.size:
+            n = n - _hidden(self._of_n(augmentation.span), seen.first(queries, self.pad))
+            acts &= n > 0
+            n = np.maximum(n, 1)
+        return np.where(acts, augmentation.bias(l, n), 0.0)
+
+    def in_sight(
+        self, queries: Int[np.ndarray, " query"], seen: KeysSeen
+    ) -> Int[np.ndarray, " query"]:
+        """Tokens of the prefix (of the prompt on the raw model) that queries behind it see in
+        layers of this kind."""
+        found = self.controlled.size - _hidden((self.controlled,), seen.first(queries, self.pad))
+        return found if seen.kind != "none" else np.zeros_like(found)
 
     def padded(self, width: int) -> Layout:
         """The same branch, left-padded to `width` slots."""
         return replace(self, pad=width - self.n_live)
+
+
+def _hidden(spans: Sequence[Span], first: Int[np.ndarray, " query"]) -> Int[np.ndarray, " query"]:
+    """Keys of the spans in front of the first slot that each query sees."""
+    return sum(
+        (np.clip(first - span.start, 0, span.size) for span in spans), start=np.zeros_like(first)
+    )
 
 
 def _marked(chat: Sequence[Mapping[str, str]], span: str) -> tuple[int, str]:
@@ -593,9 +657,11 @@ def _shown(b: float) -> float | str | None:
     return None if math.isnan(b) else BLOCKED if b == -math.inf else float(b)
 
 
-def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> dict[str, Any]:
+def explain(
+    layout: Layout, augmentation: Augmentation | None, steps: int, seen: KeysSeen = FULL
+) -> dict[str, Any]:
     """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l
-    and bias of every step.
+    and bias of every step in layers of a kind.
 
     Step 0 is the last prompt query. Under the phases all_queries and every_query the augmented
     queries before it count down from -1. A bias that depends on the scores is None, one of
@@ -615,15 +681,15 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
     first = last
     if augmentation is not None and augmentation.phase in ("all_queries", "every_query"):
         early = np.arange(layout.bos.start, last)
-        first = min([*early[layout.acts(augmentation, early)].tolist(), last])
+        first = min([*early[layout.acts(augmentation, early, seen)].tolist(), last])
     queries = np.arange(first, last + steps)
-    lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper")
+    lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper", seen)
     if augmentation is None:
         bias = np.zeros(len(queries))
     elif augmentation.reads_scores:
-        bias = np.where(layout.acts(augmentation, queries), np.nan, 0.0)
+        bias = np.where(layout.acts(augmentation, queries, seen), np.nan, 0.0)
     else:
-        bias = layout.bias(augmentation, queries)
+        bias = layout.bias(augmentation, queries, seen)
     keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(
         zip(layout.ids, layout.tokens, strict=True)
     )
@@ -645,6 +711,7 @@ def explain(layout: Layout, augmentation: Augmentation | None, steps: int) -> di
             for slot, (number, token) in enumerate(keys)
         ],
         "augmentation": augmentation and augmentation.model_dump(mode="json"),
+        "layer_type": str(seen),
         "steps": [
             {"step": int(query) - last, "l": int(l), "bias": _shown(b)}
             for query, l, b in zip(queries, lengths, bias, strict=True)

@@ -112,7 +112,12 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
         local = KeysSeen("sliding", cfg.window_size) if cfg.use_local_attn else FULL
         kinds = cfg.attn_types or ("local" if cfg.use_local_attn else "global",) * cfg.n_layers
         return tuple(local if kind == "local" else FULL for kind in kinds)
-    config = network.config.get_text_config()
+    return keys_seen_by(network.config)
+
+
+def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
+    """`keys_seen` of a model with this configuration of transformers."""
+    config = config.get_text_config()
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = next(
         (
@@ -135,6 +140,11 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
             )
         found.append(KeysSeen(KEYS_SEEN[kind], sizes.get(KEYS_SEEN[kind]) or 0))
     return tuple(found)
+
+
+def unless_full(seen: tuple[KeysSeen, ...]) -> tuple[KeysSeen, ...]:
+    """Nothing where every layer sees all keys, as cards have it."""
+    return () if set(seen) == {FULL} else seen
 
 
 def window_of(model: Model) -> int | None:
@@ -214,6 +224,8 @@ class ModelCard(BaseModel):
     end_tokens: tuple[str, ...]
     """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
     generation config's."""
+    keys_seen: tuple[KeysSeen, ...] = ()
+    """By layer, which keys its queries see; none are listed where every layer sees all keys."""
     packing: Packing = "none"
     """Linear layers that compute with packed weights (`packed`), which may decide last bits."""
 
@@ -261,5 +273,6 @@ def make_card(
         n_ctx=model.cfg.n_ctx,
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(name for name in names if name is not None),
+        keys_seen=unless_full(keys_seen(model)),
         packing=choose_packing(network_of(model)) if packing is None else packing,
     )

@@ -61,7 +61,8 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 def attention_curves(
     steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix"
 ) -> Drawing:
-    """Attention against step with 95 % bands, and the fitted C/(t+D) dotted.
+    """Attention against step with 95 % bands, and the fitted C/(t+D) dotted; layers with sliding
+    windows have curves of their own.
 
     Args:
         steps: From `trace.step_table`.
@@ -70,13 +71,14 @@ def attention_curves(
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
-    for (colour, dash), (arm, curve) in zip(
-        styles(), steps[steps["name"] == name].groupby("arm", sort=False), strict=False
-    ):
+    several = steps["layer_type"].nunique() > 1
+    curves = steps[steps["name"] == name].groupby(["arm", "layer_type"], sort=False)
+    for (colour, dash), ((arm, layer_type), curve) in zip(styles(), curves, strict=False):
         t = curve["step"].to_numpy()
-        axes.plot(t, curve["mean"], color=colour, ls=dash, lw=1.4, label=arm)
+        label = f"{arm}, {layer_type} layers" if several else arm
+        axes.plot(t, curve["mean"], color=colour, ls=dash, lw=1.4, label=label)
         axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
-        if fits is None:
+        if fits is None or layer_type != "full":
             continue
         c, d, r2 = fits.loc[fits["arm"] == arm, ["C", "D", "R2"]].iloc[0]
         if np.isnan(c):

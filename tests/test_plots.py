@@ -22,6 +22,7 @@ def test_plots_draw_their_tables():
     steps = pd.DataFrame(
         {
             "arm": "a",
+            "layer_type": "full",
             "name": "prefix",
             "step": range(5),
             "mean": 0.5,
@@ -53,7 +54,7 @@ def test_no_arm_is_left_out():
     numbers = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
     steps = pd.DataFrame(
         [
-            {"arm": arm, "name": "prefix", "step": step} | numbers
+            {"arm": arm, "layer_type": "full", "name": "prefix", "step": step} | numbers
             for arm in arms
             for step in range(3)
         ]

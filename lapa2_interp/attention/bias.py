@@ -28,10 +28,29 @@ from torch.nn.functional import pad
 
 from lapa2_interp.augmentation import CAP, Augmentation, share_steps
 from lapa2_interp.errors import AugmentationError, LayoutError
-from lapa2_interp.layout import Layout
+from lapa2_interp.layout import FULL, NONE, KeysSeen, Layout, kinds_of
 
 Capped = Callable[[int, Tensor, int], None]
 """Told of a layer, which biases were cut at +-CAP [row head query], and the first query's slot."""
+
+
+def _selected(
+    rule: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
+) -> Bool[np.ndarray, "layer head"]:
+    """The heads that an augmentation reaches in a model some of whose layers have no attention.
+
+    Raises:
+        AugmentationError: Such a layer is named, or none of the chosen layers has attention.
+    """
+    chosen = rule.selects(*size)
+    lost = np.flatnonzero(chosen.any(1) & ~attends)
+    named = not isinstance(rule.layers, str) or rule.heads != "all"
+    if len(lost) and (named or not chosen[attends].any()):
+        raise AugmentationError(
+            f"layer {lost[0]} has no attention, so nothing can be augmented there; layers with"
+            f" attention: {', '.join(map(str, np.flatnonzero(attends)))}"
+        )
+    return chosen & attends[:, None]
 
 
 class _Term:
@@ -42,11 +61,12 @@ class _Term:
         rules: Sequence[Augmentation | None],
         layouts: Sequence[Layout],
         size: tuple[int, int],
+        attends: Bool[np.ndarray, " layer"],
     ) -> None:
         self.rules, self.layouts = list(rules), list(layouts)
         keys = np.zeros((len(layouts), max(len(each) for each in layouts)), bool)  # row key
         heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
-        chosen = {rule: rule.selects(*size) for rule in set(rules) if rule is not None}
+        chosen = {rule: _selected(rule, size, attends) for rule in set(rules) if rule is not None}
         for row, (rule, each) in enumerate(zip(rules, layouts, strict=True)):
             if rule is not None:
                 for span in each.spans(rule.span):
@@ -62,8 +82,9 @@ class _Term:
             if rule is not None and rule.reads_scores
         }
 
-    def of_queries(self, slots: np.ndarray) -> Float[np.ndarray, "row query"]:
-        """b of every row and query; where a law that reads the scores acts, NaN."""
+    def of_queries(self, slots: np.ndarray, seen: KeysSeen) -> Float[np.ndarray, "row query"]:
+        """b of every row and query in layers of one kind; where a law that reads the scores acts,
+        NaN."""
         nothing = np.zeros(len(slots))
         of: dict[tuple[int, int], np.ndarray] = {}  # samples of one prompt share its layout
         for rule, each in zip(self.rules, self.layouts, strict=True):
@@ -72,9 +93,9 @@ class _Term:
             b = nothing
             if rule is not None:
                 b = (
-                    np.where(each.acts(rule, slots), np.nan, 0.0)
+                    np.where(each.acts(rule, slots, seen), np.nan, 0.0)
                     if rule.reads_scores
-                    else each.bias(rule, slots)
+                    else each.bias(rule, slots, seen)
                 )
                 if rule.phase == "query":
                     b = np.where(slots == slots[-1], b, 0.0)
@@ -115,6 +136,7 @@ class Bias:
         rules: The augmentations of each row.
         layouts: One a row.
         size: Layers and heads of the model.
+        seen: By layer, which keys its queries see; all keys by default.
         may_repeat: A pass may have several copies of each row behind each other.
         capped: Told of the biases that were cut at +-CAP.
 
@@ -129,17 +151,19 @@ class Bias:
         rules: Sequence[tuple[Augmentation, ...]],
         layouts: Sequence[Layout],
         size: tuple[int, int],
+        seen: Sequence[KeysSeen] | None = None,
         may_repeat: bool = False,
         capped: Capped | None = None,
     ) -> None:
         self.layouts, self.may_repeat, self.capped = list(layouts), may_repeat, capped
-        self.size = size
+        self.size, self.seen = size, tuple(seen or [FULL] * size[0])
+        attends = np.array([each != NONE for each in self.seen])
         self.n_rows = len(self.layouts)
         fixed = [[rule for rule in row if not rule.reads_scores] for row in rules]
         reading = [[rule for rule in row if rule.reads_scores] for row in rules]
         self.fixed, self.reading = (
             [
-                _Term([row[i] if i < len(row) else None for row in kind], layouts, size)
+                _Term([row[i] if i < len(row) else None for row in kind], layouts, size, attends)
                 for i in range(max(map(len, kind)))
             ]
             for kind in (fixed, reading)
@@ -155,7 +179,7 @@ class Bias:
             if rule.phase == "query"
         ]
         self.of_pass: tuple[range, int] = (range(0), 0)
-        self.terms: list[_TermOfPass] = []
+        self.terms: dict[KeysSeen, list[_TermOfPass]] = {}
         self.several = [self._meet(row) for row in reading]
         self._check_joint(reading)
         self._check_blocked(fixed)
@@ -194,53 +218,74 @@ class Bias:
                 )
 
     def _check_blocked(self, fixed: Sequence[Sequence[Augmentation]]) -> None:
-        seen = set()
+        checked = set()
         for row, (several, each) in enumerate(zip(fixed, self.layouts, strict=True)):
             cuts = [rule for rule in several if rule.law == "cut" and rule.alpha == 1]
-            if not cuts or (*cuts, id(each)) in seen:
+            if not cuts or (*cuts, id(each)) in checked:
                 continue
-            seen.add((*cuts, id(each)))
-            live = np.ones(len(each), bool)
-            live[each.soft : each.soft + each.pad] = False
-            chosen = np.stack([rule.selects(*self.size).ravel() for rule in cuts])  # cut head
-            together = np.unique(chosen, axis=1).T  # which cuts meet in some head
-            for query in range(each.bos.start, each.prompt.stop):
-                acts = np.array([each.acts(rule, np.array([query]))[0] for rule in cuts])
-                for here in np.unique(together & acts, axis=0):
-                    left = live[: query + 1].copy()
-                    for rule in np.array(cuts, dtype=object)[here]:
-                        for span in each.spans(rule.span):
-                            left[span.start : span.stop] = False
-                    if left.any() or not here.any():
-                        continue
-                    raise LayoutError(
-                        f"row {row}: the query in slot {query} sees no key that is not blocked;"
-                        " leave one, such as its own or BOS"
-                    )
+            checked.add((*cuts, id(each)))
+            chosen = np.stack([rule.selects(*self.size) for rule in cuts])  # cut layer head
+            for seen in kinds_of(self.seen):
+                here = chosen[:, [kind == seen for kind in self.seen]].reshape(len(cuts), -1)
+                # by column: which cuts meet in some head
+                self._check_queries(row, each, cuts, np.unique(here, axis=1).T, seen)
+
+    def _check_queries(
+        self,
+        row: int,
+        layout: Layout,
+        cuts: Sequence[Augmentation],
+        together: Bool[np.ndarray, "set cut"],
+        seen: KeysSeen,
+    ) -> None:
+        live = np.ones(len(layout), bool)
+        live[layout.soft : layout.soft + layout.pad] = False
+        for query in range(layout.bos.start, layout.prompt.stop):
+            slot = np.array([query])
+            acts = np.array([layout.acts(rule, slot, seen)[0] for rule in cuts])
+            for here in np.unique(together & acts, axis=0):
+                left = live[: query + 1].copy()
+                left[: seen.first(slot, layout.pad)[0]] = False
+                for rule in np.array(cuts, dtype=object)[here]:
+                    for span in layout.spans(rule.span):
+                        left[span.start : span.stop] = False
+                if left.any() or not here.any():
+                    continue
+                raise LayoutError(
+                    f"row {row}: the query in slot {query} sees no key that is not blocked;"
+                    " leave one, such as its own or BOS"
+                )
 
     def acts_on_last(self, slot: int) -> bool:
         """Whether a rule of phase "query" acts on a query in this slot, the last of its pass."""
         return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.of_last_query)
 
-    def _begin_pass(self, queries: range, copies: int, scores: Tensor) -> None:
-        """The numbers of a pass. Terms that add nothing in it are left out."""
-        self.of_pass, self.terms = (queries, copies), []
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        for term in [*self.fixed, *self.reading]:
-            b = term.of_queries(np.array(queries))
-            if b.any():
-                reads = term in self.reading
-                # Several sequences or beams of a prompt lie behind each other in `generate`.
-                self.terms.append(
-                    _TermOfPass(
-                        term,
-                        torch.from_numpy(np.isnan(b) if reads else b)
-                        .to(scores.device, torch.bool if reads else wide)
-                        .repeat_interleave(copies, 0),
-                        torch.from_numpy(term.keys).to(scores.device).repeat_interleave(copies, 0),
-                        torch.from_numpy(term.heads).to(scores.device).repeat_interleave(copies, 1),
+    def _terms(self, seen: KeysSeen, scores: Tensor) -> list[_TermOfPass]:
+        """The numbers of this pass in layers of one kind. Terms that add nothing are left out."""
+        if seen not in self.terms:
+            queries, copies = self.of_pass
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            self.terms[seen] = []
+            for term in [*self.fixed, *self.reading]:
+                b = term.of_queries(np.array(queries), seen)
+                if b.any():
+                    reads = term in self.reading
+                    # Several sequences or beams of a prompt lie behind each other in `generate`.
+                    self.terms[seen].append(
+                        _TermOfPass(
+                            term,
+                            torch.from_numpy(np.isnan(b) if reads else b)
+                            .to(scores.device, torch.bool if reads else wide)
+                            .repeat_interleave(copies, 0),
+                            torch.from_numpy(term.keys)
+                            .to(scores.device)
+                            .repeat_interleave(copies, 0),
+                            torch.from_numpy(term.heads)
+                            .to(scores.device)
+                            .repeat_interleave(copies, 1),
+                        )
                     )
-                )
+        return self.terms[seen]
 
     def add(
         self, layer: int, scores: Float[Tensor, "row head query key"], first: int
@@ -269,8 +314,12 @@ class Bias:
             )
         queries = range(first, first + n_queries)
         if self.of_pass != (queries, copies):
-            self._begin_pass(queries, copies, scores)
-        here = [each.on(scores.device) for each in self.terms if layer in each.term.layers]
+            self.of_pass, self.terms = (queries, copies), {}
+        here = [
+            each.on(scores.device)
+            for each in self._terms(self.seen[layer], scores)
+            if layer in each.term.layers
+        ]
         if not here:
             return scores
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
@@ -322,7 +371,7 @@ class Bias:
         self, log_odds: Float[Tensor, "row head query"], where: Sequence[int]
     ) -> Float[Tensor, "row head query"]:
         """The logit of the mean share of all heads and live queries, for each of the rows."""
-        copies = len(self.terms[0].b) // self.n_rows
+        copies = self.of_pass[1]
         pads = [self.layouts[row // copies].soft + self.layouts[row // copies].pad for row in where]
         slots = torch.tensor([*self.of_pass[0]], device=log_odds.device)  # query
         live = slots >= torch.tensor(pads, device=log_odds.device)[:, None]  # row query

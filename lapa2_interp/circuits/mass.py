@@ -23,6 +23,7 @@ from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.loaded import Model
+from lapa2_interp.trace.tables import of_layer_type
 
 CLOSE = 1e-3
 """How far the attention that is reached may lie from the one that is asked for, as a share of it.
@@ -58,7 +59,7 @@ def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings
         prefixes=[case.prefixes[branch] for case, branch in rows],
         trace="pooled",
     )
-    return float(np.nanmean(trace["prefix"].mean("step").to_numpy()))
+    return float(np.nanmean(of_layer_type(trace, "prefix").mean("step").to_numpy()))
 
 
 def alpha_at_mass(

@@ -63,6 +63,7 @@ def chat(
     from lapa2_interp.layout import Layout
     from lapa2_interp.machine import resolve_dtype, tell_if_slow
     from lapa2_interp.models import load_model, load_tokenizer
+    from lapa2_interp.trace.tables import of_layer_type
 
     rules = augmentation.build(0.5)
     found = Layout.of_chat(load_tokenizer(model, trust_remote_code), given, span=span)
@@ -79,7 +80,8 @@ def chat(
     (made,) = continue_chats(
         loaded, [found], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
     )
-    attention = made.trace["prefix"][0].mean("sample").to_numpy()  # NaN once a sample has ended
+    # NaN once a sample has ended
+    attention = of_layer_type(made.trace, "prefix")[0].mean("sample").to_numpy()
     if as_json:
         facts = {
             "span": {"slots": list(found.prefix), "tokens": found.tokens[slice(*found.prefix)]},

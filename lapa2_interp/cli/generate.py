@@ -213,7 +213,10 @@ def _show(found: Attention) -> None:
         cell=[f"{mean:.4f}{band}" for mean, band in zip(shown["mean"], bands, strict=True)]
     )
     arms = list(dict.fromkeys(steps["arm"]))
-    table = shown.pivot(index=["arm", "step"], columns="name", values="cell")[names].loc[arms]
+    rows = (
+        ["arm", "step"] if (steps["layer_type"] == "full").all() else ["arm", "layer_type", "step"]
+    )
+    table = shown.pivot(index=rows, columns="name", values="cell")[names].loc[arms]
     read = f"branch {found.branch} (of {', '.join(found.branches)})"
     print(f"{read}: attention on its {part}, on BOS and on the released slice")
     n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
@@ -221,8 +224,8 @@ def _show(found: Attention) -> None:
         "95 % interval over prompts" if prompts > 1 else "no interval: one prompt tells no spread"
     )
     print(
-        f"mean over layers and heads; {n} texts of {prompts} prompt{'s' * (prompts > 1)} an arm;"
-        f" {interval}"
+        f"mean over layers{' of a type' * (len(rows) > 2)} and heads; {n} texts of"
+        f" {counted(prompts, 'prompt')} an arm; {interval}"
     )
     if found.left_out:
         print(f"left out: {counted(found.left_out, 'text')} that ended before a first token")

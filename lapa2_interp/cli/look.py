@@ -98,24 +98,29 @@ def layout(
         trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
-    from lapa2_interp.layout import BLOCKED, Layout, explain
+    from lapa2_interp.layout import BLOCKED, FULL, Layout, explain, kinds_of, layers_in_words
+    from lapa2_interp.loaded import keys_seen_by
     from lapa2_interp.models import load_tokenizer
+    from lapa2_interp.models.sizes import load_config
 
     if not 1 <= steps <= MOST_STEPS:
         raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
-    several = [explain(found, rule, steps) for rule in augmentation.build(0.5) or (None,)]
+    seen = keys_seen_by(load_config(model, trust_remote_code))
+    rules, kinds = augmentation.build(0.5) or (None,), kinds_of(seen)
+    several = [explain(found, rule, steps, kind) for rule in rules for kind in kinds]
     facts = several[0]
     if as_json:
         print(json.dumps(facts if len(several) == 1 else several, indent=1, ensure_ascii=False))
         return
     width = max(len(repr(key["token"])) for key in facts["tokens"])
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
-    boosted = [[key["boosted"] for key in each["tokens"]] for each in several]
+    of_rules = several[:: len(kinds)]
+    boosted = [[key["boosted"] for key in each["tokens"]] for each in of_rules]
     for i, key in enumerate(facts["tokens"]):
         by = [str(j) for j, each in enumerate(boosted, 1) if each[i]]
-        mark = ("yes" if len(several) == 1 else " ".join(by)) if by else ""
+        mark = ("yes" if len(rules) == 1 else " ".join(by)) if by else ""
         number = "" if key["id"] is None else key["id"]
         print(
             f"{key['slot']:>4}  {number:>6}  {key['token']!r:<{width}}  {key['part']:<6}  {mark}".rstrip()  # noqa: E501
@@ -124,11 +129,13 @@ def layout(
         name: " ".join(f"[{a}, {b})" for a, b in found_spans)
         for name, found_spans in facts["spans"].items()
     }
-    if len(several) > 1:
+    if len(rules) > 1:
         del spans["boosted"]
     print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
-    n = ", ".join(str(each["n"]) for each in several)
+    n = ", ".join(str(each["n"]) for each in of_rules)
     print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {n}")
+    if kinds != [FULL]:
+        print(f"layers by the keys they see: {layers_in_words(seen)}")
     if facts["merged"] is not None:
         print(
             f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and"
@@ -137,8 +144,10 @@ def layout(
     if facts["augmentation"] is None:
         print("alpha 0: nothing is added")
         return
-    for j, each in enumerate(several, 1):
-        name = "augmentation" if len(several) == 1 else f"\naugmentation {j}"
+    for j, each in enumerate(several):
+        name = "augmentation" if len(rules) == 1 else f"\naugmentation {j // len(kinds) + 1}"
+        if kinds != [FULL]:
+            name = f"\nin layers that are {each['layer_type']}: {name.strip()}"
         print(f"{name} {json.dumps(each['augmentation'])}\n\nstep    l      bias  weight x")
         for step in each["steps"]:
             b = step["bias"]
@@ -166,6 +175,7 @@ def probe(
             hooks, through transformers' attention interface.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp.layout import layers_in_words
     from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.models.probe import probe_model
 
@@ -179,6 +189,8 @@ def probe(
     print(f"weights          {card.weights}")
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
+    if card.keys_seen:
+        print(f"keys seen        {layers_in_words(card.keys_seen)}")
     shift = found.liveness.logit_shift
     print(
         f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to"

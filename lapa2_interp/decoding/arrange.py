@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lapa2_interp.augmentation import Joint, several
+import numpy as np
+
+from lapa2_interp.augmentation import Augmentation, Joint, several
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import Layout
+from lapa2_interp.layout import KeysSeen, Layout, kinds_of
 from lapa2_interp.methods import Branch, Method, Prepared, assign
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Size(Protocol):
     def n_heads(self) -> int: ...
     @property
     def n_ctx(self) -> int: ...
+    @property
+    def keys_seen(self) -> tuple[KeysSeen, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,10 @@ def arrange(
             )
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):
+        reached: list[tuple[Augmentation, list[KeysSeen]]] = []
         for rule in several(augmentation):
-            rule.selects(size.n_layers, size.n_heads)
+            layers = np.flatnonzero(rule.selects(size.n_layers, size.n_heads).any(1))
+            reached.append((rule, kinds_of([size.keys_seen[i] for i in layers if size.keys_seen])))
         of_branch = []
         for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
             text = _text(branch, own, open_texts)
@@ -107,8 +113,10 @@ def arrange(
                     f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
                     " or the length"
                 )
-            for rule in () if open_texts else several(augmentation):
+            for rule, kinds in () if open_texts else reached:
                 each.spans(rule.span)
+                for kind in kinds:  # refused beyond a window
+                    each.acts(rule, np.array([len(each) + new - 2]), kind)
             of_branch.append(each)
         rows.append(tuple(of_branch))
     return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))

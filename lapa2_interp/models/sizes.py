@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.loaded import context_of
+from lapa2_interp.layout import KeysSeen
+from lapa2_interp.loaded import context_of, keys_seen_by, unless_full
 from lapa2_interp.models import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Size:
     kv_width: int
     """Numbers of one key, all its heads together; as many of a value."""
     vocab: int
+    keys_seen: tuple[KeysSeen, ...] = ()
+    """By layer, which keys its queries see; none are listed where every layer sees all keys."""
 
 
 PAPER_SIZES = {
@@ -48,22 +55,9 @@ def model_size(name: str | Path) -> Size:
     if name in PAPER_SIZES:
         return PAPER_SIZES[name]
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        if name in TINY:
-            config = tiny_config(name, load_tokenizer(name))
-        elif is_planted(name):
-            config = planted_config(name)
-        else:
-            # Without this transformers asks on the terminal, and runs the code on a "y".
-            config = AutoConfig.from_pretrained(str(source_of(name)), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if has_own_code(error):
-            raise ModelError(f"the model {name!r} {OWN_CODE}") from error
-        raise ModelError(
-            f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
-        ) from error
+    config = load_config(name)
     text = config.get_text_config()
     try:
         with torch.device("meta"):
@@ -77,11 +71,36 @@ def model_size(name: str | Path) -> Size:
             context_of(text),
             (getattr(text, "num_key_value_heads", None) or heads) * d_head,
             text.vocab_size,
+            unless_full(keys_seen_by(config)),
         )
     except (AttributeError, ValueError) as error:
         raise ModelError(
             f"{name!r} is a {config.model_type} model, whose size cannot be told"
             f" ({str(error).splitlines()[0]:.120}); give a causal language model with attention"
+        ) from error
+
+
+def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """A model's configuration alone.
+
+    Raises:
+        ModelError: None is found.
+    """
+    from transformers import AutoConfig
+
+    name = name_of(name)
+    try:
+        if name in TINY:
+            return tiny_config(name, load_tokenizer(name))
+        if is_planted(name):
+            return planted_config(name)
+        # Unless told no, transformers asks on the terminal, and runs the code on a "y".
+        return AutoConfig.from_pretrained(str(source_of(name)), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if has_own_code(error):
+            raise ModelError(f"the model {name!r} {OWN_CODE}") from error
+        raise ModelError(
+            f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
         ) from error
 
 

@@ -29,7 +29,7 @@ from lapa2_interp.paper.tables import ARM, at_few_steps, item_table, wide
 from lapa2_interp.runs.read import Run, load_run
 from lapa2_interp.scoring import chosen_scorers
 from lapa2_interp.stats import mean_interval, paired_difference
-from lapa2_interp.trace.tables import pooled, step_table
+from lapa2_interp.trace.tables import layer_types, pooled, step_table
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -175,9 +175,11 @@ class Bench(Findings):
 
 
 def prefix_curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
-    """Attention on the prefix against step, of one arm (`ItemData.steps`)."""
+    """Attention on the prefix against step, of one arm (`ItemData.steps`), in layers of the first
+    type (`layer_types`)."""
     steps = step_table(trace, samples.assign(arm="one"))
-    return steps[steps["name"] == "prefix"].drop(columns="arm")
+    wanted = (steps["name"] == "prefix") & (steps["layer_type"] == layer_types(trace)[0])
+    return steps[wanted].drop(columns=["arm", "layer_type"])
 
 
 def of_arm(text: str, arm: str, arms: Iterable[str]) -> str:

@@ -5,6 +5,9 @@ Axes
     sample        one continuation of one prompt
     step          t = 0 is the last prompt query, which predicts the first generated token
     layer, head   absent when the trace is pooled (their mean)
+    layer_type    "full", "sliding 512", ...: of models whose layers do not all see all keys. Pooled
+                  sums are means over the layers of a type, and a full trace names the type of each
+                  layer in `layer_sees`; a layer without attention ("none") has NaN
     prefix_token  position within the prefix
 
 Per branch, sample, step, layer and head, the attention summed over (docs/methods.md, "Record
@@ -14,7 +17,9 @@ definitions")
     released_slice                    the slots the released code boosts (GPT-2: BOS and all but the last prefix token)
     nearest_2, _4, _6, _8             the last k live keys outside the prefix, the query's own included
 
-and, averaged over layers and heads, `prefix_tokens`: the attention on each prefix token by itself.
+and, averaged over layers (of a type) and heads, `prefix_tokens`: the attention on each prefix token
+by itself. `in_sight`, of models with sliding windows: how many tokens of the prefix, or of the prompt
+on the raw model, the query of a step sees in a layer or type of layers.
 
 Ratios are formed on reading (`local_ratio`), never stored. Every reduction is in float32 inside the
 forward pass; a [query, key] matrix is kept only for the (layer, head) pairs asked for.

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.errors import TraceError
-from lapa2_interp.layout import Layout
+from lapa2_interp.layout import FULL, NONE, KeysSeen, Layout, kinds_of
 from lapa2_interp.trace import NEAREST, SUMS, TraceKind
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ class Recorder:
         n_layers, n_heads: The model's.
         kind: "pooled" stores means over layers and heads, "full" every head.
         patterns: (layer, head) pairs whose whole attention rows are kept.
+        seen: By layer, which keys its queries see; all keys by default.
 
     Raises:
-        TraceError: A pair the model does not have.
+        TraceError: A pair the model does not have, or of a layer without attention.
     """
 
     def __init__(
@@ -42,14 +43,23 @@ class Recorder:
         n_heads: int,
         kind: TraceKind = "full",
         patterns: Sequence[tuple[int, int]] = (),
+        seen: Sequence[KeysSeen] | None = None,
     ) -> None:
+        self.seen = tuple(seen or [FULL] * n_layers)
+        self.attending = [layer for layer, each in enumerate(self.seen) if each != NONE]
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
                 raise TraceError(
                     f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1},"
                     f" heads 0-{n_heads - 1}"
                 )
-        self.n_layers = n_layers
+            if layer not in self.attending:
+                raise TraceError(
+                    f"layer {layer} has no attention; layers with attention:"
+                    f" {', '.join(map(str, self.attending))}"
+                )
+        self.kinds = kinds_of(self.seen)
+        self.has_windows = self.kinds != [FULL]
         self.kind = kind
         self.patterns = tuple(patterns)
         self.steps: list[Tensor] = []
@@ -103,7 +113,7 @@ class Recorder:
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Reduce the attention of those queries of a layer that are steps."""
         n_keys = first + pattern.shape[2]
-        if layer == 0:
+        if layer == self.attending[0]:
             self._begin_pass(n_keys, first, pattern.device)
         # row head query key, of the queries that are steps
         steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(
@@ -120,7 +130,7 @@ class Recorder:
         self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
         # by pair: row query key
         self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
-        if layer == self.n_layers - 1:
+        if layer == self.attending[-1]:
             self._close_pass()
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
@@ -135,16 +145,14 @@ class Recorder:
             self.caps_of_pass = torch.zeros(n_rows, n_queries)
         self.caps += self._of_samples(self.caps_of_pass[:, -n_queries:])
         self.caps_of_pass = None
-        sums = torch.stack(self.layers, dim=1)  # row layer head query sum
-        mean = sums.mean((1, 2))  # row query sum
-        # row query layer head sum, or row query sum
-        of_head = (
-            sums[..., : len(SUMS)].permute(0, 3, 1, 2, 4)
-            if self.kind == "full"
-            else mean[..., : len(SUMS)]
-        )
-        self.steps += self._of_samples(of_head)
-        self.tokens += self._of_samples(mean[..., len(SUMS) :])
+        sums = torch.stack(self.layers, dim=2).permute(0, 3, 2, 1, 4)  # row query layer head sum
+        # by kind of layer: row query kind sum
+        parts = [sums[:, :, each] for each in self._layers_of_kinds()] if self.kinds[1:] else [sums]
+        means = torch.stack([each.mean((2, 3)) for each in parts], 2)
+        # row query layer head sum, or row query kind sum
+        found = sums if self.kind == "full" else means
+        self.steps += self._of_samples(found[..., : len(SUMS)])
+        self.tokens += self._of_samples(means[..., len(SUMS) :])
         if self.patterns:
             # row query pair key -> by query: sample pair key
             rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
@@ -152,6 +160,11 @@ class Recorder:
                 row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
             ]
         self.layers, self.kept = [], {}
+
+    def _layers_of_kinds(self) -> list[list[int]]:
+        """By kind of layer, where its layers stand among those with attention."""
+        kinds = [self.seen[layer] for layer in self.attending]
+        return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
 
     def _of_samples(
         self, found: Float[Tensor, "row query *rest"]
@@ -185,8 +198,15 @@ class Recorder:
             )
 
         axes = ("branch", "sample", "step")
-        heads = ("layer", "head") if self.kind == "full" else ()
+        by_kind = ("layer_type",) if self.has_windows else ()
+        heads = ("layer", "head") if self.kind == "full" else by_kind
         sums = unstack(self.steps)  # branch sample step *heads sum
+        if self.kind == "full" and len(self.attending) < len(self.seen):
+            whole = np.full((*sums.shape[:3], len(self.seen), *sums.shape[4:]), np.float32(np.nan))
+            whole[:, :, :, self.attending] = sums
+            sums = whole
+        elif self.kind == "pooled" and not by_kind:
+            sums = sums[:, :, :, 0]
         data: dict[str, tuple] = {
             name: (
                 (*axes, *heads),
@@ -195,13 +215,25 @@ class Recorder:
             )
             for i, name in enumerate(SUMS)
         }
-        tokens = unstack(self.tokens)  # branch sample step prefix_token
+        tokens = unstack(self.tokens)  # branch sample step kind prefix_token
         l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
         outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
+        tokens = np.where(outside[:, :, None, None], np.float32(np.nan), tokens)
         data["prefix_tokens"] = (
-            (*axes, "prefix_token"),
-            np.where(outside[:, :, None], np.float32(np.nan), tokens),
+            (*axes, *by_kind, "prefix_token"),
+            tokens if by_kind else tokens[:, :, :, 0],
         )
+        if by_kind:
+            kinds = self.seen if self.kind == "full" else self.kinds
+            slots = len(layouts[0]) - 1 + np.arange(n_seen)
+            in_sight = np.stack(
+                [[each.in_sight(slots, kind) for kind in kinds] for each in layouts]
+            )
+            data["in_sight"] = (
+                (*axes, "layer" if self.kind == "full" else "layer_type"),
+                in_sight.transpose(0, 2, 1).reshape(n_branches, n_samples, n_seen, len(kinds)),
+                {"long_name": "tokens of the prefix (or prompt) that the query sees"},
+            )
         if self.may_cap:
             about = {"long_name": "biases cut at their largest size, over layers and heads"}
             data["caps"] = (axes, unstack(self.caps), about)
@@ -224,6 +256,10 @@ class Recorder:
             ),
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
+        if by_kind:
+            coords["layer_type"] = [str(each) for each in self.kinds]
+        if self.kind == "full" and (by_kind or len(self.attending) < len(self.seen)):
+            coords["layer_sees"] = ("layer", [str(each) for each in self.seen])
         if self.rows:
             coords["key"] = np.arange(data["pattern"][1].shape[-1])
             for i, name in enumerate(("pair_layer", "pair_head")):

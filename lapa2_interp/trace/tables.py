@@ -20,10 +20,36 @@ if TYPE_CHECKING:
 # --- reading a trace
 
 
-def pooled(trace: xr.Dataset, name: str) -> Float[np.ndarray, "branch sample step"]:
-    """One of the sums, averaged over layers and heads where the trace has them; NaN after a
-    sample's last step."""
+def layer_types(trace: xr.Dataset) -> list[str]:
+    """Types of the layers by the keys they see: "full" first, then those with windows."""
+    return (
+        [str(each) for each in trace["layer_type"].to_numpy()]
+        if "layer_type" in trace
+        else ["full"]
+    )
+
+
+def of_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
+    """One of the sums in the layers of a type, the first of `layer_types` by default.
+
+    A mean over layers that see all keys and others that do not would follow no law.
+    """
     found = trace[name]
+    if layer_type is None:
+        layer_type = layer_types(trace)[0]
+    if "layer_type" in found.dims:
+        return found.sel(layer_type=layer_type, drop=True)
+    if "layer" in found.dims and "layer_sees" in trace.coords:
+        return found.isel(layer=trace["layer_sees"].to_numpy() == layer_type)
+    return found
+
+
+def pooled(
+    trace: xr.Dataset, name: str, layer_type: str | None = None
+) -> Float[np.ndarray, "branch sample step"]:
+    """One of the sums, averaged over heads and the layers of a type (`of_layer_type`) where the
+    trace has them; NaN after a sample's last step."""
+    found = of_layer_type(trace, name, layer_type)
     return found.mean(
         [axis for axis in ("layer", "head") if axis in found.dims], skipna=False
     ).to_numpy()
@@ -51,15 +77,18 @@ def local_ratio(
 def local_parts(
     trace: xr.Dataset, k: int, *, without_bos: bool = False
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """Numerator and denominator of `local_ratio`, for averages over heads before the division."""
+    """Numerator and denominator of `local_ratio`, for averages over heads before the division.
+
+    Of a model with sliding windows: in the layers of the first type (`layer_types`).
+    """
     if k not in NEAREST:
         raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
-    near = trace[f"nearest_{k}"]
+    near = of_layer_type(trace, f"nearest_{k}")
     # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is
     # rounding.
-    rest = trace["prompt"] + trace["generated"]
+    rest = of_layer_type(trace, "prompt") + of_layer_type(trace, "generated")
     if not without_bos:
-        return near, rest + trace["bos"]
+        return near, rest + of_layer_type(trace, "bos")
     # In a short context all keys outside the prefix are near, BOS among them.
     return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
 
@@ -92,9 +121,9 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         branch: Which branch; by default the first with a prefix.
 
     Returns:
-        Columns arm, step, name, mean, low, high (95 %, prompts resampled; NaN for a single prompt),
-        n, prompts. Steps that any sample of the arm lacks are left out, so that a curve never
-        changes its texts on the way.
+        Columns arm, layer_type, step, name, mean, low, high (95 %, prompts resampled; NaN for a
+        single prompt), n, prompts. Layers of every type have a curve of their own. Steps that any
+        sample of the arm lacks are left out, so that a curve never changes its texts on the way.
 
     Raises:
         TraceError: Another number of samples than the trace has; or no such branch.
@@ -102,27 +131,31 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     at = _branch_number(trace, branch)
     rows = []
     for arm, members in _arms(trace, samples):
-        for name in ("prefix", "bos", "released_slice", "prompt"):
-            curve = pooled(trace, name)[at, members.index]
-            curve = curve[:, ~np.isnan(curve).any(axis=0)]
-            low, high = bounds(curve, members["prompt"])
-            columns = {
-                "step": trace["step"].to_numpy()[: curve.shape[1]],
-                "mean": curve.mean(axis=0),
-                "low": low,
-                "high": high,
-            }
-            counts = {"n": len(curve), "prompts": members["prompt"].nunique()}
-            rows.append(pd.DataFrame({"arm": arm, "name": name, **columns, **counts}))
+        for layer_type in layer_types(trace):
+            for name in ("prefix", "bos", "released_slice", "prompt"):
+                curve = pooled(trace, name, layer_type)[at, members.index]
+                curve = curve[:, ~np.isnan(curve).any(axis=0)]
+                low, high = bounds(curve, members["prompt"])
+                columns = {
+                    "step": trace["step"].to_numpy()[: curve.shape[1]],
+                    "mean": curve.mean(axis=0),
+                    "low": low,
+                    "high": high,
+                }
+                named = {"arm": arm, "layer_type": layer_type, "name": name}
+                counts = {"n": len(curve), "prompts": members["prompt"].nunique()}
+                rows.append(pd.DataFrame({**named, **columns, **counts}))
     return pd.concat(rows, ignore_index=True)
 
 
 def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
     """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit
-    or has under 3 steps."""
+    or has under 3 steps. Curves of layers with windows, where l stops growing, have no fit."""
     rows = []
     for arm in dict.fromkeys(steps["arm"]):
-        curve = steps[(steps["name"] == name) & (steps["arm"] == arm)]
+        curve = steps[
+            (steps["name"] == name) & (steps["arm"] == arm) & (steps["layer_type"] == "full")
+        ]
         fit = DecayFit(np.nan, np.nan, np.nan)
         if len(curve) >= 3:
             fit = fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy())
@@ -153,7 +186,8 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
 def prefix_token_table(
     trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None
 ) -> pd.DataFrame:
-    """Attention on BOS and on each prefix token, mean over steps, layers and heads.
+    """Attention on BOS and on each prefix token, mean over steps, layers (of the first type) and
+    heads.
 
     Returns:
         Columns arm, key ("BOS", "p1", ...; those that any sample of the arm has), mean, low, high
@@ -162,7 +196,7 @@ def prefix_token_table(
     at = _branch_number(trace, branch)
     rows = []
     for arm, members in _arms(trace, samples):
-        tokens = trace["prefix_tokens"][at, members.index].mean("step").to_numpy()
+        tokens = of_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
         bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
         masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
         for key, values in masses.items():
