@@ -95,9 +95,14 @@ KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
         "mamba": "none",
         "conv": "none",
         "moe": "none",
+        "mlp": "none",
     }
 )
 """What the layer types of transformers' configurations mean for attention."""
+
+
+OTHER_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
+"""Settings of models that choose keys in ways of their own (Doge, MiniMax M3, Reformer)."""
 
 
 def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
@@ -118,6 +123,10 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
 def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
     """`keys_seen` of a model with this configuration of transformers."""
     config = config.get_text_config()
+    if unknown := [name for name in OTHER_MASKS if getattr(config, name, None)]:
+        raise ModelError(
+            f"the model hides keys by {unknown[0]}, so which keys its queries see is not known here"
+        )
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = next(
         (
@@ -133,12 +142,13 @@ def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
     found = []
     for layer, kind in enumerate(kinds):
-        if kind not in KEYS_SEEN:
+        size = sizes.get(KEYS_SEEN[kind], 0) if kind in KEYS_SEEN else None
+        if size is None:
             raise ModelError(
                 f"layer {layer} is of type {kind!r}, and which keys its queries see is not known"
                 f" here; known types: {', '.join(KEYS_SEEN)}"
             )
-        found.append(KeysSeen(KEYS_SEEN[kind], sizes.get(KEYS_SEEN[kind]) or 0))
+        found.append(KeysSeen(KEYS_SEEN[kind], size))
     return tuple(found)
 
 

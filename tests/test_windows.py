@@ -27,6 +27,7 @@ from lapa2_interp.errors import AugmentationError, LayoutError, ModelError, Trac
 from lapa2_interp.layout import FULL, KeysSeen, layers_in_words, left_pad
 from lapa2_interp.loaded import keys_seen, keys_seen_by, model_card
 from lapa2_interp.models import load_tokenizer
+from lapa2_interp.paper.propositions import by_alpha
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.trace.recorder import Recorder
 from lapa2_interp.trace.tables import fit_table, layer_types, pooled, step_table
@@ -165,7 +166,7 @@ def test_cached_decoding_is_the_whole_pass(load, kind, model_class):
         rows.prompt_pass(layouts)
         rows.expand(torch.arange(2), capacity=len(layouts[0]) + 24)
         found = torch.cat([rows.read(each) for each in tokens.split(1, dim=1)], 1)
-    for row, each in enumerate(layouts):
+    for row in range(2):
         alone = Layout.of(model.tokenizer, PREFIX, (PROMPT, SHORT)[row])
         whole = torch.cat([alone.tensor, tokens[:1]], 1)
         with torch.no_grad(), augmented(model, rule, alone):
@@ -180,20 +181,14 @@ def test_traces_keep_windows_apart(load, kind, model_class):
     whole = teacher_forced(model, branch, text, Augmentation(alpha=0.4))
     mean = teacher_forced(model, branch, text, Augmentation(alpha=0.4), trace="pooled")
     assert whole["layer_sees"].to_numpy().tolist() == [str(each) for each in kinds]
-    assert (
-        layer_types(whole)
-        == layer_types(mean)
-        == list(dict.fromkeys(sorted(map(str, kinds), key=lambda k: k != "full")))
-    )
+    names = list(dict.fromkeys(map(str, sorted(kinds, key=lambda each: each != FULL))))
+    assert layer_types(whole) == layer_types(mean) == names
     for layer, each in enumerate(kinds):
         sight = whole["in_sight"][0, 0, :, layer].to_numpy()
         share = whole["prefix"][0, 0, :, layer].to_numpy()
-        assert ((share > 0).all(1) == (sight > 0)).all() and (
-            (share == 0).all(1) == (sight == 0)
-        ).all()
-        assert (sight.min() == 0) == (each != FULL) and sight[0] == (
-            branch.l_pre if each == FULL else sight[0]
-        )
+        assert ((share > 0).all(1) == (sight > 0)).all()
+        assert ((share == 0).all(1) == (sight == 0)).all()
+        assert (sight.min() == 0) == (each != FULL)
     for name in ("prefix", "bos", "prompt", "nearest_4"):
         for layer_type in layer_types(mean):
             of_type = [layer for layer, each in enumerate(kinds) if str(each) == layer_type]
@@ -228,7 +223,8 @@ def test_a_target_is_met_where_the_prefix_is_in_sight(load):
     trace = teacher_forced(model, branch, text, Augmentation(alpha=1, law="target", tau=0.3))
     sight, share = trace["in_sight"][0, 0].to_numpy() > 0, trace["prefix"][0, 0].to_numpy()
     assert np.abs(share[sight] - 0.3).max() < 1e-5
-    assert (share[~sight] == 0).all() and (~sight).any()
+    assert (share[~sight] == 0).all()
+    assert (~sight).any()
     assert (trace["caps"] == 0).all()
 
 
@@ -271,10 +267,12 @@ def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):
     last = steps[(steps["name"] == "prefix") & (steps["step"] == steps["step"].max())].set_index(
         "layer_type"
     )["mean"]
-    assert last["full"] > 0 and last["sliding 12"] == 0
+    assert last["full"] > 0
+    assert last["sliding 12"] == 0
     fits = fit_table(steps)
     alone = fit_table(steps[steps["layer_type"] == "full"])
-    assert fits.equals(alone) and len(fits) == 1
+    assert fits.equals(alone)
+    assert len(fits) == 1
     labels = [
         line.get_label() for line in read_attention(run).figures()["prefix_attention"].axes[0].lines
     ]
@@ -306,7 +304,8 @@ def test_commands_name_the_windows(load, capsys):
     ]
     assert main(asked) == 0
     shown = capsys.readouterr().out
-    assert words in shown and "in layers that are sliding 12: augmentation" in shown
+    assert words in shown
+    assert "in layers that are sliding 12: augmentation" in shown
     assert main([*asked, "--json"]) == 0
     whole, windowed = json.loads(capsys.readouterr().out)
     assert (whole["layer_type"], windowed["layer_type"]) == ("full", "sliding 12")
@@ -353,6 +352,21 @@ def test_types_of_layers_are_read_from_configurations():
         config = AutoConfig.for_model("llama", num_hidden_layers=1)
         config.layer_types = ["indexed_attention"]
         keys_seen_by(config)
+
+
+def test_propositions_refuse_what_a_window_hides(load):
+    model = load("gemma3_text", "TransformersModel")
+    branch = Layout.of(model.tokenizer, "Go:", " on")
+    for n, refused in ((4, False), (20, True)):
+        traces = {
+            alpha: teacher_forced(model, branch, [list(range(70, 70 + n))], rule)
+            for alpha, rule in ((0.0, None), (1.0, Augmentation(alpha=1)))
+        }
+        if refused:
+            with pytest.raises(TraceError, match="longer than the sliding window"):
+                by_alpha(traces)
+        else:
+            by_alpha(traces)
 
 
 def test_a_hooked_transformer_names_its_windows(model_class):

@@ -366,8 +366,9 @@ def by_alpha(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
     texts.
 
     Raises:
-        TraceError: No trace at alpha 0, traces of different size or prefixes, pooled ones, a text
-            without a prefix, or fewer than 3 steps that all texts have.
+        TraceError: No trace at alpha 0, traces of different size or prefixes, pooled ones, texts
+            beyond a sliding window, a text without a prefix, or fewer than 3 steps that all texts
+            have.
     """
     import xarray as xr
 
@@ -385,6 +386,11 @@ def by_alpha(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
             )
         if "head" not in each.dims:
             raise TraceError("these traces are pooled over heads; record them with trace full")
+        if "in_sight" in each and (each["in_sight"] < each["l_pre"]).any():
+            raise TraceError(
+                "the texts are longer than the sliding window of some layers, where the prefix is"
+                " hidden, not only outweighed; give shorter texts"
+            )
         parts.append(each.isel(branch=int(controlled[0]), drop=True))
     first = parts[0]
     for each in parts:

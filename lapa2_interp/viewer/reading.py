@@ -38,6 +38,7 @@ from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks import Task
 from lapa2_interp.trace.recorder import trace_bytes
+from lapa2_interp.trace.tables import layer_types, of_layer_type
 
 MASSES = ("prefix", "bos", "prompt", "generated")
 SAME = {"float32": 1e-3, "float64": 1e-3}
@@ -273,7 +274,7 @@ def read_again(
         off = None
         made = run.cell(cell.key)
         if made.trace is not None and not (same_text and i):
-            off = _off(made.trace, names[number], row, masses)
+            off = _off(made.trace, trace, names[number], row, masses)
             if not off <= SAME.get(cell.dtype, SAME_IN_HALF):
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
@@ -340,15 +341,21 @@ def _branch(todo: Plan, name: str | None) -> int:
 
 
 def _off(
-    recorded: Any, branch: str, row: int, masses: Float[np.ndarray, "mass step layer head"]
+    recorded: Any,
+    read: Any,
+    branch: str,
+    row: int,
+    masses: Float[np.ndarray, "mass step layer head"],
 ) -> float:
     """The largest difference from the sums that a run recorded of this text: of every head, or of
-    their mean."""
+    their mean over the layers of the first type."""
     steps, worst = masses.shape[1], 0.0
-    part = recorded.sel(branch=[branch])
+    part, of_type = recorded.sel(branch=[branch]), slice(None)
+    if "layer_sees" in read.coords:
+        of_type = read["layer_sees"].to_numpy() == layer_types(read)[0]
     for name, again in zip(MASSES, masses, strict=True):
-        there = part[name].to_numpy()[0, row, :steps]
-        now = again if there.ndim == 3 else again.mean((1, 2))
+        there = of_layer_type(part, name).to_numpy()[0, row, :steps]
+        now = again[:, of_type] if there.ndim == 3 else again[:, of_type].mean((1, 2))
         worst = np.maximum(worst, np.abs(there - now).max())  # NaN stays
     return float(worst)
 
