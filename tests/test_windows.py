@@ -369,6 +369,11 @@ def test_propositions_refuse_what_a_window_hides(load):
             by_alpha(traces)
 
 
-def test_a_hooked_transformer_names_its_windows(model_class):
-    if model_class == "HookedTransformer":
-        assert set(keys_seen(load_model("tiny-gpt2", model_class=model_class))) == {FULL}
+def test_all_classes_make_one_trace(load, model_class):
+    traces = []
+    for each in (model_class, "TransformersModel"):
+        model = load("mistral", each)
+        assert keys_seen(model) == KINDS["mistral"]
+        branch = Layout.of(model.tokenizer, PREFIX, PROMPT)
+        traces.append(teacher_forced(model, branch, [list(range(70, 95))], Augmentation(alpha=0.4)))
+    assert (np.abs(traces[0] - traces[1]).max().to_array() < 1e-6).all()
