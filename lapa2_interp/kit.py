@@ -24,7 +24,7 @@ from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
-from lapa2_interp.decoding.text import continuation
+from lapa2_interp.layout.texts import continuation
 from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.files import alone_with, cache_folder, keep_file, sealed, unsealed
 from lapa2_interp.loaded import Model, model_card

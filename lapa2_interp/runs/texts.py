@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.cell import BUILT_IN_TASKS
-from lapa2_interp.decoding.text import continuation
+from lapa2_interp.layout.texts import continuation
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest

@@ -29,6 +29,7 @@ from jinja2 import TemplateError
 
 from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.errors import LayoutError, counted
+from lapa2_interp.layout.texts import decode, pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,40 +125,6 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
         )
     ends = {each for each in (eos, plain) if each is not None}
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
-
-
-def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> list[str]:
-    """The text each token adds; joined, they are the text of the tokens behind the prompt.
-
-    A character whose bytes are spread over several tokens belongs to the last of them; those before
-    it add "".
-
-    Args:
-        prompt: What the tokens continue.
-        tokens: New tokens only.
-
-    Returns:
-        As many as tokens.
-    """
-
-    def text(ids: Sequence[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all
-    # of them would.
-    window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
-    known, found = len(window), []
-    for i, token in enumerate(tokens):
-        window.append(token)
-        before, after = text(window[:known]), text(window)
-        if after.endswith("\ufffd") and i < len(tokens) - 1:
-            found.append("")
-            continue
-        found.append(after[len(before) :])
-        window, known = window[known:], len(window) - known
-    return found
 
 
 @dataclass(frozen=True)
