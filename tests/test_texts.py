@@ -66,7 +66,10 @@ def bytes_of(tokenizer, found):
         ([0xF0, 0x9F, 0x61], ["\ufffd", "", "a"]),
         ([0xF0, *EMOJI, 0x9F, 0x61], ["\ufffd", "", "", "", "🙂", "\ufffd", "a"]),
         ([0x99, 0x82, 0xE4, 0xBD, 0xA0], ["\ufffd", "\ufffd", "", "", "你"]),
-        ([0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99, 0xE5, 0xA5, 0xBD], ["", "", "你", "\ufffd", "", "", "", "", "好"]),
+        (
+            [0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99, 0xE5, 0xA5, 0xBD],
+            ["", "", "你", "\ufffd", "", "", "", "", "好"],
+        ),
     ],
 )
 def test_bytes_that_are_no_character_leave_their_neighbours_alone(name, given_, read):

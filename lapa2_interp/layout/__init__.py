@@ -240,7 +240,7 @@ class Layout:
             l_pro=l_pro,
             counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
             soft=soft,
-            merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
+            merged=decode(tokenizer, [encoded["input_ids"][l_pre - 1]]) if crosses else None,
         )
 
     @classmethod
@@ -328,7 +328,7 @@ class Layout:
             )
         inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
         begin, end = inside[0], inside[-1] + 1
-        covered = tokenizer.decode(ids[begin:end])
+        covered = decode(tokenizer, ids[begin:end])
         crosses = covered.strip() != phrase.strip()
         if crosses and phrase != content:
             raise LayoutError(

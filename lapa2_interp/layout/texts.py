@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import groupby
-from os.path import commonprefix
+from itertools import groupby, pairwise, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,9 +14,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return str(
-        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @functools.lru_cache(maxsize=16)
@@ -77,10 +74,11 @@ def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int
     for token in tokens:
         window.append(token)
         text = decode(tokenizer, window)[head:]
-        sure = len(commonprefix([text, whole[border : border + len(text)]]))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, whole[border:], strict=False))
+        sure = len(list(same))
         found.append(max(found[-1], border + sure))
         if sure == len(text) and not text.endswith(REPLACEMENT):
             window, known, border = window[known:], len(window) - known, border + sure
             head = len(decode(tokenizer, window))
     found[-1] = len(whole)
-    return [whole[start:stop] for start, stop in zip(found, found[1:], strict=False)]
+    return [whole[start:stop] for start, stop in pairwise(found)]
