@@ -68,7 +68,8 @@ def chat(
         arguments = None
     if not isinstance(arguments, dict):
         raise LayoutError(
-            f'--template should be a JSON object such as {{"enable_thinking": false}}, found {template[:80]!r}'
+            '--template should be a JSON object such as {"enable_thinking": false}, found'
+            f" {template[:80]!r}"
         )
     from lapa2_interp.decoding.chat import continue_chats
     from lapa2_interp.layout import Layout

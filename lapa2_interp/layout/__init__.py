@@ -262,18 +262,18 @@ class Layout:
             messages: As the template takes them: each has a "role" and a "content", which calls of
                 tools may stand for; and perhaps a "reasoning_content" (or "thinking").
             span: What becomes the prefix: "system" (the text of the first message, which has that
-                role), "turn:2" (the text of the second message that is not the system's), "reasoning:2"
-                (that message's reasoning), or "phrase:be brief" (a text that occurs once in all
-                messages). White space around it
-                that belongs to its first or last token comes with it, and so does a mark of the
-                template that shares a token with a whole message (`merged`).
+                role), "turn:2" (the text of the second message that is not the system's),
+                "reasoning:2" (that message's reasoning), or "phrase:be brief" (a text that occurs
+                once in all messages). White space around it that belongs to its first or last
+                token comes with it, and so does a mark of the template that shares a token with a
+                whole message (`merged`).
             add_generation_prompt: End with what opens the assistant's next turn.
             template: Arguments of the template, such as {"enable_thinking": False, "tools": [...]}.
 
         Raises:
             LayoutError: The tokenizer has no offsets or no template; the template refuses or
-                changes a message, or does not read an argument; there is no such message or phrase, or several; or the phrase
-                begins or ends inside a token.
+                changes a message, or does not read an argument; there is no such message or
+                phrase, or several; or the phrase begins or ends inside a token.
         """
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise LayoutError(

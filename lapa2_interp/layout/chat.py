@@ -66,8 +66,8 @@ def write_chat(
     if not chat or not all(map(_readable, chat)):
         wrong = next((each for each in chat if not _readable(each)), None)
         raise LayoutError(
-            'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join the'
-            f" texts of parts); found {str(wrong or chat)[:200]}"
+            'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join'
+            f" the texts of parts); found {str(wrong or chat)[:200]}"
         )
     part, phrase = _marked(chat, span)
 
