@@ -10,10 +10,12 @@ Slots are key positions in the cache: soft slots (keys without ids), padding, BO
 prompt, generated. A span is half-open, [start, stop). Slot numbers a user gives (an explicit span)
 count live keys: 0 is the first soft slot, or BOS.
 
-Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
+l is what the bias counts at the query in slot q (l_pre, l_pro, l_gen: the paper's), by default
+without BOS. Tables and plots that count BOS, too, say l_kv.
 
-    kv     l = keys the query can see, its own and BOS included
-    paper  l = l_pre + l_pro + (t - T) of Algorithm 1: the same without BOS
+    paper  l = l_pre + l_pro + (t - T) of Algorithm 1: keys the query can see, its own included,
+           without BOS
+    kv     l = l_kv, the same with BOS
 """
 
 from __future__ import annotations
