@@ -109,7 +109,7 @@ def test_a_template_without_arguments_takes_none():
         LayoutError, match="unknown argument of the chat template 'enable_thinking'"
     ):
         Layout.of_chat(chat_tokenizer(), CHAT, template={"enable_thinking": False})
-    with pytest.raises(LayoutError, match="refuses these messages"):
+    with pytest.raises(LayoutError, match="refuses these messages: can only concatenate"):
         Layout.of_chat(chat_tokenizer("{{ messages[0]['content'] + 1 }}"), CHAT)
 
 

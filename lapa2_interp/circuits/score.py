@@ -42,8 +42,8 @@ class Control:
     def frame(self) -> pd.DataFrame:
         """A row for every text and step: prompt, source, case, step, l_kv, and every metric.
 
-        l_kv counts the keys of the query, BOS and its own included; step 0 predicts the text's first
-        token.
+        l_kv counts the keys of the query, BOS and its own included; step 0 predicts the text's
+        first token.
         """
         rows = []
         for i, case in enumerate(self.question.cases):

@@ -62,13 +62,13 @@ def write_chat(
     arguments: Mapping[str, Any],
 ) -> Written:
     """Write a chat and find a span in it; see `Layout.of_chat`, also for the errors."""
-    chat = [dict(message) for message in messages]
-    if not chat or not all(map(_readable, chat)):
-        wrong = next((each for each in chat if not _readable(each)), None)
+    if not messages or not all(map(_readable, messages)):
+        wrong = next((each for each in messages if not _readable(each)), None)
         raise LayoutError(
             'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join'
-            f" the texts of parts); found {str(wrong or chat)[:200]}"
+            f" the texts of parts); found {str(wrong or messages)[:200]}"
         )
+    chat = [dict(message) for message in messages]
     part, phrase = _marked(chat, span)
 
     def written(texts: Sequence[Message], tokenize: bool) -> Any:
@@ -105,8 +105,10 @@ def write_chat(
     return Written(text, ids, start, start + len(phrase), phrase, phrase == part.text)
 
 
-def _readable(message: Message) -> bool:
+def _readable(message: Any) -> bool:
     """A message has a role, and a text or what stands for one, such as calls of tools."""
+    if not isinstance(message, Mapping):
+        return False
     content = message.get("content")
     other = content is None and any(message[name] for name in {*message} - {"role", "content"})
     return isinstance(message.get("role"), str) and (isinstance(content, str) or other)
@@ -127,7 +129,11 @@ def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> 
     known = sorted({*read} - {*OURS, "raise_exception", "strftime_now", "namespace", "range"})
     for name in arguments:
         if name not in known:
-            raise LayoutError(one_of("argument of the chat template", name, known))
+            raise LayoutError(
+                one_of(
+                    "argument of the chat template", name, known or ["none, it reads no argument"]
+                )
+            )
 
 
 def _marked(chat: Sequence[Message], span: str) -> tuple[Part, str]:

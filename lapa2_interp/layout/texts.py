@@ -77,7 +77,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int
         same = takewhile(lambda pair: pair[0] == pair[1], zip(text, whole[border:], strict=False))
         sure = len(list(same))
         found.append(max(found[-1], border + sure))
-        if sure == len(text) and not text.endswith(REPLACEMENT):
+        if text and sure == len(text) and not text.endswith(REPLACEMENT):
             window, known, border = window[known:], len(window) - known, border + sure
             head = len(decode(tokenizer, window))
     found[-1] = len(whole)
