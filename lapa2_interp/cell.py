@@ -146,7 +146,9 @@ class Cell(BaseModel):
                 those of published methods.
             alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
             length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos,
-                bar_prefix_words: As the fields of a cell.
+                bar_prefix_words: As the fields of a cell. length counts the prompt's tokens where
+                the task does (`Task.length_counts_prompt`: sentiment and topic): behind a prompt of
+                two tokens, 32 are 30 new ones.
             dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
             device: Where the texts will be made, which decides what dtype "auto" is.
             model_class: TransformerBridge, HookedTransformer or TransformersModel.

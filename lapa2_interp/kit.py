@@ -24,9 +24,9 @@ from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
-from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.files import alone_with, cache_folder, keep_file, sealed, unsealed
+from lapa2_interp.layout.texts import continuation, decode
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
@@ -65,7 +65,7 @@ class ModelKit:
         return list(self.model.tokenizer(text, add_special_tokens=False).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        return str(self.model.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        return decode(self.model.tokenizer, ids)
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
         return self.model.W_E.detach().float()

@@ -15,7 +15,8 @@ from lapa2_interp.decoding.barring import Barred, token_texts
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.scoring import Item
 from lapa2_interp.scoring.echo import Echo, prefix_words
-from lapa2_interp.tasks import WORD, Attribute
+from lapa2_interp.tasks import Attribute
+from lapa2_interp.tasks.segmentation import words as words_of
 
 SENTIMENT = load_task("sentiment")
 WORDS = ("very", "positive")
@@ -31,7 +32,7 @@ LETTERS = SENTIMENT.model_copy(
 
 
 def said(text, words):
-    return set(WORD.findall(text.lower())) & set(words)
+    return set(words_of(text)) & set(words)
 
 
 @pytest.mark.parametrize(

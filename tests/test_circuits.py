@@ -355,9 +355,9 @@ def test_a_metric_of_ones_own_and_a_task_by_name():
         samples=2,
     )
     frame = found.frame()
-    assert list(frame) == ["prompt", "source", "case", "step", "l", "top"]
+    assert list(frame) == ["prompt", "source", "case", "step", "l_kv", "top"]
     assert len(frame) == 2 * 2 * 4
-    assert frame["l"].tolist()[:4] == [6, 7, 8, 9]
+    assert frame["l_kv"].tolist()[:4] == [6, 7, 8, 9]
     assert set(found.interval("top", by="source")["source"]) == {"raw"}
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
     # Texts written behind a prefix say so.

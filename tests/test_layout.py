@@ -428,7 +428,7 @@ def test_what_a_chat_does_not_have_is_named():
         (CHAT, "phrase:storm", "occurs 0 times"),
         (CHAT, "phrase:", "occurs 0 times"),
         (CHAT, "phrase:irate", "begins or ends inside a token; mark whole words"),
-        (CHAT, "user", "should be system, turn:NUMBER or phrase:TEXT"),
+        (CHAT, "user", "should be system, turn:NUMBER, reasoning:NUMBER or phrase:TEXT"),
         ([], "system", "a chat is a list of messages"),
         ([{"role": "system"}], "system", "a chat is a list of messages"),
         (

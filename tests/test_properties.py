@@ -18,8 +18,8 @@ from lapa2_interp import Augmentation, Layout, augmented, load_model, load_task,
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.decoding.sampling import NOTHING, draw, uniforms
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import LayoutError
+from lapa2_interp.layout.texts import continuation
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.tasks import Attribute

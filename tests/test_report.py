@@ -15,7 +15,7 @@ from browsers import browser_page
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import unsealed
-from lapa2_interp.layout import pieces
+from lapa2_interp.layout.texts import pieces
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.page import embedded
 from lapa2_interp.paper.claims import Finding

@@ -215,7 +215,7 @@ def test_the_released_oddity_scores_a_second_bos():
 def test_distinct_by_hand():
     """a b a b | b a: 6 tokens; 2 words; pairs ab, ba (across texts none); triples aba, bab."""
     lists, name = token_lists(["a b a b", "b a"])
-    assert name == "words"
+    assert name == "words or graphemes"
     assert [distinct(lists, n) for n in (1, 2, 3)] == [2 / 6, 2 / 6, 2 / 6]
     table = distinct_table(["a b a b", "b a"], ["p", "q"])
     assert table["mean"].tolist() == [2 / 6] * 3
@@ -631,7 +631,7 @@ def test_distinct_has_its_cells_too():
     table = distinct_cells(frame)
     assert table["metric"].tolist() == ["distinct-1", "distinct-2", "distinct-3"] * 2
     assert table["mean"][0] == pytest.approx(1 / 7)
-    assert set(table["scorer"]) == {"distinct (words)"}
+    assert set(table["scorer"]) == {"distinct (words or graphemes)"}
 
 
 def test_a_cell_of_empty_texts_is_in_the_table_of_distinct():
@@ -641,7 +641,7 @@ def test_a_cell_of_empty_texts_is_in_the_table_of_distinct():
     assert table["mean"].isna().tolist() == [True] * 3 + [False] * 3
     assert (table["n"].tolist(), table["prompts"].tolist()) == ([0] * 3 + [2] * 3,) * 2
     assert table["why"].tolist() == ["2 empty text"] * 3 + [""] * 3
-    assert set(table["scorer"]) == {"distinct (words)"}
+    assert set(table["scorer"]) == {"distinct (words or graphemes)"}
 
 
 # --- texts

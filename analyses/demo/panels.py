@@ -260,7 +260,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         found.append(
             f"{shown(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
         )
-    l = curve["l"]
+    l = curve["l_kv"]
     head = [
         "",
         "fitted exponent of l",
@@ -307,18 +307,24 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     for alpha, line in curve.groupby("alpha"):
         name = number(float(alpha))
         colour = COLOURS.get(name, plots.COLOURS[3])
-        axes.plot(line["l"], line["mean"], color=colour, lw=1.8, label=shown(name))
+        axes.plot(line["l_kv"], line["mean"], color=colour, lw=1.8, label=shown(name))
         seen = line["low"] > 0
         axes.fill_between(
-            line["l"], line["low"].where(seen), line["high"], seen, color=colour, alpha=0.15, lw=0
+            line["l_kv"],
+            line["low"].where(seen),
+            line["high"],
+            seen,
+            color=colour,
+            alpha=0.15,
+            lw=0,
         )
         expected = 1 / (1 + np.exp(-(ratio - pooled.log_rest + float(alpha) * pooled.log_r))).mean(
             0
         )
-        axes.plot(line["l"], expected, color=colour, lw=1.3, ls=":")
+        axes.plot(line["l_kv"], expected, color=colour, lw=1.3, ls=":")
     axes.plot([], [], color="#555555", lw=1.3, ls=":", label="closed form")
     axes.set(xscale="log", yscale="log")
-    low, high = curve["l"].min(), curve["l"].max()
+    low, high = curve["l_kv"].min(), curve["l_kv"].max()
     ticks = [l for l in (10, 20, 50, 100, 200, 400, 1000, 2000) if low <= l <= high * 1.01]
     axes.set_xticks(ticks, [str(l) for l in ticks])
     least = max(curve["mean"].min() / 1.6, 1e-6)
@@ -336,7 +342,7 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     axes.minorticks_off()
     axes.set_xlim(low / 1.04, high * 1.04)
     axes.grid(color="#e8e8e8", lw=0.7)
-    _axes(axes, "l, tokens so far (BOS included)", "attention on the prefix")
+    _axes(axes, "l_kv: tokens so far, BOS included", "attention on the prefix")
     figure.legend(
         loc="outside upper center",
         frameon=False,

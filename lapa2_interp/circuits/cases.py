@@ -19,6 +19,7 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import generate
 from lapa2_interp.errors import CircuitError, counted
 from lapa2_interp.layout import Layout
+from lapa2_interp.layout.texts import decode
 from lapa2_interp.loaded import Model
 from lapa2_interp.methods import load_task
 from lapa2_interp.soft_prefix import SoftPrefix
@@ -224,7 +225,9 @@ def check_asked(
 def prefix_texts(tokenizer: PreTrainedTokenizerBase, case: Case) -> dict[str, str]:
     """By attribute, the prefix of a case as text."""
     return {
-        name: "soft prefix" if each.soft else tokenizer.decode(each.ids[each.n_bos :][: each.l_pre])
+        name: "soft prefix"
+        if each.soft
+        else decode(tokenizer, each.ids[each.n_bos :][: each.l_pre])
         for name, each in zip(case.names, case.layouts, strict=True)
     }
 

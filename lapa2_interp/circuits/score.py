@@ -40,16 +40,16 @@ class Control:
     values: Mapping[str, Float[np.ndarray, "case step"]]
 
     def frame(self) -> pd.DataFrame:
-        """A row for every text and step: prompt, source, case, step, l, and every metric.
+        """A row for every text and step: prompt, source, case, step, l_kv, and every metric.
 
-        l counts the keys of the query, BOS and its own included; step 0 predicts the text's first
-        token.
+        l_kv counts the keys of the query, BOS and its own included; step 0 predicts the text's
+        first token.
         """
         rows = []
         for i, case in enumerate(self.question.cases):
             for step in range(case.n):
                 row = {"prompt": case.prompt, "source": case.source, "case": i, "step": step}
-                row["l"] = case.layouts[0].n_live + step
+                row["l_kv"] = case.layouts[0].n_live + step
                 rows.append(row | {name: each[i, step] for name, each in self.values.items()})
         return pd.DataFrame(rows)
 

@@ -64,7 +64,7 @@ from lapa2_interp.files import (
     write_netcdf,
     write_text,
 )
-from lapa2_interp.layout import pieces
+from lapa2_interp.layout.texts import pieces
 from lapa2_interp.loaded import Model, model_card, plain_network
 from lapa2_interp.page import Section, page
 from lapa2_interp.plots import Drawing, new_figure, plain_axes

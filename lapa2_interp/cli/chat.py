@@ -16,6 +16,7 @@ def chat(
     /,
     *,
     span: str = "system",
+    template: str = "{}",
     model: str = "smollm2-135m",
     length: int = 64,
     samples: int = 1,
@@ -37,9 +38,11 @@ def chat(
         lapa2 chat messages.json --span "phrase:be brief" --augmentation instaboost
 
     Args:
-        messages: A JSON list of {"role": ..., "content": ...}.
-        span: What is steered to: system, turn:2 (the second message beside the system's), or
-            phrase:TEXT (a text that occurs once).
+        messages: A JSON list of {"role": ..., "content": ...}, perhaps with "reasoning_content".
+        span: What is steered to: system, turn:2 (the second message beside the system's),
+            reasoning:2 (its reasoning), or phrase:TEXT (a text that occurs once).
+        template: Arguments of the chat template as JSON, such as '{"enable_thinking": false}'; also
+            tools and documents.
         model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
         length: Tokens of a continuation, at most.
         samples: Continuations.
@@ -59,6 +62,15 @@ def chat(
         raise LayoutError(f"cannot read {messages} as JSON: {error}") from None
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
+    try:
+        arguments = json.loads(template)
+    except json.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise LayoutError(
+            '--template should be a JSON object such as {"enable_thinking": false}, found'
+            f" {template[:80]!r}"
+        )
     from lapa2_interp.decoding.chat import continue_chats
     from lapa2_interp.layout import Layout
     from lapa2_interp.machine import resolve_dtype, tell_if_slow
@@ -66,7 +78,8 @@ def chat(
     from lapa2_interp.trace.tables import of_layer_type
 
     rules = augmentation.build(0.5)
-    found = Layout.of_chat(load_tokenizer(model, trust_remote_code), given, span=span)
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    found = Layout.of_chat(tokenizer, given, span=span, template=arguments)
     precision = resolve_dtype(dtype, device)
     tell_if_slow(precision, device)
     loaded = load_model(

@@ -73,7 +73,8 @@ def generate(
         attribute: What to steer towards; the task's file has its prefix.
         prompt: A prompt; repeat the option for more. By default the task's.
         prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
-        length: Tokens of a text, its prompt included where the task counts it.
+        length: Tokens of a text. Of tasks that count the prompt (`lapa2 tasks`: sentiment and topic
+            do, as the paper does) new are those that the prompt leaves: behind two tokens, 126.
         samples: Continuations per prompt.
         seed: Seed of the random streams. Every prompt and sample has one of its own, so that other
             prompts and samples do not change a text.

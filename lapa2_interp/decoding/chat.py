@@ -21,6 +21,7 @@ from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
+from lapa2_interp.layout.texts import decode
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
@@ -140,11 +141,18 @@ def continue_chats(
         found.append(
             ChatTexts(
                 tuple(map(tuple, own)),
-                tuple(model.tokenizer.decode(row, skip_special_tokens=True) for row in own),
+                tuple(_text(model, layout, row) for row in own),
                 whole.isel(its).assign_coords(sample=range(samples)),
             )
         )
     return found
+
+
+def _text(model: Model, layout: Layout, tokens: Sequence[int]) -> str:
+    """What tokens read behind a chat, without those that only mark."""
+    before, marks = list(layout.ids), {*model.tokenizer.all_special_ids}
+    whole = decode(model.tokenizer, [*before, *(each for each in tokens if each not in marks)])
+    return whole[len(decode(model.tokenizer, before)) :]
 
 
 def _up_to_end(tokens: list[int], ends: Sequence[int], eos: str) -> list[int]:

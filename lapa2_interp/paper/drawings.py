@@ -106,11 +106,13 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     for (alpha, curve), colour in zip(curves.groupby("alpha"), cycle(SHADES), strict=False):
         c, d, r2 = curve[["C", "D", "R2"]].iloc[0]
         fit = "no C/(t+D) fits" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}"
-        axes.plot(curve["l"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}")
+        axes.plot(
+            curve["l_kv"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}"
+        )
         # The interval of few texts may reach below 0, which a log axis cannot show.
         shown = curve["low"] > 0
         axes.fill_between(
-            curve["l"],
+            curve["l_kv"],
             curve["low"].where(shown),
             curve["high"],
             shown,
@@ -119,10 +121,10 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
             lw=0,
         )
         if not np.isnan(c):
-            axes.plot(curve["l"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
+            axes.plot(curve["l_kv"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
     axes.set(xscale="log", yscale="log", ylim=(curves["mean"].min() / 3, None))
     plain_axes(
-        axes, "keys l, BOS included", "attention on the prefix\n(mean over layers and heads)"
+        axes, "l_kv: keys, BOS included", "attention on the prefix\n(mean over layers and heads)"
     )
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
     return figure

@@ -569,8 +569,9 @@ def head_table(traces: xr.Dataset) -> pd.DataFrame:
 
 
 def pooled_table(traces: xr.Dataset) -> pd.DataFrame:
-    """The curve of the paper's figures, A' averaged over layers and heads: columns alpha, step, l,
-    mean, low, high, texts, and C, D, R2 of C/(t+D) over all steps (NaN where none fits)."""
+    """The curve of the paper's figures, A' averaged over layers and heads: columns alpha, step,
+    l_kv (keys, BOS included), mean, low, high, texts, and C, D, R2 of C/(t+D) over all steps (NaN
+    where none fits)."""
     found = curves(traces, pooled=True)
     t = traces["step"].to_numpy()
     frames = []
@@ -580,7 +581,7 @@ def pooled_table(traces: xr.Dataset) -> pd.DataFrame:
         fit = fit_decay(t.astype(np.float64), mean)
         columns = {
             "step": t,
-            "l": np.exp(found.log_l).mean(0),
+            "l_kv": np.exp(found.log_l).mean(0),
             "mean": mean,
             "low": low,
             "high": high,

@@ -27,7 +27,7 @@ import pandas as pd
 from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import is_page, write_text
-from lapa2_interp.layout import pieces
+from lapa2_interp.layout.texts import pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
 from lapa2_interp.paper.claims import (

@@ -11,6 +11,7 @@ import pandas as pd
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.files import cache_folder, holds_only, new_folder
+from lapa2_interp.layout.texts import pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.plots import calibration_curves
@@ -109,7 +110,7 @@ def _cut(texts: Sequence[str], first: int | None, last: int | None) -> Sequence[
     tokenizer = reading_tokenizer(SMOLLM2)
     rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
     part = slice(0, first) if first is not None else slice(-(last or 1), None)
-    return [tokenizer.decode(row[part]) for row in rows]
+    return ["".join(pieces(tokenizer, "", row)[part]) for row in rows]
 
 
 def _read(

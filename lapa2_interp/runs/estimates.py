@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,6 +40,7 @@ from lapa2_interp.models.sizes import ITEM_BYTES, is_here, model_size, weight_by
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
 from lapa2_interp.progress import Counter
+from lapa2_interp.tasks.segmentation import counted
 from lapa2_interp.trace.recorder import trace_bytes
 
 ROWS = (6, 24, 72)
@@ -151,7 +151,7 @@ def _lengths(cell: Cell) -> tuple[int, int]:
 def _tokens(text: str, model: str) -> int:
     """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in
     the tiny models."""
-    return len(text.encode()) if model in TINY else len(re.findall(r"\w+|[^\w\s]", text))
+    return len(text.encode()) if model in TINY else len(counted(text))
 
 
 def estimate(

@@ -59,7 +59,8 @@ def generate(
         announce: Called with the model and the plan after all checks, before the first token.
         settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
             samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, bar_prefix_words,
-            dtype, model_class.
+            dtype, model_class. length counts the prompt's tokens where the task does (sentiment and
+            topic): behind a prompt of two tokens, length=32 makes 30 new ones.
 
     Returns:
         A run of one cell: `samples()`, `trace()`, `manifest()`, `save(FOLDER)`.

@@ -11,14 +11,15 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.cell import BUILT_IN_TASKS
-from lapa2_interp.decoding.text import continuation
 from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.layout.texts import continuation, pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import APART, KEYS
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import READERS
+from lapa2_interp.tasks.segmentation import between, spans
 
 
 def read_texts(
@@ -151,20 +152,22 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
     tokens of the whole text, prompt included, are cut evenly.
 
     Args:
-        tokenizer: Cuts by its tokens; by words without one.
+        tokenizer: Cuts by its tokens, and at none of its characters' bytes; by words without one
+            (graphemes in scripts without spaces).
     """
     frames = []
     for part in range(n_parts):
         texts = []
         for text in samples["text"]:
-            units = (
-                text.split()
-                if tokenizer is None
-                else tokenizer(text, add_special_tokens=False).input_ids
+            units: Sequence[Any] = spans(text)
+            if tokenizer is not None:
+                ids = tokenizer(text, add_special_tokens=False).input_ids
+                units = pieces(tokenizer, "", ids)
+            edges = np.linspace(0, len(units), n_parts + 1).round().astype(int).tolist()
+            low, high = edges[part : part + 2]
+            texts.append(
+                between(text, low, high) if tokenizer is None else "".join(units[low:high])
             )
-            edges = np.linspace(0, len(units), n_parts + 1).round().astype(int)
-            chosen = units[edges[part] : edges[part + 1]]
-            texts.append(" ".join(chosen) if tokenizer is None else tokenizer.decode(chosen))
         frames.append(samples.assign(text=texts, part=part + 1))
     return pd.concat(frames, ignore_index=True)
 

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int, Num
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.stats import FEW, resampled, tails
+from lapa2_interp.tasks.segmentation import spans
 
 LENGTHS = {"1-15": (0, 16), "16-39": (16, 40), "40-119": (40, 120), "120 and more": (120, np.inf)}
 """Classes of length by words, each from one number to before another."""
@@ -56,7 +57,7 @@ def agreement(
         ScoringError: No text, or truth that does not fit the columns or is out of range.
     """
     graded, true, values = _matched(numbers, truth)
-    words = np.array([len(text.split()) for text in texts])
+    words = np.array([len(spans(text)) for text in texts])
     rows = []
     for length, (low, high) in {"all": (0, np.inf), **LENGTHS}.items():
         chosen = (words >= low) & (words < high)

@@ -7,6 +7,8 @@ of the set and the length of its texts by construction, so only sets of one size
 
 Repetition is of one text: the share of its n-grams of 4 words that it had before. A text that
 repeats itself has a low perplexity, so the two belong together.
+
+Words are those of `tasks.segmentation`: graphemes in scripts without spaces.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import pandas as pd
 
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp.tasks.segmentation import COUNTING, counted
 
 ORDERS = (1, 2, 3)
 REPEATED = 4
@@ -28,16 +31,12 @@ REPEATED = 4
 def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[int]], str]:
     """Token ids of texts and the tokenizer's name: a transformers tokenizer with its special
     tokens, as the released script counts roberta-large's, or words and punctuation marks without
-    one."""
+    one (graphemes in scripts without spaces)."""
     if tokenizer is None:
-        import re
-
         numbers: dict[str, int] = {}
-        pattern = re.compile(r"\w+|[^\w\s]")
         return [
-            [numbers.setdefault(word, len(numbers)) for word in pattern.findall(text)]
-            for text in texts
-        ], "words"
+            [numbers.setdefault(word, len(numbers)) for word in counted(text)] for text in texts
+        ], COUNTING
     return [list(ids) for ids in tokenizer(list(texts)).input_ids], tokenizer.name_or_path or type(
         tokenizer
     ).__name__
@@ -62,7 +61,7 @@ class Repetition(Scorer):
     """1 - distinct n-grams / n-grams of a text, n = 4 words or punctuation marks, in [0, 1)."""
 
     name = "repetition"
-    version = f"{REPEATED} words"
+    version = f"{REPEATED} {COUNTING}"
     columns = ("repetition",)
     batch_size = 2048
 

@@ -11,13 +11,13 @@ The words are those of an attribute's hard prefix, and its name, that no other a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks import WORD, Task
+from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.segmentation import COUNTING, saying
 
 NO_WORDS = "its prefix has no word of its own"
 MASK = "..."
@@ -51,8 +51,9 @@ class Echo(Scorer):
     batch_size = 2048
 
     def __init__(self, words: Mapping[str, Sequence[str]]) -> None:
-        self.words = {name: frozenset(each) for name, each in words.items()}
-        self.version = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
+        self.words = {name: saying(each) if each else None for name, each in words.items()}
+        own = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
+        self.version = f"{own}, {COUNTING}"
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         return [self._score(item) for item in items]
@@ -62,10 +63,8 @@ class Echo(Scorer):
             return Skipped("empty text")
         if item.attribute not in self.words:
             raise ScoringError(one_of("attribute", item.attribute, self.words))
-        if not self.words[item.attribute]:
-            return Skipped(NO_WORDS)
-        said = set(WORD.findall(item.text.lower()))
-        return (float(bool(said & self.words[item.attribute])),)
+        own = self.words[item.attribute]
+        return Skipped(NO_WORDS) if own is None else (float(own.search(item.text) is not None),)
 
 
 class Masked(Scorer):
@@ -81,9 +80,7 @@ class Masked(Scorer):
     def __init__(self, inner: Scorer, words: Mapping[str, Sequence[str]]) -> None:
         hidden = sorted({word for each in words.values() for word in each})
         self.inner = inner
-        self.hidden = None
-        if hidden:
-            self.hidden = re.compile(rf"\b({'|'.join(map(re.escape, hidden))})\b", re.IGNORECASE)
+        self.hidden = saying(hidden) if hidden else None
         self.columns, self.classifies = inner.columns, inner.classifies
         self.batch_size = inner.batch_size
         self.by_length = inner.by_length

@@ -26,6 +26,7 @@ from lapa2_interp.scoring.agreement import agreement, rows_of
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.trained import TOXIC_LABEL, HeldOut, TaskScorer
 from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus
+from lapa2_interp.tasks.segmentation import between, spans
 
 WINDOW = 40
 """Words of the first and last piece of a long text."""
@@ -83,10 +84,10 @@ def read_graded(path: Path, test: bool) -> Graded:
 
 def pieces_of(text: str) -> list[str]:
     """A text, and if it is long its first and last words as texts of their own."""
-    words = text.split()
-    if len(words) <= LONG:
+    n = len(spans(text))
+    if n <= LONG:
         return [text]
-    return [text, " ".join(words[:WINDOW]), " ".join(words[-WINDOW:])]
+    return [text, between(text, 0, WINDOW), between(text, n - WINDOW, n)]
 
 
 def train_scorer(

@@ -28,6 +28,7 @@ from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
 from lapa2_interp.scoring.adapter import AT_ONCE, batches_of, beginnings
+from lapa2_interp.tasks.segmentation import COUNTING, spans, unspaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,8 +44,8 @@ class Perplexity(Scorer):
     Fluency; eval_perplexity.py).
 
     The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
-    spaces) are skipped, as there. The model is causal, so a text cut at several lengths is read
-    once.
+    spaces) are skipped, as there; in scripts without spaces a grapheme counts as a word. The model
+    is causal, so a text cut at several lengths is read once.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
@@ -82,7 +83,7 @@ class Perplexity(Scorer):
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
-            f" words{bos}{_beside(model)}"
+            f" {COUNTING}{bos}{_beside(model)}"
         )
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class Perplexity(Scorer):
                 left_out[place] = Skipped(why)
                 continue
             ids = self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
-            if not ids or len(item.text.split(" ")) < self.min_words:
+            if not ids or _n_words(item.text) < self.min_words:
                 left_out[place] = Skipped(f"under {self.min_words} words")
                 continue
             texts[place] = [bos, *ids] if self.doubled_bos else ids
@@ -119,6 +120,12 @@ class Perplexity(Scorer):
                 for row, group in enumerate(chosen)
                 for place in group
             }
+
+
+def _n_words(text: str) -> int:
+    """Words split at single spaces, as in the released script, and graphemes of scripts without
+    spaces."""
+    return sum(len(spans(part)) if unspaced(part) else 1 for part in text.split(" "))
 
 
 def _perplexity(value: float) -> Score:

@@ -19,6 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import TaskError, first_problem, one_of, worst_problem
+from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
 
@@ -38,7 +39,6 @@ parameters = { omega = 100.0 }
 prefix = "The following text is furious.\\n\\n"
 """  # noqa: E501
 """A complete task file."""
-WORD = re.compile(r"\w+")
 """A word: letters, digits and "_"."""
 
 
@@ -126,7 +126,7 @@ class Task(BaseModel):
         Raises:
             TaskError: The task does not have it.
         """
-        return tuple(dict.fromkeys(WORD.findall(f"{self.prefix(attribute)} {attribute}".lower())))
+        return tuple(dict.fromkeys(words(f"{self.prefix(attribute)} {attribute}")))
 
     def others(self, attribute: str) -> list[str]:
         """The attributes that compete with this one.

@@ -14,7 +14,6 @@ and Quinn 2008). The words of largest z, function words left out, are the class'
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lapa2_interp.errors import DataError, first_problem
 from lapa2_interp.files import write_text
 from lapa2_interp.tasks.corpora import read_corpus
+from lapa2_interp.tasks.segmentation import letter_runs
 
 PRIOR = 10_000.0
 SURE = 1.96
@@ -35,7 +35,6 @@ STATISTIC = (
     "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words"
     " left out"
 )
-WORD = re.compile(r"[^\W\d_]{3,}")
 STOPWORDS = frozenset(
     """
     a an the this that these those i me my myself we us our ours ourselves you your yours
@@ -82,8 +81,7 @@ def derive_words(
         DataError: Fewer than two classes, or one without words.
     """
     counts = {
-        c: Counter(word for text in own for word in WORD.findall(text.lower()))
-        for c, own in texts.items()
+        c: Counter(word for text in own for word in letter_runs(text)) for c, own in texts.items()
     }
     empty = [c for c, own in counts.items() if not own]
     if len(counts) < 2 or empty:

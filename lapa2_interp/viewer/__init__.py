@@ -25,7 +25,7 @@ import numpy as np
 from lapa2_interp.augmentation import several
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import is_page, write_text
-from lapa2_interp.layout import pieces
+from lapa2_interp.layout.texts import pieces
 from lapa2_interp.loaded import Model
 from lapa2_interp.page import embedded, template
 from lapa2_interp.runs.read import Run, load_run

@@ -10,10 +10,12 @@ Slots are key positions in the cache: soft slots (keys without ids), padding, BO
 prompt, generated. A span is half-open, [start, stop). Slot numbers a user gives (an explicit span)
 count live keys: 0 is the first soft slot, or BOS.
 
-Lengths at the query in slot q (methods: l_pre, l_pro, l_gen of the paper):
+l is what the bias counts at the query in slot q (l_pre, l_pro, l_gen: the paper's), by default
+without BOS. Tables and plots that count BOS, too, say l_kv.
 
-    kv     l = keys the query can see, its own and BOS included
-    paper  l = l_pre + l_pro + (t - T) of Algorithm 1: the same without BOS
+    paper  l = l_pre + l_pro + (t - T) of Algorithm 1: keys the query can see, its own included,
+           without BOS
+    kv     l = l_kv, the same with BOS
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from jinja2 import TemplateError
 
 from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.errors import LayoutError, counted
+from lapa2_interp.layout.chat import Message, write_chat
+from lapa2_interp.layout.texts import decode, pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +41,6 @@ CHAT_MARKERS = ("<|im_start|>",)
 """Configured "bos" tokens that open a chat turn; plain text does not start with them."""
 PLAIN_START = "<|endoftext|>"
 BLOCKED = "blocked"
-HOLE = "\ue000"
-"""Stands for a message's text, to see where a chat template puts it: a character of private use."""
 NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
 """Tokenizer classes that do not prepend `PLAIN_START` by themselves; OPT's, of GPT-2's class,
 prepends another BOS."""
@@ -141,40 +142,6 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
         )
     ends = {each for each in (eos, plain) if each is not None}
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
-
-
-def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> list[str]:
-    """The text each token adds; joined, they are the text of the tokens behind the prompt.
-
-    A character whose bytes are spread over several tokens belongs to the last of them; those before
-    it add "".
-
-    Args:
-        prompt: What the tokens continue.
-        tokens: New tokens only.
-
-    Returns:
-        As many as tokens.
-    """
-
-    def text(ids: Sequence[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-    # Decoding a few tokens at a time, from a border between characters on, gives what decoding all
-    # of them would.
-    window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
-    known, found = len(window), []
-    for i, token in enumerate(tokens):
-        window.append(token)
-        before, after = text(window[:known]), text(window)
-        if after.endswith("\ufffd") and i < len(tokens) - 1:
-            found.append("")
-            continue
-        found.append(after[len(before) :])
-        window, known = window[known:], len(window) - known
-    return found
 
 
 @dataclass(frozen=True)
@@ -290,17 +257,18 @@ class Layout:
             l_pro=l_pro,
             counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
             soft=soft,
-            merged=tokenizer.decode([encoded["input_ids"][l_pre - 1]]) if crosses else None,
+            merged=decode(tokenizer, [encoded["input_ids"][l_pre - 1]]) if crosses else None,
         )
 
     @classmethod
     def of_chat(
         cls,
         tokenizer: PreTrainedTokenizerBase,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         *,
         span: str = "system",
         add_generation_prompt: bool = True,
+        template: Mapping[str, Any] | None = None,
     ) -> Layout:
         """A chat as its template writes it, with one of its texts as the prefix.
 
@@ -310,18 +278,21 @@ class Layout:
 
         Args:
             tokenizer: A fast tokenizer with a chat template.
-            messages: As the template takes them: each has a "role" and a "content".
+            messages: As the template takes them: each has a "role" and a "content", which calls of
+                tools may stand for; and perhaps a "reasoning_content" (or "thinking").
             span: What becomes the prefix: "system" (the text of the first message, which has that
-                role), "turn:2" (the text of the second message that is not the system's), or
-                "phrase:be brief" (a text that occurs once in all messages). White space around it
-                that belongs to its first or last token comes with it, and so does a mark of the
-                template that shares a token with a whole message (`merged`).
+                role), "turn:2" (the text of the second message that is not the system's),
+                "reasoning:2" (that message's reasoning), or "phrase:be brief" (a text that occurs
+                once in all messages). White space around it that belongs to its first or last
+                token comes with it, and so does a mark of the template that shares a token with a
+                whole message (`merged`).
             add_generation_prompt: End with what opens the assistant's next turn.
+            template: Arguments of the template, such as {"enable_thinking": False, "tools": [...]}.
 
         Raises:
             LayoutError: The tokenizer has no offsets or no template; the template refuses or
-                changes a message; there is no such message or phrase, or several; or the phrase
-                begins or ends inside a token.
+                changes a message, or does not read an argument; there is no such message or
+                phrase, or several; or the phrase begins or ends inside a token.
         """
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise LayoutError(
@@ -329,58 +300,19 @@ class Layout:
                 f" {'chat template' if tokenizer.is_fast else 'character offsets'}, which a chat"
                 " needs; use an instruct model, or Layout.of with a prefix and a prompt"
             )
-        chat = [dict(message) for message in messages]
-        if not chat or any(
-            not isinstance(each.get(name), str) for each in chat for name in ("role", "content")
-        ):
-            raise LayoutError(
-                'a chat is a list of messages {"role": ..., "content": ...}, both of them text;'
-                f" found {messages!r}"
-            )
-        number, phrase = _marked(chat, span)
-
-        def written(texts: Sequence[Mapping[str, str]], tokenize: bool) -> Any:
-            try:
-                return tokenizer.apply_chat_template(
-                    texts,
-                    tokenize=tokenize,
-                    add_generation_prompt=add_generation_prompt,
-                    return_dict=False,
-                )
-            except TemplateError as error:
-                raise LayoutError(f"the chat template refuses these messages: {error}") from None
-
-        text = written(chat, False)
-        # Where the message stands: the template with another text in its place.
-        content = chat[number]["content"].strip()
-        around = written(
-            [each | {"content": HOLE} if i == number else each for i, each in enumerate(chat)],
-            False,
-        ).split(HOLE)
-        first = len(around[0]) + text[len(around[0]) :].find(content)
-        if (
-            len(around) != 2
-            or not text.startswith(around[0])
-            or not text.endswith(around[1])
-            or text[len(around[0]) : len(text) - len(around[1])].strip() != content
-        ):
-            raise LayoutError(
-                f"the chat template does not write message {number + 1} once and unchanged, so its"
-                " tokens cannot be told"
-            )
-        start = first + content.index(phrase)
-        stop = start + len(phrase)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        written = write_chat(tokenizer, messages, span, add_generation_prompt, template or {})
+        encoded = tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
-        if ids != tuple(written(chat, True)):
+        if ids != written.ids:
             raise LayoutError(
                 "the tokens of the chat template's text are not those that the template gives"
             )
+        start, stop, phrase = written.start, written.stop, written.span
         inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
         begin, end = inside[0], inside[-1] + 1
-        covered = tokenizer.decode(ids[begin:end])
+        covered = decode(tokenizer, ids[begin:end])
         crosses = covered.strip() != phrase.strip()
-        if crosses and phrase != content:
+        if crosses and not written.whole:
             raise LayoutError(
                 f"the tokens of {phrase!r} read {covered!r}: it begins or ends inside a token; mark"
                 " whole words"
@@ -603,47 +535,6 @@ def _hidden(spans: Sequence[Span], first: Int[np.ndarray, " query"]) -> Int[np.n
     return sum(
         (np.clip(first - span.start, 0, span.size) for span in spans), start=np.zeros_like(first)
     )
-
-
-def _marked(chat: Sequence[Mapping[str, str]], span: str) -> tuple[int, str]:
-    """The number of the message that a span of `Layout.of_chat` names, and its text there."""
-    roles = ", ".join(each["role"] for each in chat)
-    texts = [each["content"].strip() for each in chat]
-    turns = [i for i, each in enumerate(chat) if each["role"] != "system"]
-    kind, mark, rest = span.partition(":")
-    if span == "system":
-        if chat[0]["role"] != "system":
-            raise LayoutError(
-                f"the chat has no system message in front (its roles: {roles}); give it one, or"
-                " mark a turn or a phrase"
-            )
-        found, phrase = 0, texts[0]
-    elif kind == "turn" and rest.isdigit():
-        if not 1 <= int(rest) <= len(turns):
-            raise LayoutError(
-                f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
-                f" message (roles: {roles})"
-            )
-        found = turns[int(rest) - 1]
-        phrase = texts[found]
-    elif kind == "phrase" and mark:
-        places = [
-            i
-            for i, each in enumerate(texts)
-            for at in range(len(each))
-            if each.startswith(rest, at)
-        ]
-        if not rest.strip() or len(places) != 1:
-            raise LayoutError(
-                f"the phrase {rest!r} occurs {len(places) if rest.strip() else 0} times in the"
-                " chat's messages; mark one that occurs once"
-            )
-        found, phrase = places[0], rest
-    else:
-        raise LayoutError(f"span {span!r} of a chat should be system, turn:NUMBER or phrase:TEXT")
-    if not phrase:
-        raise LayoutError(f"message {found + 1} of the chat is empty, so it cannot be the span")
-    return found, phrase
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:

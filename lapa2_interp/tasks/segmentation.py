@@ -1,0 +1,85 @@
+"""Words of a text in any script, for all that counts or compares them.
+
+Words stand between spaces and signs, with marks kept at their letters. Scripts that write no spaces
+between words (Han, kana, and those of South East Asia: Thai, Lao, Khmer, Burmese) count by
+graphemes: what a reader takes for one character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import regex
+
+COUNTING = "words or graphemes"
+"""For the versions of scorers that count so."""
+SPACE = r"\s\x1c-\x1f"  # with these, as str.split
+UNSPACED = r"[[\p{L}\p{Nl}]&&[\p{Han}\p{scx=Hiragana}\p{scx=Katakana}\p{Line_Break=SA}]]"
+# Letters, digits and "_", as \w of re has them. Joiners and soft hyphens stand inside words.
+BEGIN = rf"[[\p{{L}}\p{{N}}_]--{UNSPACED}]"
+INSIDE = rf"[[\p{{L}}\p{{N}}\p{{M}}_\u00ad\u200c\u200d]--{UNSPACED}]"
+WORD = rf"{BEGIN}{INSIDE}*"
+GRAPHEME = rf"(?={UNSPACED})\X\p{{M}}*"
+SIGN = rf"[^\p{{L}}\p{{N}}\p{{M}}_{SPACE}]"
+
+_UNSPACED = regex.compile(UNSPACED, regex.V1)
+_WORDS = regex.compile(rf"{WORD}|(?:{GRAPHEME})+", regex.V1)
+_COUNTED = regex.compile(rf"{GRAPHEME}|{WORD}|[^{SPACE}\u200b]", regex.V1)
+_SPANS = regex.compile(rf"{SIGN}*{GRAPHEME}{SIGN}*|(?:(?!{UNSPACED})[^{SPACE}])+", regex.V1)
+_BEGINNING, _END = regex.compile(rf"{INSIDE}*", regex.V1), regex.compile(rf"{WORD}\Z", regex.V1)
+_LETTERS = regex.compile(rf"(?=\P{{M}})[{INSIDE}--[\p{{Nd}}_]]{{3,}}", regex.V1)
+
+
+def unspaced(text: str) -> bool:
+    """Whether a text has letters of a script that writes no spaces between words."""
+    return _UNSPACED.search(text) is not None
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in small letters; of scripts without spaces, what stands between
+    signs."""
+    return _WORDS.findall(text.lower())
+
+
+def counted(text: str) -> list[str]:
+    """Words, graphemes of scripts without spaces, and signs, in order."""
+    return _COUNTED.findall(text)
+
+
+def letter_runs(text: str) -> list[str]:
+    """Runs of three letters and more, in small letters and of scripts with spaces."""
+    return _LETTERS.findall(text.lower())
+
+
+def spans(text: str) -> list[tuple[int, int]]:
+    """Where the words between spaces, and the graphemes of scripts without spaces, begin and end in
+    a text; signs belong to the word they touch."""
+    return [found.span() for found in _SPANS.finditer(text)]
+
+
+def between(text: str, start: int, stop: int) -> str:
+    """The words of a text whose numbers, as of `spans`, are in [start, stop), with one space for
+    white space between them."""
+    chosen = spans(text)[start:stop]
+    return " ".join(text[chosen[0][0] : chosen[-1][1]].split()) if chosen else ""
+
+
+def beginning(text: str) -> str:
+    """What a text adds to a word that stands before it."""
+    return _BEGINNING.match(text)[0]
+
+
+def end(text: str) -> str:
+    """The word that a text ends with, perhaps unfinished; "" if none."""
+    found = _END.search(text)
+    return found[0] if found else ""
+
+
+def saying(wanted: Iterable[str]) -> regex.Pattern[str]:
+    """Finds words of `words` in a text, in any letter case: whole, or anywhere in a script without
+    spaces."""
+    found = [
+        regex.escape(word) if unspaced(word) else rf"(?<!{WORD}){regex.escape(word)}(?!{INSIDE})"
+        for word in wanted
+    ]
+    return regex.compile(rf"(?V1i-f){'|'.join(found)}")
