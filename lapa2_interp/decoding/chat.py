@@ -20,8 +20,8 @@ from lapa2_interp.cell import TOP_K
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
 from lapa2_interp.layout.texts import decode
+from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
