@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
 from lapa2_interp.errors import LayoutError
+from lapa2_interp.loaded import check_keeps_cache
 
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
@@ -119,7 +120,9 @@ def text_nll(
 
     Raises:
         LayoutError: The network has no embedding for a token.
+        ModelError: It drops its cache, and so the soft prefix.
     """
+    check_keeps_cache(network)
     n_rows, width = rows.ids.shape
     if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
         raise LayoutError(
