@@ -178,8 +178,21 @@ def check_keeps_cache(network: Any) -> None:
     ):
         raise ModelError(
             "the model is in training mode with gradient checkpointing, which drops the cache of a"
-            " pass and reads its layers again later; call model.eval() or"
-            " gradient_checkpointing_disable() first"
+            " pass and reads its layers again later; call model.eval() first, or"
+            " switch gradient checkpointing off"
+        )
+
+
+def check_kept(network: Any, kept: bool) -> None:
+    """Refuse a pass that has dropped the cache that it was given.
+
+    Raises:
+        ModelError: It has not `kept` its keys.
+    """
+    if not kept:
+        raise ModelError(
+            f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
+            " another text; a model must keep the keys that it reads in past_key_values"
         )
 
 

@@ -74,7 +74,7 @@ class _Term:
                 b = (
                     np.where(each.acts(rule, slots), np.nan, 0.0)
                     if rule.reads_scores
-                    else each.bias(rule, slots)
+                    else rule.within(each.bias(rule, slots))  # a law of a user's own, too
                 )
                 if rule.phase == "query":
                     b = np.where(slots == slots[-1], b, 0.0)

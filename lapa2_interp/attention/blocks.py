@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lapa2_interp.errors import DeadHookError, ModelError
-from lapa2_interp.loaded import Model, check_keeps_cache, is_bridge, network_of
+from lapa2_interp.loaded import Model, check_keeps_cache, check_kept, is_bridge, network_of
 
 NAME = "lapa2"
 """Name of our attention function in transformers, and of the argument that its visitors are."""
@@ -51,10 +51,12 @@ class Pass:
     Attributes:
         seen: The places, layers or hook points, where the block's change was called.
         running: Whether a pass has begun.
+        cache: The cache it was given, and the keys that it held.
     """
 
     seen: set[Hashable] = field(default_factory=set)
     running: bool = False
+    cache: tuple[Any, int] = (None, 0)
 
 
 @dataclass
@@ -102,7 +104,7 @@ def opened(
 
     Raises:
         ModelError: The model is compiled, or the block or a pass belongs to another thread or to a
-            copy; or a pass would keep no keys.
+            copy; or a pass has dropped its cache.
         DeadHookError: A pass has not seen a place.
     """
     starts, end = starts or (network,), network if end is None else end
@@ -116,6 +118,8 @@ def opened(
         watch.running = module is starts[-1]
         given = by_name(module, args, kwargs)
         told = dict(given)
+        if (cache := given.get("past_key_values")) is not None:
+            watch.cache = cache, int(cache.get_seq_length())  # some count in a tensor
         begin(told)
         new = {name: each for name, each in told.items() if given.get(name) is not each}
         # What is given by position, as None, cannot be given by name as well.
@@ -125,6 +129,9 @@ def opened(
 
     def after(module: Any, args: tuple, output: Any) -> None:
         running, watch.running = watch.running, False
+        (cache, held), watch.cache = watch.cache, (None, 0)
+        if running and cache is not None:
+            check_kept(network, cache.get_seq_length() > held)
         missing = [each for each in places if each not in watch.seen]
         if running and missing:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]

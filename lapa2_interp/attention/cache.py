@@ -24,7 +24,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, check_keeps_cache, is_bridge, network_of, window_of
+from lapa2_interp.loaded import (
+    Model,
+    check_keeps_cache,
+    check_kept,
+    is_bridge,
+    network_of,
+    window_of,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 
 
@@ -308,7 +315,7 @@ class BridgeRows:
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         check_window(self.model, self.layouts, used)
-        check_keeps_cache(network_of(self.model))
+        check_keeps_cache(network := network_of(self.model))
         logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
@@ -316,12 +323,7 @@ class BridgeRows:
             past_key_values=self.cache,
             logits_to_keep=keep,
         )[:, -keep:]
-        if self.cache.get_seq_length() != used:
-            raise ModelError(
-                f"{type(network_of(self.model)).__name__} has dropped the cache of a pass (it holds"
-                f" {self.cache.get_seq_length()} keys of {used}); the model must keep what it"
-                " reads in past_key_values"
-            )
+        check_kept(network, self.cache.get_seq_length() == used)
         return logits
 
     def prompt_pass(

@@ -76,10 +76,9 @@ def augmented(
 
     Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and works
     beside hooks that are already there. The forward pass must read the layout's keys:
-    `layout.tensor`, or left-padded rows of several layouts
-    (`left_pad`) with their attention mask; positions that are not given come from the layouts. A
-    prompt may be read in several passes with a cache. A plain transformers model may also `generate`, by
-    sampling or with beams:
+    `layout.tensor`, or left-padded rows of several layouts (`left_pad`) with their attention mask;
+    positions that are not given come from the layouts. A prompt may be read in several passes with
+    a cache. A plain transformers model may also `generate`, by sampling or with beams:
 
         with augmented(hf_model, Augmentation(alpha=0.5), layout):
             mask = torch.ones_like(layout.tensor)
@@ -297,11 +296,11 @@ class _Read:
                 return
             found = (mask[:, : live.shape[1]] != 0).cpu()
             if (wrong := (known & (found != live)).nonzero()).numel():
-                row = int(wrong[0, 0])
+                row, slot = wrong[0].tolist()
                 raise LayoutError(
                     f"row {row} masks {int((~found[row]).sum())} slots where its layout has"
-                    f" {int((~live[row]).sum())} of padding; give one layout a row, in the rows'"
-                    " order, padded with left_pad"
+                    f" {int((~live[row]).sum())} of padding (slot {start + slot} differs); give one"
+                    " layout a row, in the rows' order, padded with left_pad"
                 )
 
     def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:
