@@ -294,7 +294,7 @@ def test_a_model_that_drops_its_cache_is_refused():
         *args, **given | {"past_key_values": None}
     )
     bare.eval()
-    for name in ("rows", "forced"):
+    for name in ("rows", "forced", "likelihood"):
         with pytest.raises(ModelError, match="has dropped the cache of a pass"):
             asks[name]()
     cache = DynamicCache()

@@ -98,7 +98,8 @@ def attend(
         The heads' outputs [row query head d_head], and the pattern.
 
     Raises:
-        DeadHookError: The model asks for what this function does not compute.
+        DeadHookError: The model asks for what this function does not compute, or no pass of the
+            block's model is running.
     """
     if not lapa2 and hasattr(module, "layer_idx"):
         raise DeadHookError(OUTSIDE)
