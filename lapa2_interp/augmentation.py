@@ -93,6 +93,9 @@ BOUNDS = {
 """Allowed alphas; [0, inf) for the other laws."""
 CAP = 20.0
 """Largest |b| of those laws. Without it a head that gives the span nothing would be forced, too."""
+LARGEST = 1e4
+"""Largest |b| of the other laws, but for a knock-out: beside a larger one scores in float32, and so
+the shares within a span, keep less than three digits."""
 EDGE = 80.0
 """Log-odds beyond +-EDGE are read as +-EDGE: float32 cannot hold the share."""
 WRITTEN = "length"
@@ -277,7 +280,29 @@ class Augmentation(BaseModel):
 
         Raises:
             AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
+                Or as `within`.
         """
+        with np.errstate(over="ignore"):
+            return self.within(self._bias(l, n))
+
+    def within(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """The same biases, if they are of use.
+
+        Raises:
+            AugmentationError: One is not a number, or exceeds `LARGEST`.
+        """
+        off = ~(np.abs(b) <= LARGEST) & ~((self.law == "cut") & np.isneginf(b))
+        if off.any():
+            raise AugmentationError(
+                f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
+                f" allowed: -{LARGEST:g} to {LARGEST:g}, where float32 still tells scores apart. A"
+                " bias of 20 gives a span nearly all attention, so choose a smaller alpha"
+            )
+        return b
+
+    def _bias(
+        self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
+    ) -> Float[np.ndarray, "*shape"]:
         l = np.asarray(l, dtype=np.float64)
         match self.law:
             case "log":

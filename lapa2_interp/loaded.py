@@ -170,6 +170,11 @@ def plain_network(model: Model) -> Any | None:
     Raises:
         ModelError: It is no model, or one inside a wrapper.
     """
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise ModelError(
+            "the model is a wrapper of torch.compile, and a compiled pass does not see what is"
+            " changed later; pass the model inside it (model._orig_mod)"
+        )
     if isinstance(model, TransformersModel):
         return model.original_model
     if hasattr(type(model), "set_attn_implementation"):
@@ -180,6 +185,35 @@ def plain_network(model: Model) -> Any | None:
             " TransformersModel; pass the one inside it (of a PEFT model: get_base_model())"
         )
     return None
+
+
+def check_keeps_cache(network: Any) -> None:
+    """Refuse gradient checkpointing in training mode, which drops caches and reads layers again.
+
+    Raises:
+        ModelError: The network would do so.
+    """
+    if network.training and any(
+        getattr(each, "gradient_checkpointing", False) for each in network.modules()
+    ):
+        raise ModelError(
+            "the model is in training mode with gradient checkpointing, which drops the cache of a"
+            " pass and reads its layers again later; call model.eval() first, or"
+            " switch gradient checkpointing off"
+        )
+
+
+def check_kept(network: Any, kept: bool) -> None:
+    """Refuse a pass that has dropped the cache that it was given.
+
+    Raises:
+        ModelError: It has not `kept` its keys.
+    """
+    if not kept:
+        raise ModelError(
+            f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
+            " another text; a model must keep the keys that it reads in past_key_values"
+        )
 
 
 def size_of(model: Model) -> tuple[int, int]:

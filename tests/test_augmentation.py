@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
+from conftest import load
 
-from lapa2_interp import Augmentation, Cell
+from lapa2_interp import Augmentation, Cell, Layout, augmented
 from lapa2_interp.errors import AugmentationError
 
 
@@ -162,3 +164,63 @@ def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():
     assert Cell.of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **given).augmentation
     with pytest.raises(AugmentationError, match="key cannot tell Doubled from Augmentation"):
         Cell.of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"law": "linear"},
+        {"law": "sqrt"},
+        {"law": "constant", "l0": 128},
+        {"law": "scale"},
+        {"profile": "released"},
+    ],
+)
+def test_a_bias_beyond_all_use_is_refused(fields):
+    """It would be NaN in the softmax, or blur the shares within the span."""
+    lengths = np.array([2, 8, 100])
+    for alpha in (1e308, 1e38, 1e7):
+        rule = Augmentation(alpha=alpha, **fields)
+        with pytest.raises(
+            AugmentationError, match=r"makes a bias of .*; allowed: -10000 to 10000"
+        ):
+            rule.bias(lengths, 4)
+    if fields.get("law") == "scale":
+        with pytest.raises(AugmentationError, match="makes a bias of -1e"):
+            Augmentation(alpha=-1e308, **fields).bias(lengths, 4)
+    assert np.abs(Augmentation(alpha=300, **fields).bias(lengths, 4)).max() < 1e4
+    assert np.isneginf(Augmentation(alpha=1, law="cut").bias(lengths, 4)).all()
+
+
+@pytest.mark.parametrize("kind", ["TransformerBridge", "TransformersModel"])
+def test_no_pass_makes_nan_of_a_bias(kind):
+    model = load("tiny-gpt2", "float32", kind)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+
+    class Broken(Augmentation):
+        def bias(self, l, n):
+            return np.full_like(l, np.nan, dtype=float)
+
+    class Endless(Augmentation):
+        def bias(self, l, n):
+            return np.full_like(l, -np.inf, dtype=float)
+
+    for rule in (Augmentation(alpha=1e308), Broken(alpha=1), Endless(alpha=1)):
+        with (
+            augmented(model, rule, layout),
+            pytest.raises(AugmentationError, match="makes a bias of"),
+        ):
+            model(layout.tensor)
+    # The largest that is allowed; and laws that read the scores are cut at +-20 anyway.
+    reading = [{"law": "power"}, {"law": "target", "tau": 0.3}, {"law": "ratio", "tau": 0.3}]
+    rules = [Augmentation(alpha=1e308, law="power")] + [
+        Augmentation(alpha=1, **fields) for fields in reading
+    ]
+    for rule in (
+        Augmentation(alpha=1e4, law="scale"),
+        Augmentation(alpha=-1e4, law="scale"),
+        *rules,
+    ):
+        with torch.no_grad(), augmented(model, rule, layout):
+            assert model(layout.tensor).isfinite().all()

@@ -205,7 +205,7 @@ def test_an_exception_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), augmented(net, Augmentation(alpha=1), layout):
         raise ZeroDivisionError
     with pytest.raises(LayoutError), augmented(net, Augmentation(alpha=1), layout):
-        net(layout.tensor[:, :2])
+        net(layout.tensor + 1)
     assert net.config._attn_implementation == "eager"
     assert len(net._forward_pre_hooks) == hooks
     assert torch.equal(net(layout.tensor).logits, plain)
@@ -262,16 +262,18 @@ def test_a_cache_and_a_mask_are_seen_where_they_are_given_by_position():
     net, rule = network_of(model), Augmentation(alpha=1.0)
     padded = left_pad([Layout.of(model.tokenizer, "Good:", text) for text in ("The lake", "A")])
     ids, mask = padded_ids(padded, "cpu")
+    longer = torch.cat([mask, mask[:, -1:]], dim=1)
     found = []
     for by_position in (False, True):
         cache = DynamicCache()
         with augmented(net, rule, padded):
             if by_position:
                 net(ids, cache, mask)
-                found.append(net(ids[:, -1:], cache).logits)
+                found.append(net(ids[:, -1:], cache, longer).logits)
             else:
                 net(ids, past_key_values=cache, attention_mask=mask)
-                found.append(net(ids[:, -1:], past_key_values=cache).logits)
+                asked = {"past_key_values": cache, "attention_mask": longer}
+                found.append(net(ids[:, -1:], **asked).logits)
     assert torch.equal(*found)
 
 

@@ -95,7 +95,7 @@ class _Term:
                 b = (
                     np.where(each.acts(rule, slots, seen), np.nan, 0.0)
                     if rule.reads_scores
-                    else each.bias(rule, slots, seen)
+                    else rule.within(each.bias(rule, slots, seen))  # a law of a user's own, too
                 )
                 if rule.phase == "query":
                     b = np.where(slots == slots[-1], b, 0.0)
@@ -290,7 +290,8 @@ class Bias:
     def add(
         self, layer: int, scores: Float[Tensor, "row head query key"], first: int
     ) -> Float[Tensor, "row head query key"]:
-        """The scores with the bias on the spans' keys, as a new tensor in at least float32.
+        """The scores with the bias on the spans' keys, as a new tensor in at least float32. A pass
+        may read the beginning of the layouts; keys that are not there yet get nothing.
 
         Where these queries get no bias, the given tensor is returned.
 
@@ -298,19 +299,14 @@ class Bias:
             first: The slot of the first query.
 
         Raises:
-            LayoutError: The pass has other rows than the layouts, or fewer keys than a span.
+            LayoutError: The pass has other rows than the layouts.
         """
-        n_rows, _, n_queries, n_keys = scores.shape
+        n_rows, _, n_queries, _ = scores.shape
         copies, left = divmod(n_rows, self.n_rows)
         if n_rows != self.n_rows and self.n_rows > 1 and (left or not self.may_repeat):
             raise LayoutError(
                 f"the forward pass has {n_rows} rows, but {self.n_rows} layouts were given; give"
                 " one each"
-            )
-        if n_keys < self.last_key:
-            raise LayoutError(
-                f"the span ends at slot {self.last_key} but the forward pass has {n_keys} keys; "
-                "feed the layout's own ids (layout.tensor)"
             )
         queries = range(first, first + n_queries)
         if self.of_pass != (queries, copies):
@@ -392,7 +388,7 @@ def _add(
     b: Float[Tensor, "row #head query 1"],
 ) -> None:
     """Add a bias to the keys of a term, in place."""
-    keys = rearrange(of_pass.keys, "row key -> row 1 1 key")
+    keys = rearrange(of_pass.keys[:, : scores.shape[3]], "row key -> row 1 1 key")
     if not of_pass.term.every_head:
         keys = keys & rearrange(of_pass.heads[layer], "row head -> row head 1 1")
     scores[..., : keys.shape[3]] += torch.where(keys, b, 0.0)

@@ -24,7 +24,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, network_of, window_of
+from lapa2_interp.loaded import (
+    Model,
+    check_keeps_cache,
+    check_kept,
+    is_bridge,
+    network_of,
+    window_of,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 
 
@@ -100,10 +107,11 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
     """Refuse what a model cannot read, or would read differently each time.
 
     Raises:
-        ModelError: Its dropout is on.
+        ModelError: Its dropout is on, or its passes keep no keys.
         LayoutError: It has no embedding for a token.
     """
     network = network_of(model)
+    check_keeps_cache(network)
     drops = [each for each in network.modules() if isinstance(each, nn.Dropout) and each.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
     if any(each.training for each in drops) or (network.training and share):
@@ -307,13 +315,16 @@ class BridgeRows:
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         check_window(self.model, self.layouts, used)
-        return self.model(
+        check_keeps_cache(network := network_of(self.model))
+        logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
             position_ids=positions,
             past_key_values=self.cache,
             logits_to_keep=keep,
         )[:, -keep:]
+        check_kept(network, self.cache.get_seq_length() == used)
+        return logits
 
     def prompt_pass(
         self,

@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.interface import Visitor, by_name, visited
+from lapa2_interp.attention.blocks import attached
+from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
@@ -61,14 +63,15 @@ def augmented(
     augmentation: Augmentation | Sequence[Rules] | None,
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
+    check_ids: bool = True,
 ) -> Iterator[None]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
     Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and works
     beside hooks that are already there. The forward pass must read the layout's keys:
-    `layout.tensor`, or left-padded rows of several layouts
-    (`left_pad`) with their attention mask. A plain transformers model may also `generate`, by
-    sampling or with beams:
+    `layout.tensor`, or left-padded rows of several layouts (`left_pad`) with their attention mask;
+    positions that are not given come from the layouts. A prompt may be read in several passes with
+    a cache. A plain transformers model may also `generate`, by sampling or with beams:
 
         with augmented(hf_model, Augmentation(alpha=0.5), layout):
             mask = torch.ones_like(layout.tensor)
@@ -83,13 +86,19 @@ def augmented(
             `[(one, other), None]`. None leaves a row alone.
         layout: One for all rows, or one per row.
         observer: Sees the attention pattern of every layer and pass.
+        check_ids: Refuse a pass whose token ids are not those of the layouts. With False the
+            layouts only say which slots are which.
 
     Raises:
-        AugmentationError: Layers or heads the model does not have.
-        ModelError: The model is none of these.
+        AugmentationError: Layers or heads the model does not have, or a bias beyond all use.
+        ModelError: The model is none of these, or compiled, or in training mode with gradient
+            checkpointing; or a block or pass is another thread's or a copy's.
+        DeadHookError: A pass did not come by the augmentation, since hooks or attention function
+            were changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
-            rows of the forward pass differ; a cache has dropped keys; or, under phase "query", a
-            cache holds keys that were computed under the augmentation.
+            rows of the forward pass differ; it reads other tokens or masks other slots than the
+            layouts have; a cache has dropped keys; or, under phase "query", a cache holds keys that
+            were computed under the augmentation.
     """
     plain = plain_network(model)
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
@@ -117,19 +126,18 @@ def augmented(
         may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
-    held, changed = 0, math.inf  # keys in the cache, and the slot of a query that is not clean
+    read = _Read(model, layouts, check_ids)
+    changed: float = math.inf  # the slot of a query that is not clean
     unchecked = set(bias.reading_layers)
-
-    def begin(kwargs: dict[str, Any]) -> int:
-        nonlocal held
-        held = _held(kwargs)
-        if held <= max(each.soft for each in layouts):
-            _check_padding(layouts, kwargs.get("attention_mask"))
-        return held
 
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal changed
         _check_keys(scores, first)
+        if scores.shape[3] < bias.last_key and not read.is_ours:
+            raise LayoutError(
+                f"the span ends at slot {bias.last_key} but the forward pass has"
+                f" {scores.shape[3]} keys; feed the layout's own ids (layout.tensor)"
+            )
         if first > changed:
             raise LayoutError(
                 "under phase 'query' a cache must not keep keys of the query that predicts; use"
@@ -146,38 +154,162 @@ def augmented(
         if observer is not None:
             observer.observe(layer, pattern, first)
 
+    every = [layer for layer, seen in enumerate(keys_seen(model)) if seen.kind != "none"]
+    looked = every if observer is not None else [each for each in every if each in bias.layers]
     if plain is not None:
-        with visited(plain, Visitor(edit, look), begin):
+        with visited(plain, Visitor(edit, look), read.begin, looked):
             yield
         return
 
-    def before_forward(network: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        begin(by_name(network, args, kwargs))
-
-    def first_query(attention: Tensor) -> int:
-        # A HookedTransformer's only cache concatenates, and its `generate` passes by
-        # `before_forward`; the bridge may carry one with more slots than live keys.
-        n_queries, n_keys = attention.shape[2:]
-        first = held if is_bridge(model) else n_keys - n_queries
-        _check_keys(attention, first)
-        return first
-
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return edit(layer, scores, first_query(scores))
+        return edit(layer, scores, read.first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        look(layer, pattern, first_query(pattern))
+        look(layer, pattern, read.first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
-    read = range(model.cfg.n_layers) if observer is not None else bias.layers
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
-    hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
-    with ExitStack() as undo:
-        network = network_of(model)
-        handle = network.register_forward_pre_hook(before_forward, with_kwargs=True)
-        undo.callback(handle.remove)
-        undo.enter_context(model.hooks(fwd_hooks=hooks))
+    if not is_bridge(model):
+        looked = sorted({0, *looked})  # where its first query is told, and so which ids are its
+    hooks = [
+        (SCORES.format(layer), partial(on_scores, layer=layer))
+        for layer in every
+        if layer in bias.layers
+    ]
+    hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in looked]
+    with attached(model, hooks, read.begin):
         yield
+
+
+class _Read:
+    """What the passes of a block read: each is compared with the layouts before it.
+
+    Attributes:
+        is_ours: Whether the pass's ids are known to be those of the layouts.
+    """
+
+    def __init__(self, model: Model, layouts: Sequence[Layout], check_ids: bool) -> None:
+        self.model, self.layouts, self.check_ids = model, layouts, check_ids
+        width = max(map(len, layouts))
+        ids = [[-1] * each.bos.start + list(each.ids) for each in layouts]
+        self.ids = torch.tensor([row + [-1] * (width - len(row)) for row in ids])  # layout slot
+        slot = torch.arange(width)
+        soft, pad, stop = (
+            torch.tensor([[number(each)] for each in layouts])
+            for number in (lambda each: each.soft, lambda each: each.pad, len)
+        )
+        self.pads, self.known = pad, slot < stop
+        self.live = (slot < soft) | (slot >= soft + pad)  # layout slot
+        self.first, self.is_ours = 0, False
+        self.unread: Tensor | None = None
+
+    def begin(self, given: dict[str, Any]) -> int:
+        """Compare a pass's arguments with the layouts, and add the positions of padded rows.
+
+        Returns:
+            The slot of its first query.
+
+        Raises:
+            LayoutError: It reads other tokens, masks other slots, or would not know positions.
+        """
+        self.is_ours = False
+        if "tokens" in given:  # what a HookedTransformer embeds
+            self.unread = given["tokens"]
+            return self.first
+        self.first = _held(given)
+        self._check_mask(given)
+        if not is_bridge(self.model) and plain_network(self.model) is None:
+            return self.first
+        ids = given.get("input_ids")
+        if ids is not None:
+            self._check_ids(ids)
+        if self.pads.any() and given.get("position_ids") is None:
+            read = given.get("inputs_embeds") if ids is None else ids
+            self._add_positions(given, read)
+        return self.first
+
+    def first_query(self, attention: Tensor) -> int:
+        """The slot of the first query, from scores or pattern [row head query key]."""
+        # A HookedTransformer's only cache concatenates, and its `generate` passes by the hooks of
+        # the module; the bridge may carry a cache with more slots than live keys.
+        if not is_bridge(self.model):
+            self.first = attention.shape[3] - attention.shape[2]
+            ids, self.unread = self.unread, None
+            if ids is not None:
+                self._check_ids(ids)
+        _check_keys(attention, self.first)
+        return self.first
+
+    def _of_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
+        """A table of the layouts for the rows of a pass: copies of each row lie behind each other.
+        None where the pass has other rows, which `Bias` refuses."""
+        copies, left = divmod(n_rows, len(table))
+        return None if left else table.repeat_interleave(copies, 0)
+
+    def _check_ids(self, ids: Int[Tensor, "row query"]) -> None:
+        stop = min(self.first + ids.shape[1], self.ids.shape[1])
+        wanted = self._of_rows(self.ids[:, self.first : stop], len(ids))
+        if not self.check_ids or wanted is None:
+            return
+        self.is_ours = True
+        found = ids[:, : wanted.shape[1]].cpu()
+        if (wrong := ((wanted >= 0) & (found != wanted)).nonzero()).numel():
+            row, query = wrong[0].tolist()
+            raise LayoutError(
+                f"row {row} reads {self._shown(found[row, query])} in slot {self.first + query},"
+                f" where its layout has {self._shown(wanted[row, query])}; feed the layout's own"
+                " ids (layout.tensor), or give check_ids=False to augment other tokens"
+            )
+
+    def _shown(self, token: Tensor) -> str:
+        tokenizer = getattr(self.model, "tokenizer", None)
+        text = "" if tokenizer is None else f" ({tokenizer.decode([int(token)])!r})"
+        return f"token {int(token)}{text}"
+
+    def _check_mask(self, given: dict[str, Any]) -> None:
+        """Refuse a pass that does not mask its layouts' padding: spans would lie on other keys.
+
+        Masks that transformers' `generate` has made (one a layer type, or by query) come from the
+        padding that it was given.
+        """
+        mask, width = given.get("attention_mask"), self.live.shape[1]
+        start = 0
+        if "input" in given or "past_kv_cache" in given:
+            start = self.first  # a HookedTransformer keeps the mask of what it has read
+        if mask is None:
+            if self.pads.any() and start < width:
+                raise LayoutError(
+                    "the layouts are left-padded but the forward pass has no attention_mask; pass"
+                    " the rows' mask"
+                )
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            live, known = (
+                self._of_rows(table[:, start : start + mask.shape[1]], len(mask))
+                for table in (self.live, self.known)
+            )
+            if live is None or known is None:
+                return
+            found = (mask[:, : live.shape[1]] != 0).cpu()
+            if (wrong := (known & (found != live)).nonzero()).numel():
+                row, slot = wrong[0].tolist()
+                raise LayoutError(
+                    f"row {row} masks {int((~found[row]).sum())} slots where its layout has"
+                    f" {int((~live[row]).sum())} of padding (slot {start + slot} differs); give one"
+                    " layout a row, in the rows' order, padded with left_pad"
+                )
+
+    def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:
+        """Positions as each row alone has them: transformers counts padding."""
+        network = network_of(self.model)
+        if "position_ids" in signature(network.forward).parameters and read is not None:
+            slots = torch.arange(self.first, self.first + read.shape[1])
+            positions = self._of_rows((slots - self.pads).clamp(min=0), len(read))
+            if positions is not None:
+                given["position_ids"] = positions.to(read.device)
+        elif getattr(getattr(self.model, "cfg", None), "positional_embedding_type", "") != "alibi":
+            raise LayoutError(
+                f"{type(network).__name__} takes no position_ids, so that left-padded rows would"
+                " be read at other positions than alone; read rows of one length together"
+            )
 
 
 @contextmanager
@@ -196,7 +328,7 @@ def without_sinks(model: Model) -> Iterator[None]:
         (PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
         for layer in range(model.cfg.n_layers)
     ]
-    with model.hooks(fwd_hooks=hooks):
+    with attached(model, hooks):
         yield
 
 
@@ -211,7 +343,7 @@ def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator
     """
     if (plain := plain_network(model)) is not None:
         visitor = Visitor(lambda layer, scores, _first: change(layer, scores))
-        with visited(plain, visitor, lambda _kwargs: 0):
+        with visited(plain, visitor, lambda _given: 0):
             yield
         return
     layers = range(model.cfg.n_layers)
@@ -223,7 +355,7 @@ def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator
         (PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
         for layer in layers
     ]
-    with model.hooks(fwd_hooks=hooks):
+    with attached(model, hooks):
         yield
 
 
@@ -256,29 +388,3 @@ def _held(kwargs: dict[str, Any]) -> int:
         return int(cache.get_seq_length())  # some caches count in a tensor they later change
     hooked = kwargs.get("past_kv_cache")
     return 0 if hooked is None else hooked.previous_attention_mask.shape[1]
-
-
-def _check_padding(layouts: Sequence[Layout], mask: Any) -> None:
-    """Refuse a first pass that does not mask its layouts' padding: spans would lie on other keys.
-
-    Masks that transformers' `generate` has made (one a layer type, or by query) come from the
-    padding that it was given.
-    """
-    pads = torch.tensor([each.pad for each in layouts])
-    if mask is None:
-        if pads.any():
-            raise LayoutError(
-                "the layouts are left-padded but the forward pass has no attention_mask; pass the"
-                " rows' mask"
-            )
-    elif isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= len(layouts[0]):
-        masked = (mask[:, : len(layouts[0])] == 0).sum(1).cpu()
-        if (len(masked) == len(pads) or len(pads) == 1) and (
-            wrong := (masked != pads).nonzero()
-        ).numel():
-            row = int(wrong[0, 0])
-            raise LayoutError(
-                f"row {row} masks {int(masked[row])} slots where its layout has"
-                f" {int(pads[row % len(pads)])} of padding; give one layout a row, in the rows'"
-                " order, padded with left_pad"
-            )

@@ -8,10 +8,9 @@ argument, so that nothing is shared between models.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from lapa2_interp.attention.blocks import NAME, OUTSIDE, Pass, opened
 from lapa2_interp.errors import DeadHookError
-
-NAME = "lapa2"
 
 
 @dataclass
@@ -36,33 +34,36 @@ class Visitor:
         out: Takes layer, the heads' outputs [row query head d_head] and the slot of the first
             query; returns the outputs.
         first: The slot of the pass's first query.
+        watch: What is known of that pass.
     """
 
     edit: Callable[[int, Tensor, int], Tensor] | None = None
     read: Callable[[int, Tensor, int], None] | None = None
     out: Callable[[int, Tensor, int], Tensor] | None = None
     first: int = 0
-
-
-def by_name(network: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass by name, those given by position too."""
-    names = inspect.signature(network.forward).parameters if args else ()
-    return dict(zip(names, args, strict=False)) | kwargs
+    watch: Pass = field(default_factory=Pass)
 
 
 @contextmanager
 def visited(
-    network: Any, visitor: Visitor, begin: Callable[[dict[str, Any]], int]
+    network: Any,
+    visitor: Visitor,
+    begin: Callable[[dict[str, Any]], int],
+    layers: Collection[int] = (),
 ) -> Iterator[None]:
     """Let a visitor see every pass of a transformers model inside the block.
 
-    Blocks may be nested: each visitor sees what the ones before it have left.
+    Blocks may be nested and closed in any order: each visitor sees what those before it have left.
 
     Args:
-        begin: Called before a pass with its arguments by name; returns the slot of its first query.
+        begin: Called before a pass with its arguments by name, to which it may add; returns the
+            slot of its first query.
+        layers: Those that every pass must show to the visitor.
 
     Raises:
-        DeadHookError: The architecture does not use the attention interface.
+        DeadHookError: The architecture does not use the attention interface, or a pass has not
+            shown a layer.
+        ModelError: As `blocks.opened`.
     """
     if not network._can_set_attn_implementation():
         raise DeadHookError(
@@ -71,18 +72,12 @@ def visited(
             " (TransformerBridge, which checks)"
         )
 
-    def before(network: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        visitor.first = begin(by_name(network, args, kwargs))
-        return args, kwargs | {NAME: (*kwargs.get(NAME, ()), visitor)}
+    def before(given: dict[str, Any]) -> None:
+        visitor.first = begin(given)
+        given[NAME] = (*given.get(NAME, ()), visitor)
 
-    usual = network.config._attn_implementation
-    handle = network.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        network.set_attn_implementation(NAME)
+    with opened(network, before, visitor.watch, layers, attention=True):
         yield
-    finally:
-        handle.remove()
-        network.set_attn_implementation(usual)
 
 
 def attend(
@@ -103,8 +98,11 @@ def attend(
         The heads' outputs [row query head d_head], and the pattern.
 
     Raises:
-        DeadHookError: The model asks for what this function does not compute.
+        DeadHookError: The model asks for what this function does not compute, or no pass of the
+            block's model is running.
     """
+    if not lapa2 and hasattr(module, "layer_idx"):
+        raise DeadHookError(OUTSIDE)
     unknown = [name for name in ("s_aux", "position_bias", "sinks") if others.get(name) is not None]
     if unknown or (dropout and module.training):
         raise DeadHookError(
@@ -127,6 +125,7 @@ def attend(
     for visitor in lapa2:
         if visitor.read is not None:
             visitor.read(module.layer_idx, pattern, visitor.first)
+        visitor.watch.seen.add(module.layer_idx)
     pattern = pattern.to(query.dtype)
     # row head query d_head -> row query head d_head
     out = torch.matmul(pattern, _repeated(value, repeats)).transpose(1, 2).contiguous()

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lapa2_interp.attention.blocks import attached
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.interface import Visitor, visited
@@ -353,16 +354,9 @@ class _Mix:
         def on_z(z: Tensor, hook: Any, layer: int) -> Tensor:
             return self(layer, z, held)
 
-        def before(_network: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-            begin(kwargs)
-
         hooks: list[tuple[str, Callable]] = [
             (MIX.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
             for layer in range(self.model.cfg.n_layers)
         ]
-        handle = self.model.original_model.register_forward_pre_hook(before, with_kwargs=True)
-        try:
-            with self.model.hooks(fwd_hooks=hooks):
-                yield
-        finally:
-            handle.remove()
+        with attached(self.model, hooks, begin):
+            yield

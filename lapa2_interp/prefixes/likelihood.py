@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
 from lapa2_interp.errors import LayoutError
+from lapa2_interp.loaded import check_keeps_cache, check_kept
 
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
@@ -119,7 +120,9 @@ def text_nll(
 
     Raises:
         LayoutError: The network has no embedding for a token.
+        ModelError: It drops its cache, and so the soft prefix.
     """
+    check_keeps_cache(network)
     n_rows, width = rows.ids.shape
     if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
         raise LayoutError(
@@ -139,6 +142,7 @@ def text_nll(
         position_ids=positions.expand(n_rows, -1),
         past_key_values=cache,
     ).last_hidden_state
+    check_kept(network, not slots or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]
     found = _TokenNll.apply(hidden[scored], _head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)

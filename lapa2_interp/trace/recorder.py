@@ -83,6 +83,11 @@ class Recorder:
         }
         self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
 
+    def _has_steps(self, n_keys: int) -> bool:
+        """Whether a pass up to this key has a step: one that reads the beginning of a prompt has
+        none."""
+        return n_keys > len(self.layouts[0]) - 1 + len(self.steps)
+
     def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
         """What all layers of a pass share: its steps' slots, and which keys count in which sum."""
         key, spans = torch.arange(n_keys), self.parts
@@ -113,6 +118,8 @@ class Recorder:
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Reduce the attention of those queries of a layer that are steps."""
         n_keys = first + pattern.shape[2]
+        if not self._has_steps(n_keys):
+            return
         if layer == self.attending[0]:
             self._begin_pass(n_keys, first, pattern.device)
         # row head query key, of the queries that are steps
@@ -135,8 +142,10 @@ class Recorder:
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
         """Count the biases of a layer that were cut at +-CAP."""
-        count = caps.sum(1, dtype=torch.float32).cpu()  # row query
         self.may_cap = True
+        if not self._has_steps(first + caps.shape[2]):
+            return
+        count = caps.sum(1, dtype=torch.float32).cpu()  # row query
         self.caps_of_pass = count if self.caps_of_pass is None else self.caps_of_pass + count
 
     def _close_pass(self) -> None:
