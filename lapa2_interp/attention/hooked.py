@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.interface import Visitor, by_name, visited
+from lapa2_interp.attention.rotary import watch
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
@@ -89,9 +90,11 @@ def augmented(
         ModelError: The model is none of these.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; a cache has dropped keys; or, under phase "query", a
-            cache holds keys that were computed under the augmentation.
+            cache holds keys that were computed under the augmentation. A pass mixes rotary factors
+            (`rotary.watch`).
     """
     plain = plain_network(model)
+    watch(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     given = of_rows(augmentation, len(layouts))
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.loaded import context_of
+from lapa2_interp.loaded import context_of, short_context
 from lapa2_interp.models import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
@@ -25,6 +25,8 @@ class Size:
     kv_width: int
     """Numbers of one key, all its heads together; as many of a value."""
     vocab: int
+    short_ctx: int | None = None
+    """As `short_context`."""
 
 
 PAPER_SIZES = {
@@ -77,6 +79,7 @@ def model_size(name: str | Path) -> Size:
             context_of(text),
             (getattr(text, "num_key_value_heads", None) or heads) * d_head,
             text.vocab_size,
+            short_context(text),
         )
     except (AttributeError, ValueError) as error:
         raise ModelError(
