@@ -356,6 +356,25 @@ def test_generate_inside_a_block_crosses_as_transformers_does(models):
         assert rule == RULE or found == wanted[0, 23:].tolist()
 
 
+def test_drafted_tokens_on_both_sides_of_the_switch_are_refused(models):
+    """transformers checks several drafted tokens in one pass, the first of them on the near side;
+    its own texts differ there from those without drafts."""
+    model = models[PLAIN]
+    for first in (10, 23, 40):
+        layout = layout_of(model, prompt_of(model, first))
+        asked = {
+            "attention_mask": torch.ones_like(layout.tensor), "max_new_tokens": 8,
+            "do_sample": False, "eos_token_id": None, "pad_token_id": 1, "prompt_lookup_num_tokens": 3,
+        }  # fmt: skip
+        with augmented(model, RULE, layout):
+            if first == 23:
+                with pytest.raises(LayoutError, match="is asked for the logits of token 2"):
+                    network_of(model).generate(layout.tensor, **asked)
+                continue
+            found = network_of(model).generate(layout.tensor, **asked)[0, first:].tolist()
+        assert found == fresh(model, layout, found)
+
+
 def test_rows_of_both_sides_in_one_pass_are_refused(model):
     padded = left_pad([layout_of(model, SHORT), layout_of(model, LONG)])
     ids = torch.tensor([[0] * each.pad + list(each.ids) for each in padded])
@@ -431,9 +450,10 @@ def test_factors_by_layer_type_are_found():
 
 def test_one_check_stands_at_a_network(models):
     network = network_of(models[PLAIN])
-    before = len(network.base_model._forward_pre_hooks)
+    parts = network, network.base_model
+    before = [len(each._forward_pre_hooks) for each in parts]
     watch(network)
-    assert len(network.base_model._forward_pre_hooks) == before
+    assert [len(each._forward_pre_hooks) for each in parts] == before
 
 
 def test_phimoe_scales_its_factors_by_the_length(tmp_path):

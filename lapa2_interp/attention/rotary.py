@@ -1,8 +1,8 @@
 """Passes of one kind of rotary factors.
 
 Some models choose their rotary factors by the largest position of a pass (`loaded.rotary_limit`).
-Keys in a cache are stale once the choice is another, and rows of one pass share it. Whatever reads
-such a model goes through its base model, so one check stands there, in front of every pass.
+Keys in a cache are stale once the choice is another, and rows of one pass share it. So one check
+stands in front of every pass, at the network, and at its base model for what reads that alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from lapa2_interp.loaded import rotary_limit
 LONG = "lapa2_long"
 """On a cache: whether its keys were computed under the factors of long texts."""
 
+READ = ("input_ids", "inputs_embeds")
+
 Kept = TypeVar("Kept")
 
 
 def watch(network: Any) -> None:
     """From now on, refuse passes of a transformers model in which a row gets other rotary factors
-    than alone, or than the keys that its cache holds.
+    than alone, or than the keys that its cache holds, or than the tokens up to a query whose logits
+    are asked for by `logits_to_keep`.
 
     Such a pass raises LayoutError. Models whose factors do not depend on the length of a pass, and
     HookedTransformers, are left as they are.
@@ -33,10 +36,11 @@ def watch(network: Any) -> None:
     found = rotary_limit(network.config) if hasattr(network, "config") else None
     if found is None:
         return
-    base = network.base_model
-    if not any(getattr(each, "func", None) is _check for each in base._forward_pre_hooks.values()):
-        check = partial(_check, kind=found[0], limit=found[1])
-        base.register_forward_pre_hook(check, with_kwargs=True)
+    check = partial(_check, kind=found[0], limit=found[1])
+    for part in {network, network.base_model}:
+        hooks = part._forward_pre_hooks.values()
+        if not any(getattr(each, "func", None) is _check for each in hooks):
+            part.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def same_factors(cache: Any, copy: Kept) -> Kept:
@@ -46,10 +50,13 @@ def same_factors(cache: Any, copy: Kept) -> Kept:
     return copy
 
 
-def _check(base: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
-    given = by_name(base, args, kwargs)
-    cache, ids = given.get("past_key_values"), given.get("input_ids")
-    n = (given["inputs_embeds"] if ids is None else ids).shape[1]
+def _check(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
+    given = by_name(part, args, kwargs)
+    cache = given.get("past_key_values")
+    read = next((given[name] for name in READ if given.get(name) is not None), None)
+    if read is None:
+        return  # transformers says what is missing
+    n = read.shape[1]
     held = 0 if cache is None else int(cache.get_seq_length())
     longest, rows = _lengths(given, held, n)
     is_long = longest > limit
@@ -67,6 +74,14 @@ def _check(base: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: 
             f"a row of {other[0]} tokens is in one pass with positions up to {longest}, and the"
             f" rotary factors of all its rows change beyond {at}; read rows of both sides in"
             " passes of their own"
+        )
+    keep = given.get("logits_to_keep")
+    least = min((row for row in rows if row), default=0)
+    if is_long and isinstance(keep, int) and keep and least - keep < limit:
+        raise LayoutError(
+            f"a pass up to token {longest} is asked for the logits of token {least - keep + 1}, and"
+            f" rotary factors change beyond {at}, so they are not what that text alone gives; read"
+            " one token at a time there, or texts of one side"
         )
     if cache is None:
         return
