@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp.errors import ModelError
+from lapa2_interp.errors import LayoutError, ModelError
 from lapa2_interp.layout import FULL, KeysSeen, KeysSeenKind, text_markers
 from lapa2_interp.packed import Packing, choose_packing, packed
 
@@ -79,6 +79,59 @@ def context_of(config: Any) -> int:
         if isinstance(found := getattr(config, name, None), int) and found > 0:
             return found
     return UNNAMED
+
+
+def rotary_limit(config: Any) -> tuple[str, int] | None:
+    """Where the rotary factors of a transformers model depend on the length of a pass: the kind,
+    "longrope" or "dynamic", and the longest pass with the factors of short texts.
+
+    longrope (Phi-3.5, Phi-4-mini, PhiMoE) has two sets of factors, and PhiMoE two scales of them;
+    dynamic NTK has others for every length beyond the context.
+    """
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (given, *given.values()):  # of all layers, or by their type
+        if not isinstance(each, Mapping):
+            continue
+        kind = each.get("rope_type") or each.get("type") or ""
+        if kind == "longrope" or "long_mscale" in each:
+            original = each.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            return "longrope", original or context_of(config)
+        if "dynamic" in kind:
+            return "dynamic", context_of(config)
+    return None
+
+
+def short_context(config: Any) -> int | None:
+    """Tokens of the longest pass with the rotary factors of short texts; None where there is one
+    set of factors in the whole context."""
+    kind, limit = rotary_limit(config) or ("", 0)
+    return limit if kind == "longrope" and limit < context_of(config) else None
+
+
+def short_context_of(model: Model) -> int | None:
+    """`short_context` of a loaded model."""
+    config = getattr(network_of(model), "config", None)
+    return None if config is None else short_context(config)
+
+
+def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
+    """Refuse passes on both sides of a switch of rotary factors.
+
+    Args:
+        short: As `short_context`.
+        first, last: Tokens of the shortest and the longest pass whose logits count.
+
+    Raises:
+        LayoutError: The first has the factors of short texts, and the last others.
+    """
+    if short is not None and first <= short < last:
+        raise LayoutError(
+            f"{what}: passes of {first} to {last} tokens, and beyond {short} this model has other"
+            " rotary factors (longrope, original_max_position_embeddings), under which keys from"
+            f" before are stale; stay within {short} tokens, or begin beyond them"
+        )
 
 
 KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
@@ -263,6 +316,8 @@ class ModelCard(BaseModel):
     n_heads: int
     n_ctx: int
     """Positions the model was built for."""
+    short_ctx: int | None = None
+    """As `short_context`."""
     start_token: str
     """The token that starts plain text (`layout.text_markers`)."""
     end_tokens: tuple[str, ...]
@@ -315,6 +370,7 @@ def make_card(
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
+        short_ctx=short_context_of(model),
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(name for name in names if name is not None),
         keys_seen=unless_full(keys_seen(model)),

@@ -22,14 +22,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lapa2_interp.attention.cached_heads import CachedHeads
+from lapa2_interp.attention.rotary import same_factors, watch
 from lapa2_interp.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import (
     Model,
     check_keeps_cache,
     check_kept,
+    check_one_side,
     is_bridge,
     network_of,
+    short_context_of,
     window_of,
 )
 from lapa2_interp.soft_prefix import SoftPrefix
@@ -104,7 +107,8 @@ def padded_ids(
 
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
-    """Refuse what a model cannot read, or would read differently each time.
+    """Refuse what a model cannot read, or would read differently each time; from now on also
+    passes that mix rotary factors (`rotary.watch`).
 
     Raises:
         ModelError: Its dropout is on, or its passes keep no keys.
@@ -112,6 +116,7 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
     """
     network = network_of(model)
     check_keeps_cache(network)
+    watch(network)
     drops = [each for each in network.modules() if isinstance(each, nn.Dropout) and each.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
     if any(each.training for each in drops) or (network.training and share):
@@ -196,12 +201,16 @@ def soft_inputs(
 
     Returns:
         input, attention_mask, position_ids and past_key_values.
+
+    Raises:
+        LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
     from transformers.cache_utils import DynamicCache
 
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
+    check_one_side(short_context_of(model), 0, len(layouts[0]), "texts read in one pass")
     cache = DynamicCache()
     soft = soft_slots(model, layouts, prefixes)
     if soft is not None:
@@ -358,7 +367,8 @@ class BridgeRows:
         self.cache = Cache(layers=layers)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.cache = Cache(layers=[layer.expand(index, capacity) for layer in self.cache.layers])
+        layers = [layer.expand(index, capacity) for layer in self.cache.layers]
+        self.cache = same_factors(self.cache, Cache(layers=layers))
         room = self.mask.new_ones((len(index), capacity - self.mask.shape[1]))
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]

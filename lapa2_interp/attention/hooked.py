@@ -30,8 +30,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.blocks import attached
-from lapa2_interp.attention.interface import Visitor, visited
+from lapa2_interp.attention.blocks import (
+    attached,
+)
+from lapa2_interp.attention.interface import (
+    Visitor,
+    visited,
+)
+from lapa2_interp.attention.rotary import (
+    watch,
+)
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
@@ -97,10 +105,11 @@ def augmented(
             were changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; it reads other tokens or masks other slots than the
-            layouts have; a cache has dropped keys; or, under phase "query", a cache holds keys that
-            were computed under the augmentation.
+            layouts have; it mixes rotary factors (`rotary.watch`); a cache has dropped keys; or,
+            under phase "query", a cache holds keys that were computed under the augmentation.
     """
     plain = plain_network(model)
+    watch(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     given = of_rows(augmentation, len(layouts))
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]

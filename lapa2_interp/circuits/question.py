@@ -22,7 +22,13 @@ from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, mak
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.errors import CircuitError, DataError, one_of
-from lapa2_interp.loaded import Model, model_card, packed_model
+from lapa2_interp.loaded import (
+    Model,
+    check_one_side,
+    model_card,
+    packed_model,
+    short_context_of,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 
@@ -67,6 +73,7 @@ class Question:
         Raises:
             CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
                 context; as `make_cases`.
+            LayoutError: A text crosses a switch of the model's rotary factors.
         """
         question = cls._of(model, about, **settings)
         for case in question.cases:
@@ -75,6 +82,8 @@ class Question:
                     f"prefix, prompt and text behind {case.prompt!r} have {n} tokens, more than the"
                     f" model's context of {model.cfg.n_ctx}; give shorter texts"
                 )
+            # The prefix is read by itself, so a longer text would mix rotary factors.
+            check_one_side(short_context_of(model), 0, n, f"the text behind {case.prompt!r}")
         return question
 
     @classmethod

@@ -16,7 +16,14 @@ import numpy as np
 from lapa2_interp.augmentation import Augmentation, Joint, several
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import KeysSeen, Layout, kinds_of
+from lapa2_interp.layout import (
+    KeysSeen,
+    Layout,
+    kinds_of,
+)
+from lapa2_interp.loaded import (
+    check_one_side,
+)
 from lapa2_interp.methods import Branch, Method, Prepared, assign
 
 if TYPE_CHECKING:
@@ -35,6 +42,8 @@ class Size(Protocol):
     def n_ctx(self) -> int: ...
     @property
     def keys_seen(self) -> tuple[KeysSeen, ...]: ...
+    @property
+    def short_ctx(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def arrange(
 
     Raises:
         LayoutError: A prefix or prompt tokenises to nothing, or a text does not fit the length or
-            the model's context.
+            the model's context, or crosses a switch of its rotary factors.
         AugmentationError: Layers or heads the model does not have.
     """
     method, branches = cell.decoder, cell.branches
@@ -119,6 +128,15 @@ def arrange(
                     each.acts(rule, np.array([len(each) + new - 2]), kind)
             of_branch.append(each)
         rows.append(tuple(of_branch))
+    for prompt, new, of_prompt in zip(cell.prompts, steps, zip(*rows, strict=True), strict=True):
+        if not open_texts:
+            read = method.reads_prompt
+            # A soft prefix was trained under the factors of short texts.
+            firsts = [0 if l.soft else len(l.ids) - l.l_pro * read for l in of_prompt]
+            last = max(map(len, of_prompt)) + new - 1
+            reading = ", which reads the probability of the prompt" * read
+            what = f"{prompt[:40]!r} under {method.name}{reading}"
+            check_one_side(size.short_ctx, min(firsts), last, what)
     return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
 
 

@@ -20,8 +20,17 @@ from lapa2_interp.cell import TOP_K
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.layout.texts import decode
-from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
+from lapa2_interp.layout.texts import (
+    decode,
+)
+from lapa2_interp.loaded import (
+    Model,
+    check_one_side,
+    keys_seen,
+    model_card,
+    packed_model,
+    short_context_of,
+)
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
@@ -74,8 +83,8 @@ def continue_chats(
         What was made of each chat.
 
     Raises:
-        LayoutError: No chat; a chat and its continuation exceed the model's context; or length,
-            samples or top_k are below 1.
+        LayoutError: No chat; a chat and its continuation exceed the model's context, or lie on
+            both sides of a switch of its rotary factors; or length, samples or top_k are below 1.
         AugmentationError: Layers or heads the model does not have.
     """
     if min(length, samples, top_k) < 1:
@@ -90,6 +99,9 @@ def continue_chats(
             f"a chat of {longest} tokens and {length} new ones exceed the context of"
             f" {model.cfg.n_ctx} of {model_card(model).name}; shorten the chat or the length"
         )
+    shortest = min(len(each.ids) for each in layouts)
+    what = "chats that are read together, with their continuations"
+    check_one_side(short_context_of(model), shortest, longest + length - 1, what)
     rules = several(augmentation)
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, seen=keys_seen(model))

@@ -236,6 +236,7 @@ def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
             arrangement.longest,
             arrangement.steps,
             model.cfg.n_ctx,
+            card.short_ctx,
             alike=bool(slots) and window_of(model) is not None,
         ),
     )
@@ -271,20 +272,28 @@ def _groups(
     longest: Sequence[int],
     steps: Sequence[int],
     n_ctx: int,
+    short: int | None = None,
     alike: bool = False,
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Batches in order: at most `size` samples each. A batch's longest branch and largest number of
     steps must fit the context together.
 
     Args:
+        short: As `loaded.short_context`: a batch lies on one side of it, with the steps that an
+            ended sample's row runs on.
         alike: Prompts of one batch have the same length (`cache.check_window`).
     """
     groups: list[list[tuple[int, int]]] = []
     width = most = 0
     for pair in pairs:
         width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
-        other = alike and groups and longest[groups[-1][0][0]] != longest[pair[0]]
-        if not groups or len(groups[-1]) == size or width + most > n_ctx or other:
+        last = longest[groups[-1][0][0]] if groups else 0
+        other = alike and last != longest[pair[0]]
+        room = n_ctx
+        if short is not None:
+            other |= (last > short) != (longest[pair[0]] > short)
+            room = n_ctx if longest[pair[0]] > short else short + 1  # the last token is not read
+        if not groups or len(groups[-1]) == size or width + most > room or other:
             groups.append([])
             width, most = longest[pair[0]], steps[pair[0]]
         groups[-1].append(pair)

@@ -23,7 +23,13 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model, keys_seen, packed_model
+from lapa2_interp.loaded import (
+    Model,
+    check_one_side,
+    keys_seen,
+    packed_model,
+    short_context_of,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -71,7 +77,8 @@ def teacher_forced(
     Raises:
         TraceError: No text, an empty one, trace "none", a head that the model does not have, or a
             chunk of nothing.
-        LayoutError: A text exceeds the context, the model lacks a token, or the numbers of layouts,
+        LayoutError: A text exceeds the context or crosses a switch of the model's rotary factors,
+            the model lacks a token, or the numbers of layouts,
             texts, prefixes and augmentations differ.
     """
     try:
@@ -104,7 +111,8 @@ def teacher_forced(
         )
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
-    for each, row in zip(given, rows, strict=True):
+    short = short_context_of(model)
+    for number, (each, row) in enumerate(zip(given, rows, strict=True)):
         check_tokens(model, row)
         if each.n_live + len(row) - 1 > model.cfg.n_ctx:
             raise LayoutError(
@@ -112,8 +120,10 @@ def teacher_forced(
                 f" model's context of {model.cfg.n_ctx}; give at most"
                 f" {model.cfg.n_ctx - each.n_live + 1} tokens of text"
             )
+        first = 0 if each.soft else len(each.ids)
+        check_one_side(short, first, each.n_live + len(row) - 1, f"text {number}")
     parts = []
-    for group in _groups(given, rows, model.cfg.n_ctx):
+    for group in _groups(given, rows, model.cfg.n_ctx, short):
         batch = _Batch(
             [given[i] for i in group],
             [rows[i] for i in group],
@@ -133,15 +143,23 @@ def teacher_forced(
 
 
 def _groups(
-    layouts: Sequence[Layout], rows: Sequence[Sequence[int]], n_ctx: int
+    layouts: Sequence[Layout],
+    rows: Sequence[Sequence[int]],
+    n_ctx: int,
+    short: int | None,
 ) -> list[list[int]]:
     """Rows that are read together, in order: as many as fit the context side by side and the memory
-    meant for a batch."""
+    meant for a batch, on one side of a switch of rotary factors."""
+
+    def room(i: int) -> int:
+        return n_ctx if short is None or len(layouts[i].ids) > short else short
+
     groups: list[list[int]] = []
     for i in range(len(rows)):
         group = [*groups[-1], i] if groups else [i]
         width = _width([layouts[j] for j in group], [rows[j] for j in group])
-        if groups and width <= n_ctx and len(group) * width <= KEYS_AT_ONCE:
+        alike = room(group[0]) == room(i)
+        if groups and alike and width <= room(i) and len(group) * width <= KEYS_AT_ONCE:
             groups[-1] = group
         else:
             groups.append([i])

@@ -24,10 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
+from lapa2_interp.attention.rotary import watch
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import Model, TransformersModel, context_of, make_card, network_of
+from lapa2_interp.loaded import (
+    Model,
+    TransformersModel,
+    context_of,
+    make_card,
+    network_of,
+    short_context,
+)
 from lapa2_interp.machine import default_device, resolve_dtype
 from lapa2_interp.models.planted import NAME as PLANTED
 from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
@@ -265,6 +273,7 @@ def load_transformers(
             )
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error
+    watch(network)
     return network.eval(), tokenizer, provenance(name, network.config)
 
 
@@ -489,6 +498,11 @@ def bridge_of(
 
 
 def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    if short := short_context(network.config):
+        raise ModelError(
+            "a HookedTransformer has one set of rotary factors, and this model has others beyond"
+            f" {short} tokens (longrope); use TransformerBridge or TransformersModel"
+        )
     try:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
         from transformer_lens import loading_from_pretrained as loading

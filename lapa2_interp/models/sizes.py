@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.layout import KeysSeen
-from lapa2_interp.loaded import context_of, keys_seen_by, unless_full
+from lapa2_interp.layout import (
+    KeysSeen,
+)
+from lapa2_interp.loaded import (
+    context_of,
+    keys_seen_by,
+    short_context,
+    unless_full,
+)
 from lapa2_interp.models import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
@@ -32,6 +39,8 @@ class Size:
     vocab: int
     keys_seen: tuple[KeysSeen, ...] = ()
     """By layer, which keys its queries see; none are listed where every layer sees all keys."""
+    short_ctx: int | None = None
+    """As `short_context`."""
 
 
 PAPER_SIZES = {
@@ -72,6 +81,7 @@ def model_size(name: str | Path) -> Size:
             (getattr(text, "num_key_value_heads", None) or heads) * d_head,
             text.vocab_size,
             unless_full(keys_seen_by(config)),
+            short_context(text),
         )
     except (AttributeError, ValueError) as error:
         raise ModelError(

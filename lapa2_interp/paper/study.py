@@ -29,7 +29,7 @@ from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import DataError, TraceError
 from lapa2_interp.files import check_own, new_folder, write_netcdf
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.loaded import Model, model_card, short_context_of
 from lapa2_interp.machine import resolve_dtype
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_model
@@ -374,7 +374,7 @@ def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
-    room = model.cfg.n_ctx - len(branch) + 1
+    room = (short_context_of(model) or model.cfg.n_ctx) - len(branch) + 1
     length = study.long_length or room
     if length > room:
         raise DataError(

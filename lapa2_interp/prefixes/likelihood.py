@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import DynamicCache
 
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.loaded import check_keeps_cache, check_kept
+from lapa2_interp.loaded import (
+    check_keeps_cache,
+    check_kept,
+    short_context,
+)
 
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
@@ -119,16 +123,30 @@ def text_nll(
         shifted: Positions start after the slots.
 
     Raises:
-        LayoutError: The network has no embedding for a token.
+        LayoutError: The network has no embedding for a token; or the texts behind soft prefixes
+            are longer than passes with the rotary factors of short texts.
         ModelError: It drops its cache, and so the soft prefix.
     """
     check_keeps_cache(network)
-    n_rows, width = rows.ids.shape
     if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
         raise LayoutError(
             f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
             " must be the one it was trained with"
         )
+    short = short_context(network.config)
+    if short is not None and keys is None and rows.ids.shape[1] - 1 > short:
+        return _either_side(network, rows, short)
+    return _one_pass(network, rows, keys, values, shifted)
+
+
+def _one_pass(
+    network: Any,
+    rows: TextRows,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    shifted: bool = False,
+) -> Float[Tensor, "row position"]:
+    n_rows, width = rows.ids.shape
     slots = 0 if keys is None else keys.shape[3]
     cache = DynamicCache()
     if keys is not None and values is not None:
@@ -146,3 +164,15 @@ def text_nll(
     scored = rows.targets[:, 1:]
     found = _TokenNll.apply(hidden[scored], _head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)
+
+
+def _either_side(network: Any, rows: TextRows, short: int) -> Float[Tensor, "row position"]:
+    """`text_nll` where rotary factors change beyond `short` tokens: each token as a pass over the
+    text before it has it, so that the longer texts are read a second time."""
+    parts = rows.ids, rows.live, rows.targets
+    near = TextRows(*(each[:, : short + 1] for each in parts))
+    found = pad(_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
+    longer = rows.live[:, short + 1].nonzero()[:, 0]
+    far = TextRows(*(each[longer] for each in parts))
+    far.targets[:, : short + 1] = False
+    return found.index_add(0, longer, _one_pass(network, far))

@@ -45,7 +45,7 @@ from lapa2_interp.files import (
     write_text,
 )
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import context_of
+from lapa2_interp.loaded import check_one_side, context_of, short_context
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import Recipe
@@ -614,6 +614,7 @@ def check_context(
 
     Raises:
         PrefixError: With BOS they exceed the model's context.
+        LayoutError: The model's rotary factors change within them.
     """
     hard = [tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in attributes]
     longest, n_ctx = max(slots, *map(len, hard)), context_of(network.config)
@@ -623,6 +624,8 @@ def check_context(
             f" the model's context of {n_ctx}; give at most {n_ctx - longest - 1} tokens"
             " (max_tokens)"
         )
+    what = f"{slots} slots, BOS and {max_tokens} tokens of a text (max_tokens)"
+    check_one_side(short_context(network.config), 0, slots + 1 + max_tokens, what)
 
 
 def tokenise(

@@ -24,7 +24,7 @@ import numpy as np
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
-from lapa2_interp.loaded import Model
+from lapa2_interp.loaded import Model, short_context_of
 from lapa2_interp.machine import (
     clock_of,
     cores,
@@ -364,7 +364,8 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
     several."""
     times: list[float] = []
     ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
-    prompt = model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])
+    room = short_context_of(model) or model.cfg.n_ctx
+    prompt = model.tokenizer.decode(ids[: min(keys, room // 2)])
     task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
     cell = Cell.of(
         model,

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.files import sealed, whole_file, write_text
 from lapa2_interp.layout import text_markers
+from lapa2_interp.loaded import short_context
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.packed import packed
@@ -119,7 +120,8 @@ class Reader(nn.Module):
         labels: Logits per text.
 
     Raises:
-        ScoringError: The network has fewer layers, or is of another make.
+        ScoringError: The network has fewer layers, is of another make, or changes its rotary
+            factors within a window.
     """
 
     def __init__(self, network: Any, layers: int, labels: int) -> None:
@@ -133,6 +135,11 @@ class Reader(nn.Module):
         if len(base.layers) < layers:
             raise ScoringError(
                 f"--layers must be at most {len(base.layers)}, the model's; found {layers}"
+            )
+        if (short := short_context(base.config) or LONGEST + 1) <= LONGEST:
+            raise ScoringError(
+                f"adapters read {LONGEST} tokens behind BOS in one pass, and beyond {short} this"
+                f" model has other rotary factors (longrope); give another, such as {SMOLLM2}"
             )
         network.set_attn_implementation("sdpa")
         base.layers = base.layers[:layers]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lapa2_interp.attention.rotary import watch
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import context_of
+from lapa2_interp.loaded import context_of, short_context
 from lapa2_interp.models import (
     OWN_CODE,
     check_weights,
@@ -195,7 +196,8 @@ class Classifier(Scorer):
         texts = [item.text for item in items if not unreadable(item.text)]
         if not texts:
             return [Skipped(unreadable(item.text)) for item in items]
-        limit = min(512, context_of(self.network.config) - 2)
+        config = self.network.config
+        limit = min(512, context_of(config) - 2, short_context(config) or 512)
         batch = self.tokenizer(
             texts,
             truncation=True,
@@ -253,4 +255,5 @@ def _load_classifier(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         network.config.pad_token_id = tokenizer.pad_token_id
+    watch(network)
     return network.eval(), tokenizer
