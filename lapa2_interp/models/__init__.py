@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
-from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import Model, TransformersModel, context_of, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
@@ -39,6 +38,15 @@ from lapa2_interp.models.smollm2 import (
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+from lapa2_interp.models.weights import (
+    ADAPTER,
+    adapter_refused,
+    check_ends,
+    check_weights,
+    folder_hash,
+    load_network,
+    unchanged,
+)
 from lapa2_interp.packed import choose_packing
 
 if TYPE_CHECKING:
@@ -46,21 +54,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-WEIGHTS = "model.safetensors"
-DECIDING = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template.*",
-)
-"""Files of a model's folder that decide its texts."""
 ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """How far log-probabilities of one model may lie apart on average, computed in another order."""
 
@@ -252,10 +245,11 @@ def load_transformers(
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     source = str(source_of(name))
     check_weights(name)
-    with quiet_transformers():
+    with quiet_transformers(), unchanged(source):
         try:
-            _check_ends(Path(source))
-            network = AutoModelForCausalLM.from_pretrained(
+            check_ends(Path(source))
+            network = load_network(
+                AutoModelForCausalLM,
                 source,
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",
@@ -263,9 +257,12 @@ def load_transformers(
                 trust_remote_code=trust_remote_code,
                 device_map=device_map,
             )
+        except ModelError:
+            raise
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error
-    return network.eval(), tokenizer, provenance(name, network.config)
+        weights = provenance(name, network.config)
+    return network.eval(), tokenizer, weights
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -320,6 +317,8 @@ def source_of(name: str) -> str | Path:
         return smollm2_folder()
     path = Path(name)
     if path.is_dir() and name:
+        if (path / ADAPTER).is_file():
+            raise ModelError(adapter_refused(name))
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"the folder {name} has no config.json; give a folder that transformers can load"
@@ -331,49 +330,6 @@ def source_of(name: str) -> str | Path:
             f"{name} {found}; give the folder of a model, with config.json and safetensors weights"
         )
     return name
-
-
-def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
-    """Refuse a local folder that lacks weights; a name that is no folder passes.
-
-    Args:
-        kind: The transformers class that reads them.
-
-    Raises:
-        ModelError: The folder has no weights, only pickles, or not all files that its index names.
-    """
-    folder = Path(name)
-    index = folder / f"{WEIGHTS}.index.json"
-    if not folder.is_dir() or (folder / WEIGHTS).is_file():
-        return
-    if index.is_file():
-        try:
-            wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"cannot read {index} ({error!r:.80}); download the model again"
-            ) from error
-        gone = [file for file in wanted if not (folder / str(file)).is_file()]
-        if gone:
-            more = f" and {len(gone) - 1} more" * (len(gone) > 1)
-            raise ModelError(
-                f"the folder {name} lacks weights that its index names: {gone[0]}{more}; download"
-                " the rest"
-            )
-        return
-    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
-    if pickles:
-        script = f"M.from_pretrained({name!r}, use_safetensors=False).save_pretrained({name!r})"
-        raise ModelError(
-            f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not"
-            " read: a pickle may run any code. "
-            f'If you trust it, convert it once: python -c "from transformers import {kind} as M;'
-            f' {script}"'
-        )
-    there = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
-    raise ModelError(
-        f"the folder {name} has no weights: put {WEIGHTS} into it, beside what is there ({there})"
-    )
 
 
 def has_own_code(error: Exception) -> bool:
@@ -405,31 +361,13 @@ def _not_loadable(name: str, error: Exception) -> str:
     )
 
 
-def _check_ends(folder: Path) -> None:
-    """Refuse a damaged generation_config.json, which transformers would pass over: texts would end
-    at other tokens.
-
-    Raises:
-        ValueError: It is none in JSON.
-    """
-    file = folder / "generation_config.json"
-    try:
-        fine = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
-    except ValueError:
-        fine = False
-    if not fine:
-        raise ValueError(f"{file.name} is not a valid JSON file")
-
-
 def provenance(name: str, config: PretrainedConfig) -> str:
     """Where a model comes from: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
     if Path(name).is_dir():
-        digest = hashlib.sha256()
-        for file in sorted({file for kind in DECIDING for file in Path(name).glob(kind)}):
-            digest.update(f"{file.name} {sha256_of(file)}\n".encode())
-        return f"sha256 {digest.hexdigest()} (of the folder's weights, configuration and tokenizer)"
+        digest = folder_hash(Path(name))
+        return f"sha256 {digest} (of the folder's weights, configuration and tokenizer)"
     return f"hub commit {getattr(config, '_commit_hash', None)}"
 
 

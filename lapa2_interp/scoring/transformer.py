@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.errors import ModelError, ScoringError, one_of
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of
 from lapa2_interp.models import (
     OWN_CODE,
-    check_weights,
     has_own_code,
     load_transformers,
     move,
     provenance,
 )
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
+from lapa2_interp.models.weights import check_weights, load_network, unchanged
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
@@ -150,7 +150,7 @@ class Classifier(Scorer):
         trust_remote_code: bool = False,
     ) -> None:
         self.name = name
-        self.network, self.tokenizer = _load_classifier(model, trust_remote_code)
+        self.network, self.tokenizer, weights = _load_classifier(model, trust_remote_code)
         move(self.network, device)
         own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
         if wrong := [label for label in labels or {} if label not in own]:
@@ -172,7 +172,6 @@ class Classifier(Scorer):
                 f" added; give each a name of its own, found {', '.join(names)}"
             )
         self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
-        weights = provenance(model, self.network.config)
         kept = "" if column is None else f", {column} alone"
         self.version = (
             f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
@@ -222,17 +221,24 @@ def _beside(model: str) -> str:
 
 def _load_classifier(
     model: str, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     check_weights(model, "AutoModelForSequenceClassification")
     try:
-        with quiet_transformers():
-            network = AutoModelForSequenceClassification.from_pretrained(
-                model, use_safetensors=True, dtype=torch.float32, **options
+        with quiet_transformers(), unchanged(model):
+            network = load_network(
+                AutoModelForSequenceClassification,
+                model,
+                use_safetensors=True,
+                dtype=torch.float32,
+                **options,
             )
+            weights = provenance(model, network.config)
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
+    except ModelError as error:
+        raise ScoringError(f"cannot load the classifier: {error}") from error
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
         if has_own_code(error):
             raise ScoringError(f"the classifier {model!r} {OWN_CODE}") from error
@@ -246,4 +252,4 @@ def _load_classifier(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         network.config.pad_token_id = tokenizer.pad_token_id
-    return network.eval(), tokenizer
+    return network.eval(), tokenizer, weights
