@@ -87,6 +87,21 @@ class KeysSeen(NamedTuple):
 FULL = KeysSeen("full")
 
 
+def tokenizer_of(given: Any) -> Any:
+    """A tokenizer, or that of a model or processor that has one.
+
+    Raises:
+        LayoutError: It is neither.
+    """
+    found = getattr(given, "tokenizer", given)
+    if not hasattr(found, "convert_tokens_to_ids"):
+        near = f"load_tokenizer({given!r})" if isinstance(given, str) else "model.tokenizer"
+        raise LayoutError(
+            f"a tokenizer is needed here, found a {type(given).__name__}; give {near}"
+        )
+    return found
+
+
 class TextMarkers(NamedTuple):
     """The token that starts plain text, and those that end one."""
 
@@ -104,8 +119,9 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     (`models.ModelCard`).
 
     Raises:
-        LayoutError: The tokenizer has neither BOS nor EOS.
+        LayoutError: It is no tokenizer, or has neither BOS nor EOS.
     """
+    tokenizer = tokenizer_of(tokenizer)
 
     def known(token: str | None) -> int | None:
         """A token's id; tokenizers answer the unknown token for a name they do not have."""
@@ -139,6 +155,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int
     Returns:
         As many as tokens.
     """
+    tokenizer = tokenizer_of(tokenizer)
 
     def text(ids: Sequence[int]) -> str:
         return str(
@@ -204,7 +221,7 @@ class Layout:
         """Tokenise one branch and find its spans.
 
         Args:
-            tokenizer: A fast tokenizer (character offsets are needed).
+            tokenizer: A fast tokenizer (character offsets are needed), or a model that has one.
             prefix: The hard prefix, joined to the prompt exactly as given (put separators into one
                 of the two); None for the raw model.
             prompt: The prompt.
@@ -213,12 +230,15 @@ class Layout:
                 that prepend BOS themselves.
 
         Raises:
-            LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the
+            LayoutError: Prefix or prompt tokenise to nothing or begin with BOS, a soft prefix beside a hard one, the
                 tokenizer has no offsets, or a doubled BOS is asked of a tokenizer that adds none.
         """
+        tokenizer = tokenizer_of(tokenizer)
+        start = text_markers(tokenizer).start
         for name, text in (("prompt", prompt), ("prefix", prefix or "")):
             if not isinstance(text, str):
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
+            _check_start(tokenizer, start, name, text)
         if soft < 0 or (soft and prefix is not None):
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
@@ -227,7 +247,6 @@ class Layout:
             raise LayoutError(
                 f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer"
             )
-        start = text_markers(tokenizer).start
         # TransformerLens switches BOS on in tokenizers whose own files have it off.
         off = type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
         adds_bos = tokenizer("a").input_ids[0] == start and not (
@@ -292,7 +311,7 @@ class Layout:
         as prompt, those before it as `n_before` and those behind it as `l_pro`.
 
         Args:
-            tokenizer: A fast tokenizer with a chat template.
+            tokenizer: A fast tokenizer with a chat template, or a model that has one.
             messages: As the template takes them: each has a "role" and a "content".
             span: What becomes the prefix: "system" (the text of the first message, which has that
                 role), "turn:2" (the text of the second message that is not the system's), or
@@ -306,6 +325,7 @@ class Layout:
                 changes a message; there is no such message or phrase, or several; or the phrase
                 begins or ends inside a token.
         """
+        tokenizer = tokenizer_of(tokenizer)
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise LayoutError(
                 f"{tokenizer.name_or_path or type(tokenizer).__name__} has no"
@@ -539,6 +559,22 @@ class Layout:
     def padded(self, width: int) -> Layout:
         """The same branch, left-padded to `width` slots."""
         return replace(self, pad=width - self.n_live)
+
+
+def _check_start(tokenizer: Any, start: int, name: str, text: str) -> None:
+    """Refuse a text that brings its own first token, beside the BOS that a layout puts in front."""
+    for bos in (tokenizer.convert_ids_to_tokens(start), *CHAT_MARKERS):
+        if not text.lstrip().startswith(bos):
+            continue
+        if (
+            tokenizer.convert_tokens_to_ids(bos)
+            in tokenizer(text, add_special_tokens=False).input_ids
+        ):
+            raise LayoutError(
+                f"the {name} begins with {bos!r}, and a layout puts a first token in front itself,"
+                " so the second one would count in every l; leave it out, or give a chat's messages"
+                " to Layout.of_chat"
+            )
 
 
 def _marked(chat: Sequence[Mapping[str, str]], span: str) -> tuple[int, str]:

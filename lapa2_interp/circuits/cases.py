@@ -21,6 +21,7 @@ from lapa2_interp.errors import CircuitError, counted
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model
 from lapa2_interp.methods import load_task
+from lapa2_interp.models import takes_model
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import read_words
@@ -156,6 +157,7 @@ class Case:
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
 
+@takes_model
 def make_cases(
     model: Model,
     task: str | Task,

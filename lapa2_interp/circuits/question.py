@@ -23,6 +23,7 @@ from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.errors import CircuitError, DataError, one_of
 from lapa2_interp.loaded import Model, model_card, packed_model
+from lapa2_interp.models import model_of
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 
@@ -68,6 +69,7 @@ class Question:
             CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
                 context; as `make_cases`.
         """
+        model = model_of(model)
         question = cls._of(model, about, **settings)
         for case in question.cases:
             if (n := case.layouts[0].n_live + case.n - 1) > model.cfg.n_ctx:

@@ -21,6 +21,7 @@ from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, model_card, packed_model
+from lapa2_interp.models import takes_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
@@ -44,6 +45,7 @@ class ChatTexts:
     trace: xr.Dataset
 
 
+@takes_model
 @torch.no_grad()
 def continue_chats(
     model: Model,

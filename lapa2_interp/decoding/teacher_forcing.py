@@ -24,6 +24,7 @@ from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, packed_model
+from lapa2_interp.models import takes_model
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -38,6 +39,7 @@ KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
 
+@takes_model
 @torch.no_grad()
 def teacher_forced(
     model: Model,

@@ -10,23 +10,32 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import Model, TransformersModel, context_of, make_card, network_of
+from lapa2_interp.loaded import (
+    Model,
+    TransformersModel,
+    check_loaded,
+    check_weights_read,
+    context_of,
+    keep_card,
+    make_card,
+    model_card,
+    network_of,
+)
 from lapa2_interp.machine import default_device, resolve_dtype
 from lapa2_interp.models.planted import NAME as PLANTED
 from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
@@ -58,6 +67,8 @@ ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """How far log-probabilities of one model may lie apart on average, computed in another order."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 OWN_CODE = (
     "comes with Python code of its own, which does not run unless you ask for it: read it, then"
     " give --trust-remote-code (trust_remote_code=True; a sweep never runs it)"
@@ -155,10 +166,42 @@ def load_model(
     assert_live(model, name)
     _check_same(_log_probs(model, network), wanted, name, model_class, dtype)
     packing = choose_packing(network_of(model), pack, workers)
-    model.lapa2_card = make_card(
-        model, name, weights, architecture, network.generation_config, packing
-    )
+    card = make_card(model, name, weights, architecture, network.generation_config, packing)
+    keep_card(model, card)
     return model
+
+
+def model_of(model: Model | str | Path) -> Model:
+    """A model from what a user gives: a loaded one, or its name.
+
+    One made elsewhere is checked live, once.
+
+    Raises:
+        ModelError: As `load_model`; a bare transformers model, or one without a tokenizer.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    if isinstance(model, str | Path):
+        return load_model(model)
+    check_loaded(model)
+    if getattr(model, "lapa2_card", None) is None:
+        assert_live(model, model.cfg.model_name)
+        model_card(model)
+    return model
+
+
+def takes_model(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the argument `model` of a function, its first one, be whatever `model_of` takes."""
+
+    @functools.wraps(function)
+    def with_model(*args: P.args, **settings: P.kwargs) -> R:
+        given: Any = args
+        if args:
+            given = (model_of(args[0]), *args[1:])
+        elif "model" in settings:
+            settings["model"] = model_of(settings["model"])
+        return function(*given, **settings)
+
+    return with_model
 
 
 def _log_probs(model: Any, network: Any) -> Tensor:
@@ -197,7 +240,7 @@ def move(network: PreTrainedModel, device: str | None) -> None:
     device = device or default_device()
     try:
         network.to(device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError) as error:
         raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
 
 
@@ -346,6 +389,8 @@ def _not_loadable(name: str, error: Exception) -> str:
     if has_own_code(error):
         return f"the model {name!r} {OWN_CODE}"
     reason = _reason(error)
+    if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
+        return f"the model {name!r} needs a library that is not installed: {reason}; install it"
     if Path(name).is_dir():
         return f"cannot load the model in the folder {name}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
@@ -420,9 +465,8 @@ def bridge_of(
         model = _bridge(network, tokenizer, name, network.dtype, str(network.device))
     model.eval()
     model.cfg.default_prepend_bos = True
-    model.lapa2_card = make_card(
-        model, name, weights, type(network).__name__, network.generation_config
-    )
+    card = make_card(model, name, weights, type(network).__name__, network.generation_config)
+    keep_card(model, card)
     return model
 
 
@@ -436,6 +480,7 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
             f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or"
             " use TransformerBridge"
         ) from None
+    check_weights_read(network, "a HookedTransformer takes")
     config = copy.deepcopy(network.config)
     config.architectures = [type(network).__name__]
     if config.model_type == "gpt2":
@@ -458,14 +503,3 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
             fold_value_biases=False,
         )
     return model.to(device, print_details=False)
-
-
-def fingerprint(model: Model) -> str:
-    """What identifies a model in the cache: a sample of every weight, and the vocabulary."""
-    network: Any = getattr(model, "original_model", model)
-    digest = hashlib.sha256(repr(sorted(model.tokenizer.get_vocab().items())).encode())
-    for name, parameter in network.named_parameters():
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, len(flat) // 4096)].float().cpu().numpy()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.tobytes())
-    return digest.hexdigest()[:24]

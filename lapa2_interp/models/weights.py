@@ -73,8 +73,9 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
             f" would be random: {_named(missing)}; {_cause(network, missing, found)}"
         )
     # Quantised files have scales beside the weights, which their library reads or passes over.
-    quantised = getattr(network.config, "quantization_config", None) is not None
-    if not quantised and (left := sorted(_left_over(network, found["unexpected_keys"]))):
+    if not getattr(network, "is_quantized", False) and (
+        left := sorted(_left_over(network, found["unexpected_keys"]))
+    ):
         raise ModelError(
             f"{source} has {counted(len(left), 'tensor')} that a {type(network).__name__} of this"
             f" config.json would ignore: {_named(left)}; {_leftover_cause(left)}"
