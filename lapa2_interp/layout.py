@@ -230,8 +230,9 @@ class Layout:
                 that prepend BOS themselves.
 
         Raises:
-            LayoutError: Prefix or prompt tokenise to nothing or begin with BOS, a soft prefix beside a hard one, the
-                tokenizer has no offsets, or a doubled BOS is asked of a tokenizer that adds none.
+            LayoutError: Prefix or prompt tokenise to nothing, or begin with BOS; a soft prefix
+                beside a hard one; the tokenizer has no offsets; or a doubled BOS is asked of one
+                that adds none.
         """
         tokenizer = tokenizer_of(tokenizer)
         start = text_markers(tokenizer).start

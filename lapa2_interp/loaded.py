@@ -269,7 +269,7 @@ def check_loaded(model: Model) -> None:
     """
     if isinstance(model, str | Path):
         raise ModelError(
-            f"a loaded model is needed here, found {model!r}; give load_model({model!r})"
+            f"a loaded model is needed here, found {model!r}; give load_model(...) of it"
         )
     if plain_network(model) is model:
         raise ModelError(

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, network_of, window_of
+from lapa2_interp.loaded import Model, check_loaded, is_bridge, network_of, window_of
 from lapa2_interp.soft_prefix import SoftPrefix
 
 
@@ -191,6 +191,7 @@ def soft_inputs(
     """
     from transformers.cache_utils import DynamicCache
 
+    check_loaded(model)
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))

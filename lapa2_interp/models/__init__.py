@@ -12,7 +12,6 @@ import copy
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import tempfile
 import warnings
@@ -123,7 +122,10 @@ def load_model(
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
     if not isinstance(name, str | Path):
-        raise ModelError(f"a model is given by its name or folder, found {name!r}")
+        raise ModelError(
+            f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
+            " tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
+        )
     name = name_of(name)
     if seed is not None:
         if not is_planted(name) or ":" in name:
@@ -372,7 +374,36 @@ def source_of(name: str) -> str | Path:
         raise ModelError(
             f"{name} {found}; give the folder of a model, with config.json and safetensors weights"
         )
+    check_hub(name)
     return name
+
+
+def check_hub(name: str) -> None:
+    """Ask the hub once for a model that is not in its cache. Where the hub is not reached, its own
+    library would wait for almost a minute.
+
+    Raises:
+        ModelError: The hub is not reached, and the cache lacks the model.
+    """
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_url,
+        is_offline_mode,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if not here and not is_offline_mode():
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, ValueError):
+        pass  # an answer, or no hub id: transformers says more
+    except Exception as error:  # of whatever library speaks HTTP
+        raise ModelError(
+            _not_loadable(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
+        ) from error
 
 
 def has_own_code(error: Exception) -> bool:

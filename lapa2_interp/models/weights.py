@@ -73,9 +73,8 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
             f" would be random: {_named(missing)}; {_cause(network, missing, found)}"
         )
     # Quantised files have scales beside the weights, which their library reads or passes over.
-    if not getattr(network, "is_quantized", False) and (
-        left := sorted(_left_over(network, found["unexpected_keys"]))
-    ):
+    quantised = getattr(network, "hf_quantizer", None) is not None
+    if not quantised and (left := sorted(_left_over(network, found["unexpected_keys"]))):
         raise ModelError(
             f"{source} has {counted(len(left), 'tensor')} that a {type(network).__name__} of this"
             f" config.json would ignore: {_named(left)}; {_leftover_cause(left)}"
@@ -212,9 +211,9 @@ def _in_index(index: Path) -> list[str]:
 
 def adapter_refused(source: str | Path) -> str:
     return (
-        f"{source} holds an adapter ({ADAPTER}), whose weights lie elsewhere or are added only where"
-        " peft is installed; merge it first (peft's merge_and_unload(), save_pretrained into a new"
-        " folder), and give that folder"
+        f"{source} holds an adapter ({ADAPTER}), whose base lies elsewhere, or which is added only"
+        " where peft is installed; merge it first (peft's merge_and_unload(), then save_pretrained"
+        " into a new folder), and give that folder"
     )
 
 

@@ -17,6 +17,7 @@ from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of
 from lapa2_interp.models import (
     OWN_CODE,
+    check_hub,
     has_own_code,
     load_transformers,
     move,
@@ -227,6 +228,8 @@ def _load_classifier(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     check_weights(model, "AutoModelForSequenceClassification")
     try:
+        if not Path(model).is_dir():
+            check_hub(model)
         with quiet_transformers(), unchanged(model):
             network = load_network(
                 AutoModelForSequenceClassification,
