@@ -564,17 +564,12 @@ class Layout:
 
 def _check_start(tokenizer: Any, start: int, name: str, text: str) -> None:
     """Refuse a text that brings its own first token, beside the BOS that a layout puts in front."""
-    for bos in (tokenizer.convert_ids_to_tokens(start), *CHAT_MARKERS):
-        if not text.lstrip().startswith(bos):
-            continue
-        if (
-            tokenizer.convert_tokens_to_ids(bos)
-            in tokenizer(text, add_special_tokens=False).input_ids
-        ):
+    for first in (tokenizer.convert_ids_to_tokens(start), *CHAT_MARKERS):
+        if text.lstrip().startswith(first) and first in tokenizer.get_vocab():
             raise LayoutError(
-                f"the {name} begins with {bos!r}, and a layout puts a first token in front itself,"
-                " so the second one would count in every l; leave it out, or give a chat's messages"
-                " to Layout.of_chat"
+                f"the {name} begins with {first!r}, and a layout puts a first token in front"
+                " itself, so the second one would count in every l; leave it out, or give a chat's"
+                " messages to Layout.of_chat"
             )
 
 

@@ -44,8 +44,8 @@ class Perplexity(Scorer):
     Fluency; eval_perplexity.py).
 
     The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
-    spaces) are skipped, as there. The model is causal, so a text cut at several lengths is read
-    once.
+    spaces) are skipped, as there, and texts that bring
+    a BOS of their own. The model is causal, so a text cut at several lengths is read once.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
@@ -104,6 +104,11 @@ class Perplexity(Scorer):
             ids = self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
             if not ids or len(item.text.split(" ")) < self.min_words:
                 left_out[place] = Skipped(f"under {self.min_words} words")
+                continue
+            if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
+                left_out[place] = Skipped(
+                    f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
+                )
                 continue
             texts[place] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
