@@ -169,7 +169,7 @@ after = model.run_with_hooks(
     branch.tensor, fwd_hooks=[(f"blocks.{layer}.attn.hook_attn_scores", block)]
 )
 change = after[0, -1].log_softmax(-1) - before
-likely = before.topk(200).indices
+likely = before.topk(min(200, len(before))).indices
 ranked = likely[change[likely].argsort()]
 print(f"head {layer}.{head} blocked: KL divergence {(before.exp() * -change).sum():.4f} nats")
 pd.DataFrame(

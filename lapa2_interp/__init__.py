@@ -24,6 +24,7 @@ _HOMES = {
     "Lapa2Error": "errors",
     "Layout": "layout",
     "Run": "runs.read",
+    "TransformersModel": "loaded",
     "augmented": "attention.hooked",
     "find_prefix": "soft_prefix",
     "generate": "runs.generate",
@@ -50,6 +51,7 @@ __all__ = [
     "Lapa2Error",
     "Layout",
     "Run",
+    "TransformersModel",
     "__version__",
     "augmented",
     "find_prefix",
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
     from lapa2_interp.decoding.teacher_forcing import teacher_forced
     from lapa2_interp.errors import Lapa2Error
     from lapa2_interp.layout import Layout
-    from lapa2_interp.loaded import model_card
+    from lapa2_interp.loaded import TransformersModel, model_card
     from lapa2_interp.methods import get as method
     from lapa2_interp.methods import load_task
     from lapa2_interp.models import load_model, load_tokenizer

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import (
@@ -46,6 +47,7 @@ from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, for_task, load_task, name_of
 from lapa2_interp.methods import get as get_method
+from lapa2_interp.models import name_of as model_name
 from lapa2_interp.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks import MethodSettings, Prompts, Task
 from lapa2_interp.trace import TraceKind
@@ -109,7 +111,7 @@ class Cell(BaseModel):
     @classmethod
     def of(
         cls,
-        model: str | Model,
+        model: str | Path | Model,
         *,
         method: str | Method = "prefix",
         parameters: Mapping[str, Any] | None = None,
@@ -136,7 +138,8 @@ class Cell(BaseModel):
         """A cell from names and values, with the defaults of `lapa2 generate`.
 
         Args:
-            model: A model's name; or a loaded model, which then decides dtype and model_class.
+            model: A model's name or folder; or a loaded model, which then decides dtype and
+                model_class.
             method: A name of `lapa2 methods`, or a method from `methods.get`.
             parameters: Parameters of a method given by name; by default the task's values.
             task: A name of `lapa2 tasks`, the path of a task file, or a task.
@@ -186,9 +189,9 @@ class Cell(BaseModel):
             raise AugmentationError(
                 f"give alpha {alpha:g}, or an augmentation that has its own, not both"
             )
-        if isinstance(model, str):
+        if isinstance(model, str | Path):
             facts = {
-                "model": model,
+                "model": model_name(model),
                 "dtype": resolve_dtype(dtype, device),
                 "model_class": model_class,
             }

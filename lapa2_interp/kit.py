@@ -26,11 +26,18 @@ from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.files import alone_with, cache_folder, keep_file, sealed, unsealed
-from lapa2_interp.layout.texts import continuation, decode
-from lapa2_interp.loaded import Model, model_card
+from lapa2_interp.layout.texts import (
+    continuation,
+    decode,
+)
+from lapa2_interp.loaded import (
+    Model,
+    check_weights_read,
+    identity,
+    model_card,
+)
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
-from lapa2_interp.models import fingerprint
 from lapa2_interp.progress import no_progress
 from lapa2_interp.scoring import Item, run_scorer
 from lapa2_interp.scoring.named import Options, make_scorer
@@ -68,6 +75,7 @@ class ModelKit:
         return decode(self.model.tokenizer, ids)
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
+        check_weights_read(self.model, "the embedding is read from")
         return self.model.W_E.detach().float()
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
@@ -151,7 +159,12 @@ class ModelKit:
 
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
         """The file in the cache for what was asked of this model."""
-        model = self.once("fingerprint", lambda: fingerprint(self.model))
-        facts = [model, self.card.model_class, self.card.dtype, kind_of(self.card.device), *asked]
+        facts = [
+            identity(self.model),
+            self.card.model_class,
+            self.card.dtype,
+            kind_of(self.card.device),
+            *asked,
+        ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
         return cache_folder() / kind / f"{key}{suffix}"

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp.errors import LayoutError, ModelError
-from lapa2_interp.layout import FULL, KeysSeen, KeysSeenKind, text_markers
+from lapa2_interp.errors import (
+    LayoutError,
+    ModelError,
+)
+from lapa2_interp.layout import (
+    FULL,
+    KeysSeen,
+    KeysSeenKind,
+    text_markers,
+    tokenizer_of,
+)
 from lapa2_interp.packed import Packing, choose_packing, packed
 
 if TYPE_CHECKING:
@@ -32,12 +45,25 @@ class TransformersModel:
     Args:
         network: A causal language model.
         tokenizer, name: The model's.
+
+    Raises:
+        ModelError: It is no transformers model.
+        LayoutError: The tokenizer is none.
     """
 
     hook_dict: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
-        config, self.original_model, self.tokenizer = network.config, network, tokenizer
+        if not hasattr(type(network), "set_attn_implementation"):
+            raise ModelError(
+                f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
+                f" {type(network).__name__}; load_model loads one by its name"
+            )
+        config, self.original_model, self.tokenizer = (
+            network.config,
+            network,
+            tokenizer_of(tokenizer),
+        )
         n_heads = config.num_attention_heads
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
@@ -330,10 +356,114 @@ class ModelCard(BaseModel):
 
 
 def model_card(model: Model) -> ModelCard:
-    """The card of a loaded model; for a TransformerLens model made elsewhere, what can be read from
-    it."""
-    card = getattr(model, "lapa2_card", None)
-    return card or make_card(model, model.cfg.model_name, "loaded outside lapa2_interp")
+    """The card of a loaded model; for one made elsewhere, what can be read from it.
+
+    Weights that were made elsewhere, or changed since they were loaded, are named by a hash of what
+    is in memory.
+
+    Raises:
+        ModelError: It is no loaded model, or has no tokenizer.
+    """
+    check_loaded(model)
+    card, state = getattr(model, "lapa2_card", None), _state(model)
+    if card is not None and getattr(model, "lapa2_state", None) == state:
+        return card
+    if card is None:
+        card = make_card(model, model.cfg.model_name, hash_in_memory(model))
+    elif hasattr(model, "lapa2_state"):
+        card = card.model_copy(update={"weights": hash_in_memory(model)})
+    return keep_card(model, card)
+
+
+def keep_card(model: Model, card: ModelCard) -> ModelCard:
+    """Give a model its card, which holds as long as its weights are what they are now."""
+    model.lapa2_card, model.lapa2_state = card, _state(model)
+    return card
+
+
+def check_loaded(model: Model) -> None:
+    """Refuse what is no model with a tokenizer.
+
+    Raises:
+        ModelError: A name, a bare transformers model, or a model without a tokenizer.
+    """
+    if isinstance(model, str | Path):
+        raise ModelError(
+            f"a loaded model is needed here, found {model!r}; give load_model(...) of it"
+        )
+    if plain_network(model) is model:
+        raise ModelError(
+            f"a {type(model).__name__} has no tokenizer; give TransformersModel(network, tokenizer,"
+            " NAME) of lapa2_interp, or its folder or hub id, which load_model loads"
+        )
+    if getattr(model, "tokenizer", None) is None:
+        raise ModelError(f"the {type(model).__name__} has no tokenizer; set model.tokenizer")
+
+
+def _state(model: Model) -> int:
+    """A number that changes when a weight is replaced or written to, but not through `.data`."""
+    weights = network_of(model).parameters()
+    return hash(tuple((id(p), -1 if p.is_inference() else p._version) for p in weights))
+
+
+def hash_in_memory(model: Model) -> str:
+    """sha256 over a model's weights, configuration and vocabulary, as they are now.
+
+    Raises:
+        ModelError: Some weights are not in memory.
+    """
+    network: Any = network_of(model)
+    config = getattr(network, "config", None)
+    facts = model.cfg if config is None else config
+    kept = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
+    for name, tensor in network.state_dict().items():
+        if not hasattr(tensor, "is_meta"):
+            continue
+        if tensor.is_meta:
+            raise ModelError(f"the weight {name} is not in memory; load the whole model")
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for part in _parts(tensor):
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return f"sha256 {digest.hexdigest()} (of the weights in memory, configuration and vocabulary)"
+
+
+def _parts(tensor: Any) -> Iterator[Any]:
+    """The plain tensors that a tensor consists of; a quantised one has several."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def identity(model: Model) -> str:
+    """What tells a model's weights from all others, for what is kept on disk; random ones depend on
+    the version of torch, too."""
+    weights = model_card(model).weights
+    return weights if weights.startswith(("sha256", "hub commit")) else hash_in_memory(model)
+
+
+def check_weights_read(model: Model, what: str) -> None:
+    """Refuse what reads weights of a model whose weights are quantised.
+
+    Args:
+        model: Also a bare transformers model.
+        what: The beginning of the sentence.
+
+    Raises:
+        ModelError: They are packed, so that their numbers are not those of the layers.
+    """
+    network: Any = network_of(model)
+    packed_one = next(
+        (name for name, each in network.named_parameters() if not each.is_floating_point()), None
+    )
+    if packed_one is not None or getattr(network, "hf_quantizer", None) is not None:
+        raise ModelError(
+            f"{what} the weights themselves, and those of this {type(network).__name__} are"
+            " quantised; load the model without quantization_config, from unquantised files"
+        )
 
 
 def make_card(

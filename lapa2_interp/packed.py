@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn import Linear
+from torch.nn import Linear, Parameter
 from torch.nn.functional import gelu, pad
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
@@ -160,8 +160,13 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def _linear_layers(network: Module) -> Iterator[Module]:
-    """Each linear layer once; layers of derived classes, such as quantised ones, are left alone."""
-    return (each for each in network.modules() if type(each) in (Linear, Conv1D))
+    """Each linear layer once; layers and weights of derived classes, such as quantised ones, are
+    left alone."""
+    return (
+        each
+        for each in network.modules()
+        if type(each) in (Linear, Conv1D) and type(each.weight) in (Tensor, Parameter)
+    )
 
 
 def _reorder(weight: Float[Tensor, "out in"]) -> Tensor:

@@ -37,6 +37,7 @@ from lapa2_interp.errors import (
 from lapa2_interp.files import alone_with, sealed
 from lapa2_interp.kit import DRAFT_SEEDS, ModelKit
 from lapa2_interp.layout import Layout
+from lapa2_interp.loaded import identity
 from lapa2_interp.methods import Intervention, Prepared, Start
 from lapa2_interp.methods.datg import SENTENCE, Words, best_nodes, dual_graphs, official
 from lapa2_interp.methods.freectrl import (
@@ -947,15 +948,13 @@ def test_the_cache_tells_models_apart(cache):
     """Random models share a description; their weights and vocabularies do not. An edited model is
     another one."""
 
-    from lapa2_interp.models import fingerprint
-
-    prints = {name: fingerprint(load(name)) for name in ("tiny-gpt2", "tiny-llama", "tiny-neox")}
+    prints = {name: identity(load(name)) for name in ("tiny-gpt2", "tiny-llama", "tiny-neox")}
     assert len(set(prints.values())) == 3
-    assert fingerprint(load("tiny-gpt2")) == prints["tiny-gpt2"]
+    assert identity(load("tiny-gpt2")) == prints["tiny-gpt2"]
     edited = copy.deepcopy(load("tiny-gpt2"))
     with torch.no_grad():
         next(iter(getattr(edited, "original_model", edited).parameters())).mul_(1.01)
-    assert fingerprint(edited) != prints["tiny-gpt2"]
+    assert identity(edited) != prints["tiny-gpt2"]
     tables = {name: ModelKit(load(name)).promoters([5, 9], 3) for name in prints}
     assert len(list((cache / "neurons").iterdir())) == 3
     assert tables["tiny-neox"][:, :, 1].max() < 64

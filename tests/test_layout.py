@@ -14,7 +14,7 @@ from lapa2_interp import Augmentation
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.chat import continue_chats
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import Layout, explain, left_pad, text_markers
+from lapa2_interp.layout import Layout, explain, left_pad, pieces, text_markers
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.recipes import recipe
 
@@ -108,6 +108,57 @@ def test_llama_rows_count_the_automatic_bos():
 def test_doubled_bos_needs_a_tokenizer_that_adds_one(gpt2_tokenizer):
     with pytest.raises(LayoutError, match="doubled_bos"):
         Layout.of(gpt2_tokenizer, "Very positive:", "The lake", doubled_bos=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tiny-gpt2", "<|endoftext|>The lake"),
+        ("tiny-llama", "<s>The lake"),
+        ("tiny-llama", "  <s> The lake"),
+        ("planted", None),
+        ("smollm2-135m", "<|endoftext|>The lake"),
+        ("smollm2-135m", "<|im_start|>user\nThe lake"),
+    ],
+)
+def test_a_text_brings_no_bos_of_its_own(name, text):
+    """It would be the second one, and count in every l."""
+    tokenizer = load_tokenizer(name)
+    text = text or f"{tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)} The lake"
+    for prefix, prompt in ((None, text), ("Very", text), (text, "Once"), ("Very ", " " + text)):
+        for doubled in (False, True):
+            with pytest.raises(LayoutError, match=r"begins with '<.*Layout\.of_chat"):
+                Layout.of(tokenizer, prefix, prompt, doubled_bos=doubled)
+
+
+def test_special_tokens_inside_a_text_are_the_users_own():
+    tokenizer = load_tokenizer("tiny-llama")
+    layout = Layout.of(tokenizer, "Very", " good</s><s>The lake")
+    assert layout.ids.count(text_markers(tokenizer).start) == 2
+    assert layout.n_bos == 1
+    # A marker that the tokenizer does not know is text.
+    assert Layout.of(tokenizer, None, "<|im_start|>user").l_pro > 1
+
+
+def test_what_takes_a_tokenizer_takes_its_models_or_says_so():
+    model = load("tiny-llama")
+    asked = ("Very", " lake")
+    assert Layout.of(model, *asked) == Layout.of(model.tokenizer, *asked)
+    assert text_markers(model) == text_markers(model.tokenizer)
+    assert pieces(model, "a", [5]) == pieces(model.tokenizer, "a", [5])
+    for given, message in (
+        ("tiny-llama", r"found a str; give load_tokenizer\('tiny-llama'\)"),
+        (model.original_model, "found a LlamaForCausalLM; give model.tokenizer"),
+        (None, "found a NoneType"),
+    ):
+        for call in (
+            lambda given=given: Layout.of(given, *asked),
+            lambda given=given: Layout.of_chat(given, []),
+            lambda given=given: text_markers(given),
+            lambda given=given: pieces(given, "", [1]),
+        ):
+            with pytest.raises(LayoutError, match=f"a tokenizer is needed here, {message}"):
+                call()
 
 
 def test_biases_of_the_worked_example(gpt2_tokenizer):

@@ -249,9 +249,11 @@ def test_the_citation_names_this_version():
     assert declared["urls"]["Paper"] in citation
 
 
-def test_the_notebook_runs_on_a_small_model(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model", ["tiny-gpt2", "planted"])
+def test_the_notebook_runs_on_a_small_model(model, tmp_path, monkeypatch, capsys):
+    """`planted` has fewer tokens than a notebook may list."""
     script = ROOT / "analyses" / "first_look.py"
-    monkeypatch.setenv("LAPA2_MODEL", "tiny-gpt2")
+    monkeypatch.setenv("LAPA2_MODEL", model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

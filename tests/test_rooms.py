@@ -112,7 +112,7 @@ def test_no_import_of_the_package_hides_in_a_function():
 def test_the_public_names_are_these():
     """What a notebook needs without a deep import; one more or less is a decision."""
     assert set(lapa2_interp.__all__) == {
-        "Augmentation", "Cell", "Lapa2Error", "Layout", "Run", "__version__", "augmented", "find_prefix", "generate",
+        "Augmentation", "Cell", "Lapa2Error", "Layout", "Run", "TransformersModel", "__version__", "augmented", "find_prefix", "generate",
         "head_table", "load_model", "load_run", "load_task", "load_tokenizer", "local_ratio", "method", "model_card", "pooled",
         "prefix_token_table", "probe", "soft_inputs", "step_table", "teacher_forced", "view",
     }  # fmt: skip

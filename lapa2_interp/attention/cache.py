@@ -29,6 +29,7 @@ from lapa2_interp.loaded import (
     Model,
     check_keeps_cache,
     check_kept,
+    check_loaded,
     check_one_side,
     is_bridge,
     network_of,
@@ -207,6 +208,7 @@ def soft_inputs(
     """
     from transformers.cache_utils import DynamicCache
 
+    check_loaded(model)
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))

@@ -22,6 +22,7 @@ from lapa2_interp.layout import Layout
 from lapa2_interp.layout.texts import decode
 from lapa2_interp.loaded import Model
 from lapa2_interp.methods import load_task
+from lapa2_interp.models import takes_model
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.word_lists import read_words
@@ -157,6 +158,7 @@ class Case:
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
 
+@takes_model
 def make_cases(
     model: Model,
     task: str | Task,

@@ -40,7 +40,15 @@ from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.errors import CircuitError, one_of
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, kv_heads, packed_model, plain_network
+from lapa2_interp.loaded import (
+    Model,
+    check_weights_read,
+    is_bridge,
+    kv_heads,
+    packed_model,
+    plain_network,
+)
+from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
 from lapa2_interp.soft_prefix import SoftPrefix
@@ -198,6 +206,7 @@ class Writes:
         return figure
 
 
+@takes_model
 def writes(
     model: Model,
     about: About,
@@ -259,6 +268,7 @@ class _Weights:
     """What turns outputs of heads into logits."""
 
     def __init__(self, model: Model) -> None:
+        check_weights_read(model, "what heads write is computed from")
         self.out = _wide(model.W_O)  # layer head d_head d_model
         self.unembed = _wide(model.W_U)  # d_model vocab
         self.unembed_bias = _wide(model.b_U)  # vocab

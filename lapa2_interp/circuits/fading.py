@@ -58,6 +58,7 @@ from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.decoding.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.loaded import Model, is_bridge, packed_model, window_of
+from lapa2_interp.models import takes_model
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import FEW, bounds
@@ -209,6 +210,7 @@ def _verdict(low: float, high: float, none: bool, prompts: int) -> str:
     return "in part" if low > MARGIN and high < 1 - MARGIN else "inconclusive"
 
 
+@takes_model
 def fading(
     model: Model,
     about: About,

@@ -53,7 +53,8 @@ from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import ranks, spearman
 from lapa2_interp.errors import CircuitError, counted, one_of
 from lapa2_interp.layout import Span
-from lapa2_interp.loaded import Model, is_bridge, plain_network
+from lapa2_interp.loaded import Model, check_weights_read, is_bridge, plain_network
+from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import bounds
@@ -157,6 +158,7 @@ class Attribution:
         return figure
 
 
+@takes_model
 def attribution(
     model: Model,
     about: About,
@@ -216,6 +218,7 @@ def attribution(
     return Attribution(question, name, whole, slopes, cut_hats)
 
 
+@takes_model
 def integrated(
     model: Model,
     about: About,
@@ -405,6 +408,7 @@ class Prefiltered:
         return table.assign(chosen=[pair in chosen for pair in heads])
 
 
+@takes_model
 def prefiltered(
     model: Model,
     about: About,
@@ -477,6 +481,7 @@ def check_gradients(model: Model) -> None:
             "gradients are read through the hooks of a TransformerBridge, not from a"
             f' {type(model).__name__}; load the model with model_class="TransformerBridge"'
         )
+    check_weights_read(model, "gradients go through")
     if model.cfg.dtype not in (torch.float32, torch.float64):
         name = str(model.cfg.dtype).removeprefix("torch.")
         raise CircuitError(

@@ -38,6 +38,7 @@ from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, counted, one_of
 from lapa2_interp.files import held, sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, kv_heads
+from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import FEW, bounds
@@ -73,6 +74,7 @@ class Unit:
         return json.dumps([self.heads, self.positions])
 
 
+@takes_model
 def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) -> list[Unit]:
     """The units of a kind, or sets of heads by name.
 
@@ -309,6 +311,7 @@ def _map(grid: Float[np.ndarray, "layer head"], label: str) -> Drawing:
     return figure
 
 
+@takes_model
 def knock_out(
     model: Model,
     about: About,
@@ -615,6 +618,7 @@ class JointCurve:
         return figure
 
 
+@takes_model
 def joint_curve(
     model: Model,
     table: KnockOut,
@@ -731,6 +735,7 @@ def _numbered(file: Path, number: int) -> Path:
     return file.with_name(f"{file.stem}-{number}{file.suffix}")
 
 
+@takes_model
 def prefix_mass(model: Model, about: About, **settings: Any) -> Float[np.ndarray, "layer head"]:
     """Attention on the prefix of every head, a share from 0 to 1: the mean over branches, texts and
     steps, by which a ranking by attention would go."""

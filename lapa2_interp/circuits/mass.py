@@ -23,13 +23,19 @@ from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.loaded import Model
-from lapa2_interp.trace.tables import of_layer_type
+from lapa2_interp.models import (
+    takes_model,
+)
+from lapa2_interp.trace.tables import (
+    of_layer_type,
+)
 
 CLOSE = 1e-3
 """How far the attention that is reached may lie from the one that is asked for, as a share of it.
 """
 
 
+@takes_model
 def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings: Any) -> float:
     """The attention on the prefix, from 0 to 1: its mean over layers, heads, steps, branches and
     texts.
@@ -62,6 +68,7 @@ def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings
     return float(np.nanmean(of_layer_type(trace, "prefix").mean("step").to_numpy()))
 
 
+@takes_model
 def alpha_at_mass(
     model: Model,
     about: About,

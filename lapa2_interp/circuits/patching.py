@@ -47,6 +47,7 @@ from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
 from lapa2_interp.errors import CircuitError, DeadHookError, counted, one_of
 from lapa2_interp.loaded import Model, is_bridge, kv_heads, packed_model, plain_network
+from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import FEW, bounds
@@ -248,6 +249,7 @@ class Patching:
         return figure
 
 
+@takes_model
 def patch(
     model: Model,
     about: About,

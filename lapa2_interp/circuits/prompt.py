@@ -37,6 +37,7 @@ from lapa2_interp.errors import CircuitError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model
 from lapa2_interp.methods import FLOOR, Branch, Method, Prepared, Soft, Start, for_task, load_task
+from lapa2_interp.models import takes_model
 from lapa2_interp.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks import Task
@@ -69,6 +70,7 @@ class PromptSlope(BaseModel):
         return self.low > 0
 
 
+@takes_model
 def prompt_slope(
     model: Model,
     task: str | Task,

@@ -29,6 +29,9 @@ from lapa2_interp.loaded import (
     packed_model,
     short_context_of,
 )
+from lapa2_interp.models import (
+    model_of,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 
@@ -75,6 +78,7 @@ class Question:
                 context; as `make_cases`.
             LayoutError: A text crosses a switch of the model's rotary factors.
         """
+        model = model_of(model)
         question = cls._of(model, about, **settings)
         for case in question.cases:
             if (n := case.layouts[0].n_live + case.n - 1) > model.cfg.n_ctx:

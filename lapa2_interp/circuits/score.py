@@ -22,6 +22,7 @@ from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.errors import CircuitError, one_of
 from lapa2_interp.loaded import Model
+from lapa2_interp.models import takes_model
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
 from lapa2_interp.stats import bounds
@@ -97,6 +98,7 @@ class Control:
         return figure
 
 
+@takes_model
 def control(
     model: Model,
     about: About,

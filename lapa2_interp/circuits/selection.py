@@ -51,6 +51,7 @@ from lapa2_interp.errors import AugmentationError, CircuitError, first_problem, 
 from lapa2_interp.files import sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Method
+from lapa2_interp.models import takes_model
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks import Task
 
@@ -173,6 +174,7 @@ class Selection(BaseModel):
             ) from error
 
 
+@takes_model
 def select(
     model: Model,
     about: About,
@@ -359,6 +361,7 @@ def _positions(
     return tuple(sorted(set(chosen)))
 
 
+@takes_model
 def enough_tokens(
     model: Model, about: About, metric: str = "js", **settings: Any
 ) -> tuple[int, ...]:

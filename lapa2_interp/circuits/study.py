@@ -66,6 +66,7 @@ from lapa2_interp.files import (
 )
 from lapa2_interp.layout.texts import pieces
 from lapa2_interp.loaded import Model, model_card, plain_network
+from lapa2_interp.models import takes_model
 from lapa2_interp.page import Section, page
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import shown_time
@@ -126,6 +127,7 @@ class Study:
         return _agreement(self)
 
 
+@takes_model
 def study(
     model: Model,
     task: str | Task,

@@ -31,6 +31,9 @@ from lapa2_interp.loaded import (
     packed_model,
     short_context_of,
 )
+from lapa2_interp.models import (
+    takes_model,
+)
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
@@ -54,6 +57,7 @@ class ChatTexts:
     trace: xr.Dataset
 
 
+@takes_model
 @torch.no_grad()
 def continue_chats(
     model: Model,

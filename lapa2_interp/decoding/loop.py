@@ -37,6 +37,7 @@ from lapa2_interp.errors import EmptyDistributionError, ModelError
 from lapa2_interp.layout.texts import continuation
 from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
 from lapa2_interp.methods import LogProbs, PrepareKit, Start
+from lapa2_interp.models import takes_model
 from lapa2_interp.progress import no_progress, progress_bar
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -96,6 +97,7 @@ class Ending:
                 self.n_tokens[i], self.finish[i] = at, how
 
 
+@takes_model
 def generate(
     model: Model, cell: Cell, kit: PrepareKit | None = None, progress: tqdm | None = None
 ) -> Generation:
@@ -112,6 +114,7 @@ def generate(
     return run_plan(model, plan(model, cell, kit), progress=progress)
 
 
+@takes_model
 @torch.no_grad()
 def run_plan(
     model: Model,

@@ -21,6 +21,7 @@ from lapa2_interp.errors import MethodError, ModelError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, is_bridge, kv_heads, model_card, window_of
 from lapa2_interp.methods import Method, Prepared, PrepareKit, Soft
+from lapa2_interp.models import takes_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.soft_prefix import SoftName, SoftPrefix, find_prefix
 
@@ -169,6 +170,7 @@ class Plan:
         return found
 
 
+@takes_model
 def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
     """Resolve a cell before its first token: checks first, then what the method has to prepare.
 

@@ -30,6 +30,9 @@ from lapa2_interp.loaded import (
     packed_model,
     short_context_of,
 )
+from lapa2_interp.models import (
+    takes_model,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -44,6 +47,7 @@ KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
 
+@takes_model
 @torch.no_grad()
 def teacher_forced(
     model: Model,

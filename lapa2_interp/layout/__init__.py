@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int
 from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.errors import LayoutError, counted
 from lapa2_interp.layout.chat import Message, write_chat
-from lapa2_interp.layout.texts import decode, pieces
+from lapa2_interp.layout.texts import decode, pieces, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,8 +122,9 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     (`models.ModelCard`).
 
     Raises:
-        LayoutError: The tokenizer has neither BOS nor EOS.
+        LayoutError: It is no tokenizer, or has neither BOS nor EOS.
     """
+    tokenizer = tokenizer_of(tokenizer)
 
     def known(token: str | None) -> int | None:
         """A token's id; tokenizers answer the unknown token for a name they do not have."""
@@ -188,7 +189,7 @@ class Layout:
         """Tokenise one branch and find its spans.
 
         Args:
-            tokenizer: A fast tokenizer (character offsets are needed).
+            tokenizer: A fast tokenizer (character offsets are needed), or a model that has one.
             prefix: The hard prefix, joined to the prompt exactly as given (put separators into one
                 of the two); None for the raw model.
             prompt: The prompt.
@@ -197,12 +198,16 @@ class Layout:
                 that prepend BOS themselves.
 
         Raises:
-            LayoutError: Prefix or prompt tokenise to nothing, a soft prefix beside a hard one, the
-                tokenizer has no offsets, or a doubled BOS is asked of a tokenizer that adds none.
+            LayoutError: Prefix or prompt tokenise to nothing, or begin with BOS; a soft prefix
+                beside a hard one; the tokenizer has no offsets; or a doubled BOS is asked of one
+                that adds none.
         """
+        tokenizer = tokenizer_of(tokenizer)
+        start = text_markers(tokenizer).start
         for name, text in (("prompt", prompt), ("prefix", prefix or "")):
             if not isinstance(text, str):
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
+            _check_start(tokenizer, start, name, text)
         if soft < 0 or (soft and prefix is not None):
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
@@ -211,7 +216,6 @@ class Layout:
             raise LayoutError(
                 f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer"
             )
-        start = text_markers(tokenizer).start
         # TransformerLens switches BOS on in tokenizers whose own files have it off.
         off = type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
         adds_bos = tokenizer("a").input_ids[0] == start and not (
@@ -277,7 +281,7 @@ class Layout:
         as prompt, those before it as `n_before` and those behind it as `l_pro`.
 
         Args:
-            tokenizer: A fast tokenizer with a chat template.
+            tokenizer: A fast tokenizer with a chat template, or a model that has one.
             messages: As the template takes them: each has a "role" and a "content", which calls of
                 tools may stand for; and perhaps a "reasoning_content" (or "thinking").
             span: What becomes the prefix: "system" (the text of the first message, which has that
@@ -294,6 +298,7 @@ class Layout:
                 changes a message, or does not read an argument; there is no such message or
                 phrase, or several; or the phrase begins or ends inside a token.
         """
+        tokenizer = tokenizer_of(tokenizer)
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise LayoutError(
                 f"{tokenizer.name_or_path or type(tokenizer).__name__} has no"
@@ -535,6 +540,17 @@ def _hidden(spans: Sequence[Span], first: Int[np.ndarray, " query"]) -> Int[np.n
     return sum(
         (np.clip(first - span.start, 0, span.size) for span in spans), start=np.zeros_like(first)
     )
+
+
+def _check_start(tokenizer: Any, start: int, name: str, text: str) -> None:
+    """Refuse a text that brings its own first token, beside the BOS that a layout puts in front."""
+    for first in (tokenizer.convert_ids_to_tokens(start), *CHAT_MARKERS):
+        if text.lstrip().startswith(first) and first in tokenizer.get_vocab():
+            raise LayoutError(
+                f"the {name} begins with {first!r}, and a layout puts a first token in front"
+                " itself, so the second one would count in every l; leave it out, or give a chat's"
+                " messages to Layout.of_chat"
+            )
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:

@@ -5,12 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import groupby, pairwise, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from lapa2_interp.errors import LayoutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def tokenizer_of(given: Any) -> Any:
+    """A tokenizer, or that of a model or processor that has one.
+
+    Raises:
+        LayoutError: It is neither.
+    """
+    found = getattr(given, "tokenizer", given)
+    if not hasattr(found, "convert_tokens_to_ids"):
+        near = f"load_tokenizer({given!r})" if isinstance(given, str) else "model.tokenizer"
+        raise LayoutError(
+            f"a tokenizer is needed here, found a {type(given).__name__}; give {near}"
+        )
+    return found
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -66,6 +83,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int
     Returns:
         As many as tokens.
     """
+    tokenizer = tokenizer_of(tokenizer)
     whole = continuation(tokenizer, prompt, tokens)
     # Decoding a few tokens at a time, from a border between characters on, gives what decoding all
     # of them would.

@@ -10,29 +10,30 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.attention.rotary import watch
 from lapa2_interp.errors import ModelError, one_of
-from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import (
     Model,
     TransformersModel,
+    check_loaded,
+    check_weights_read,
     context_of,
+    keep_card,
     make_card,
+    model_card,
     network_of,
     short_context,
 )
@@ -47,6 +48,15 @@ from lapa2_interp.models.smollm2 import (
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+from lapa2_interp.models.weights import (
+    ADAPTER,
+    adapter_refused,
+    check_ends,
+    check_weights,
+    folder_hash,
+    load_network,
+    unchanged,
+)
 from lapa2_interp.packed import choose_packing
 
 if TYPE_CHECKING:
@@ -54,25 +64,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-WEIGHTS = "model.safetensors"
-DECIDING = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template.*",
-)
-"""Files of a model's folder that decide its texts."""
 ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """How far log-probabilities of one model may lie apart on average, computed in another order."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 OWN_CODE = (
     "comes with Python code of its own, which does not run unless you ask for it: read it, then"
     " give --trust-remote-code (trust_remote_code=True; a sweep never runs it)"
@@ -127,7 +124,10 @@ def load_model(
     if model_class not in wrap:
         raise ModelError(one_of("model class", model_class, wrap))
     if not isinstance(name, str | Path):
-        raise ModelError(f"a model is given by its name or folder, found {name!r}")
+        raise ModelError(
+            f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
+            " tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
+        )
     name = name_of(name)
     if seed is not None:
         if not is_planted(name) or ":" in name:
@@ -170,10 +170,42 @@ def load_model(
     assert_live(model, name)
     _check_same(_log_probs(model, network), wanted, name, model_class, dtype)
     packing = choose_packing(network_of(model), pack, workers)
-    model.lapa2_card = make_card(
-        model, name, weights, architecture, network.generation_config, packing
-    )
+    card = make_card(model, name, weights, architecture, network.generation_config, packing)
+    keep_card(model, card)
     return model
+
+
+def model_of(model: Model | str | Path) -> Model:
+    """A model from what a user gives: a loaded one, or its name.
+
+    One made elsewhere is checked live, once.
+
+    Raises:
+        ModelError: As `load_model`; a bare transformers model, or one without a tokenizer.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    if isinstance(model, str | Path):
+        return load_model(model)
+    check_loaded(model)
+    if getattr(model, "lapa2_card", None) is None:
+        assert_live(model, model.cfg.model_name)
+        model_card(model)
+    return model
+
+
+def takes_model(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the argument `model` of a function, its first one, be whatever `model_of` takes."""
+
+    @functools.wraps(function)
+    def with_model(*args: P.args, **settings: P.kwargs) -> R:
+        given: Any = args
+        if args:
+            given = (model_of(args[0]), *args[1:])
+        elif "model" in settings:
+            settings["model"] = model_of(settings["model"])
+        return function(*given, **settings)
+
+    return with_model
 
 
 def _log_probs(model: Any, network: Any) -> Tensor:
@@ -212,7 +244,7 @@ def move(network: PreTrainedModel, device: str | None) -> None:
     device = device or default_device()
     try:
         network.to(device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError) as error:
         raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
 
 
@@ -260,10 +292,11 @@ def load_transformers(
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     source = str(source_of(name))
     check_weights(name)
-    with quiet_transformers():
+    with quiet_transformers(), unchanged(source):
         try:
-            _check_ends(Path(source))
-            network = AutoModelForCausalLM.from_pretrained(
+            check_ends(Path(source))
+            network = load_network(
+                AutoModelForCausalLM,
                 source,
                 dtype=getattr(torch, dtype),
                 attn_implementation="eager",
@@ -271,10 +304,13 @@ def load_transformers(
                 trust_remote_code=trust_remote_code,
                 device_map=device_map,
             )
+        except ModelError:
+            raise
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error
+        weights = provenance(name, network.config)
     watch(network)
-    return network.eval(), tokenizer, provenance(name, network.config)
+    return network.eval(), tokenizer, weights
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -329,6 +365,8 @@ def source_of(name: str) -> str | Path:
         return smollm2_folder()
     path = Path(name)
     if path.is_dir() and name:
+        if (path / ADAPTER).is_file():
+            raise ModelError(adapter_refused(name))
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"the folder {name} has no config.json; give a folder that transformers can load"
@@ -339,50 +377,36 @@ def source_of(name: str) -> str | Path:
         raise ModelError(
             f"{name} {found}; give the folder of a model, with config.json and safetensors weights"
         )
+    check_hub(name)
     return name
 
 
-def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
-    """Refuse a local folder that lacks weights; a name that is no folder passes.
-
-    Args:
-        kind: The transformers class that reads them.
+def check_hub(name: str) -> None:
+    """Ask the hub once for a model that is not in its cache. Where the hub is not reached, its own
+    library would wait for almost a minute.
 
     Raises:
-        ModelError: The folder has no weights, only pickles, or not all files that its index names.
+        ModelError: The hub is not reached, and the cache lacks the model.
     """
-    folder = Path(name)
-    index = folder / f"{WEIGHTS}.index.json"
-    if not folder.is_dir() or (folder / WEIGHTS).is_file():
-        return
-    if index.is_file():
-        try:
-            wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"cannot read {index} ({error!r:.80}); download the model again"
-            ) from error
-        gone = [file for file in wanted if not (folder / str(file)).is_file()]
-        if gone:
-            more = f" and {len(gone) - 1} more" * (len(gone) > 1)
-            raise ModelError(
-                f"the folder {name} lacks weights that its index names: {gone[0]}{more}; download"
-                " the rest"
-            )
-        return
-    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
-    if pickles:
-        script = f"M.from_pretrained({name!r}, use_safetensors=False).save_pretrained({name!r})"
-        raise ModelError(
-            f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not"
-            " read: a pickle may run any code. "
-            f'If you trust it, convert it once: python -c "from transformers import {kind} as M;'
-            f' {script}"'
-        )
-    there = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
-    raise ModelError(
-        f"the folder {name} has no weights: put {WEIGHTS} into it, beside what is there ({there})"
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_url,
+        is_offline_mode,
+        try_to_load_from_cache,
     )
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if not here and not is_offline_mode():
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, ValueError):
+        pass  # an answer, or no hub id: transformers says more
+    except Exception as error:  # of whatever library speaks HTTP
+        raise ModelError(
+            _not_loadable(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
+        ) from error
 
 
 def has_own_code(error: Exception) -> bool:
@@ -399,6 +423,8 @@ def _not_loadable(name: str, error: Exception) -> str:
     if has_own_code(error):
         return f"the model {name!r} {OWN_CODE}"
     reason = _reason(error)
+    if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
+        return f"the model {name!r} needs a library that is not installed: {reason}; install it"
     if Path(name).is_dir():
         return f"cannot load the model in the folder {name}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
@@ -414,31 +440,13 @@ def _not_loadable(name: str, error: Exception) -> str:
     )
 
 
-def _check_ends(folder: Path) -> None:
-    """Refuse a damaged generation_config.json, which transformers would pass over: texts would end
-    at other tokens.
-
-    Raises:
-        ValueError: It is none in JSON.
-    """
-    file = folder / "generation_config.json"
-    try:
-        fine = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
-    except ValueError:
-        fine = False
-    if not fine:
-        raise ValueError(f"{file.name} is not a valid JSON file")
-
-
 def provenance(name: str, config: PretrainedConfig) -> str:
     """Where a model comes from: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
     if Path(name).is_dir():
-        digest = hashlib.sha256()
-        for file in sorted({file for kind in DECIDING for file in Path(name).glob(kind)}):
-            digest.update(f"{file.name} {sha256_of(file)}\n".encode())
-        return f"sha256 {digest.hexdigest()} (of the folder's weights, configuration and tokenizer)"
+        digest = folder_hash(Path(name))
+        return f"sha256 {digest} (of the folder's weights, configuration and tokenizer)"
     return f"hub commit {getattr(config, '_commit_hash', None)}"
 
 
@@ -491,9 +499,8 @@ def bridge_of(
         model = _bridge(network, tokenizer, name, network.dtype, str(network.device))
     model.eval()
     model.cfg.default_prepend_bos = True
-    model.lapa2_card = make_card(
-        model, name, weights, type(network).__name__, network.generation_config
-    )
+    card = make_card(model, name, weights, type(network).__name__, network.generation_config)
+    keep_card(model, card)
     return model
 
 
@@ -512,6 +519,7 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
             f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or"
             " use TransformerBridge"
         ) from None
+    check_weights_read(network, "a HookedTransformer takes")
     config = copy.deepcopy(network.config)
     config.architectures = [type(network).__name__]
     if config.model_type == "gpt2":
@@ -534,14 +542,3 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
             fold_value_biases=False,
         )
     return model.to(device, print_details=False)
-
-
-def fingerprint(model: Model) -> str:
-    """What identifies a model in the cache: a sample of every weight, and the vocabulary."""
-    network: Any = getattr(model, "original_model", model)
-    digest = hashlib.sha256(repr(sorted(model.tokenizer.get_vocab().items())).encode())
-    for name, parameter in network.named_parameters():
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, len(flat) // 4096)].float().cpu().numpy()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.tobytes())
-    return digest.hexdigest()[:24]

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from lapa2_interp.errors import ModelError
 from lapa2_interp.files import cache_folder, sha256_of, whole_folder
+from lapa2_interp.models.weights import load_network
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -89,7 +90,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         redirect_stderr(StringIO()),
     ):
         warnings.simplefilter("ignore")
-        network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        network = load_network(AutoModelForCausalLM, gguf.parent, gguf_file=gguf.name)
         # The tensors are plain float32 now; these marks of their origin would forbid saving them.
         del network.config.quantization_config
         network.hf_quantizer = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import is_out_of_memory
 from lapa2_interp.methods import PrepareKit
-from lapa2_interp.models import load_model
+from lapa2_interp.models import load_model, model_of, takes_model
 from lapa2_interp.progress import progress_bar, shown_time
 from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds
 from lapa2_interp.runs.manifest import Manifest, facts_of
@@ -38,7 +39,7 @@ GRID = "generate"
 
 
 def generate(
-    model: str | Model,
+    model: str | Path | Model,
     cell: Cell | None = None,
     *,
     device: str | None = None,
@@ -50,7 +51,8 @@ def generate(
     """Continue prompts with a controlled model, and record where the attention went.
 
     Args:
-        model: A model's name, or a loaded model.
+        model: A model's name or folder, or a loaded model: of `load_model`, a TransformerLens model
+            made elsewhere, or TransformersModel(network, tokenizer, name).
         cell: What to generate; or give its settings by name, as `Cell.of` takes them.
         device: Where a model is loaded that is given by name: cpu, cuda, cuda:1; CUDA when there is
             one, by default.
@@ -76,9 +78,11 @@ def generate(
         )
     if unknown := [name for name in settings if name not in SETTINGS]:
         raise Lapa2Error(one_of("setting", unknown[0], SETTINGS))
+    if not isinstance(model, str | Path):
+        model = model_of(model)
     if cell is None:
         cell = Cell.of(model, device=device, **settings)
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
         model = load_model(model, cell.dtype, device, cell.model_class, trust_remote_code, pack)
     run = make_cells(model, [cell], announce=announce)
     if problems := run.manifest().problems:
@@ -97,6 +101,7 @@ class UnfinishedTextsError(EmptyDistributionError):
         self.run = run
 
 
+@takes_model
 def make_cells(
     model: Model,
     cells: Sequence[Cell],

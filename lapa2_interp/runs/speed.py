@@ -63,7 +63,14 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.decoding import loop
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.errors import ModelError, RunError, counted, one_of
-from lapa2_interp.loaded import Model, TransformersModel, make_card, model_card, network_of
+from lapa2_interp.loaded import (
+    Model,
+    TransformersModel,
+    keep_card,
+    make_card,
+    model_card,
+    network_of,
+)
 from lapa2_interp.machine import default_device, faster_dtype, kind_of, n_threads, resolve_dtype
 from lapa2_interp.methods import Method, load_task
 from lapa2_interp.models import bridge_of, load_tokenizer, load_transformers, move
@@ -649,7 +656,7 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
         move(network, device)
     plain = _twin(network)  # before the bridge takes the network apart
     direct: Model = TransformersModel(_twin(network), tokenizer, name)
-    direct.lapa2_card = make_card(direct, name, weights)
+    keep_card(direct, make_card(direct, name, weights))
     return Subject(bridge_of(network, tokenizer, name, weights), plain, direct)
 
 

@@ -37,7 +37,10 @@ from torch import Tensor, nn
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.files import sealed, whole_file, write_text
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import short_context
+from lapa2_interp.loaded import (
+    check_weights_read,
+    short_context,
+)
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.packed import packed
@@ -178,6 +181,7 @@ def open_reader(
 ) -> tuple[Reader, PreTrainedTokenizerBase, str]:
     """A reader with an empty head, its tokenizer, and where the base's weights come from."""
     network, tokenizer, weights = load_transformers(base)
+    check_weights_read(network, "adapters are added to")
     reader = Reader(network, layers, labels).requires_grad_(False)
     move(reader, device)
     return reader.eval(), tokenizer, weights

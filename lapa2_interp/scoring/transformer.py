@@ -11,20 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lapa2_interp.attention.rotary import watch
-from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp.attention.rotary import (
+    watch,
+)
+from lapa2_interp.errors import (
+    ModelError,
+    ScoringError,
+    one_of,
+)
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of, short_context
 from lapa2_interp.models import (
     OWN_CODE,
-    check_weights,
+    check_hub,
     has_own_code,
     load_transformers,
     move,
     provenance,
 )
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
+from lapa2_interp.models.weights import check_weights, load_network, unchanged
 from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
@@ -45,8 +52,9 @@ class Perplexity(Scorer):
     Fluency; eval_perplexity.py).
 
     The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
-    spaces) are skipped, as there; in scripts without spaces a grapheme counts as a word. The model
-    is causal, so a text cut at several lengths is read once.
+    spaces) are skipped, as there, and texts that bring a BOS of their own; in scripts without
+    spaces a grapheme counts as a word. The model is causal, so a text cut at several lengths is
+    read once.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
@@ -106,6 +114,11 @@ class Perplexity(Scorer):
             if not ids or _n_words(item.text) < self.min_words:
                 left_out[place] = Skipped(f"under {self.min_words} words")
                 continue
+            if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
+                left_out[place] = Skipped(
+                    f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
+                )
+                continue
             texts[place] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
         places = list(texts)
@@ -158,7 +171,7 @@ class Classifier(Scorer):
         trust_remote_code: bool = False,
     ) -> None:
         self.name = name
-        self.network, self.tokenizer = _load_classifier(model, trust_remote_code)
+        self.network, self.tokenizer, weights = _load_classifier(model, trust_remote_code)
         move(self.network, device)
         own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
         if wrong := [label for label in labels or {} if label not in own]:
@@ -180,7 +193,6 @@ class Classifier(Scorer):
                 f" added; give each a name of its own, found {', '.join(names)}"
             )
         self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
-        weights = provenance(model, self.network.config)
         kept = "" if column is None else f", {column} alone"
         self.version = (
             f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
@@ -231,17 +243,26 @@ def _beside(model: str) -> str:
 
 def _load_classifier(
     model: str, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     check_weights(model, "AutoModelForSequenceClassification")
     try:
-        with quiet_transformers():
-            network = AutoModelForSequenceClassification.from_pretrained(
-                model, use_safetensors=True, dtype=torch.float32, **options
+        if not Path(model).is_dir():
+            check_hub(model)
+        with quiet_transformers(), unchanged(model):
+            network = load_network(
+                AutoModelForSequenceClassification,
+                model,
+                use_safetensors=True,
+                dtype=torch.float32,
+                **options,
             )
+            weights = provenance(model, network.config)
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
+    except ModelError as error:
+        raise ScoringError(f"cannot load the classifier: {error}") from error
     except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
         if has_own_code(error):
             raise ScoringError(f"the classifier {model!r} {OWN_CODE}") from error
@@ -256,4 +277,4 @@ def _load_classifier(
         tokenizer.pad_token = tokenizer.eos_token
         network.config.pad_token_id = tokenizer.pad_token_id
     watch(network)
-    return network.eval(), tokenizer
+    return network.eval(), tokenizer, weights
