@@ -13,7 +13,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import tempfile
 import warnings
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.errors import ModelError, one_of
-from lapa2_interp.files import sha256_of
+from lapa2_interp.files import parse_json, read_text, sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import Model, TransformersModel, context_of, make_card, network_of
 from lapa2_interp.machine import default_device, resolve_dtype
@@ -348,7 +347,7 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
         return
     if index.is_file():
         try:
-            wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            wanted = sorted(set(parse_json(read_text(index))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
                 f"cannot read {index} ({error!r:.80}); download the model again"
@@ -414,7 +413,7 @@ def _check_ends(folder: Path) -> None:
     """
     file = folder / "generation_config.json"
     try:
-        fine = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
+        fine = not file.is_file() or isinstance(parse_json(read_text(file)), dict)
     except ValueError:
         fine = False
     if not fine:
