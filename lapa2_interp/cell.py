@@ -18,12 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, get_args
+from pathlib import (
+    Path,
+)
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    get_args,
+)
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    StringConstraints,
     TypeAdapter,
     ValidationError,
     model_serializer,
@@ -45,7 +53,7 @@ from lapa2_interp.errors import (
 from lapa2_interp.files import sha256_of
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
-from lapa2_interp.methods import Branch, Method, Soft, assign, for_task, load_task, name_of
+from lapa2_interp.methods import Branch, Method, Soft, assign, find, for_task, load_task, name_of
 from lapa2_interp.methods import get as get_method
 from lapa2_interp.models import name_of as model_name
 from lapa2_interp.soft_prefix import read_card, set_folder
@@ -54,6 +62,8 @@ from lapa2_interp.trace import TraceKind
 
 EosPolicy = Literal["keep", "stop", "block"]
 """What an end token does: it is kept as any other, ends the text, or is never drawn."""
+Key = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{16}\z")]
+"""A cell's key. It names files, so a key that is read is nothing else."""
 TOP_K = 200
 BUILT_IN_TASKS = ("detox", "sentiment", "topic")
 MISSING = "0" * 64
@@ -306,7 +316,13 @@ class Cell(BaseModel):
 
     @cached_property
     def decoder(self) -> Method:
-        """The method with its parameters."""
+        """The method with its parameters.
+
+        Raises:
+            MethodError: It is MODULE:CLASS, and nobody has imported it: a cell may be read from a
+                file (`methods.find`).
+        """
+        find(self.method)
         return get_method(self.method, **self.parameters)
 
     @property
@@ -338,6 +354,14 @@ class Cell(BaseModel):
     def arm(self) -> str:
         """ "baseline", or the labels of the augmentations."""
         return " + ".join(rule.label for rule in self.rules) or "baseline"
+
+    @property
+    def usual_arm(self) -> str:
+        """The arm at the method's own alpha; "" of a method of one's own that is not loaded."""
+        try:
+            return Augmentation(alpha=self.decoder.alpha).label
+        except MethodError:
+            return ""
 
     @property
     def variant(self) -> str:

@@ -17,9 +17,11 @@ import io
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -35,12 +37,8 @@ if TYPE_CHECKING:
 
 ASIDE = ".writing-"
 """What the names of unfinished files and folders begin with."""
-
-
 SEAL, OWN = "seal", "this file"
 """The field that holds a JSON file's seal, and the entry of the file itself in it."""
-
-
 LOCK = "lock"
 """A file in a temporary folder that its process holds a lock on while it lives."""
 
@@ -67,14 +65,36 @@ def aside(folder: Path) -> Iterator[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes left in a folder, and nothing of those that live."""
+    """Remove what killed processes left in a folder, and nothing of those that live.
+
+    A finished folder and the one it was to replace stay, with a line on stderr: somebody may have
+    planted such a pair, to have it moved.
+    """
     for left in list(folder.glob(f"{ASIDE}*")):
-        if _is_abandoned(left):
-            _remove(left)
+        if not _is_abandoned(left):
+            continue
+        if left.is_symlink():
+            left.unlink(missing_ok=True)
+        elif (left / "before").exists() and any((left / "new").glob("*")):
+            told = "a folder that a killed command had finished (new), and the one that it replaces"
+            print(f"{left} holds {told} (before); move the one you want", file=sys.stderr)
+        else:
+            _discard(left)
+
+
+def remove(place: Path) -> None:
+    """Remove a file, a link or a folder, if it is there. A link is removed, and what it points to
+    stays; so with links in a folder."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _is_abandoned(left: Path) -> bool:
-    """Whether the process that made a temporary folder has died."""
+    """Whether the process that made a temporary folder has died. No process makes a link."""
+    if left.is_symlink():
+        return True
     with suppress(OSError), (left / LOCK).open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives, or this disk cannot tell
         return True
@@ -93,21 +113,8 @@ def _discard(folder: Path) -> None:
     with suppress(OSError):  # another process may remove it, too
         for each in folder.iterdir():
             if each.name != LOCK:
-                shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(left: Path) -> None:
-    """Remove what a killed process left. A folder that it had filled, and whose forerunner it had
-    taken away, comes to its place."""
-    if not left.is_dir():
-        left.unlink(missing_ok=True)
-        return
-    if (left / "before").exists():
-        for fresh in (left / "new").glob("*"):
-            if not (place := left.parent / fresh.name).exists():
-                fresh.rename(place)
-    _discard(left)
+                remove(each)
+    remove(folder)
 
 
 @contextmanager
@@ -133,7 +140,7 @@ def whole_folder(
             return
         before = beside / "before"
         try:
-            if place.exists():
+            if place.exists() or place.is_symlink():
                 place.rename(before)
             fresh.rename(place)
         except BaseException:  # also a signal between the two
@@ -159,6 +166,98 @@ def whole_file(place: Path) -> Iterator[Path]:
         _flush(fresh)
         fresh.replace(place)
         _flush(place.parent)
+
+
+LARGEST_TEXT = 2**30
+"""Bytes of a text file, at most."""
+DEEPEST = 100
+"""Levels of lists and tables in a file, at most."""
+
+
+def check_file(file: Path) -> None:
+    """Refuse what is no file: to open a pipe waits for whoever writes into it, for ever.
+
+    Raises:
+        OSError: It is not there, or a folder.
+        ValueError: It is a pipe, a socket or a device.
+    """
+    mode = file.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is a pipe, a socket or a device; give a file")
+
+
+def read_text(file: Path) -> str:
+    """A text file in UTF-8, without the byte-order mark that some programs put in front.
+
+    Raises:
+        OSError: It is not there, a folder, or cannot be read.
+        ValueError: It is no file, too large, or no text: not UTF-8, or with a NUL.
+    """
+    check_file(file)
+    if (size := file.stat().st_size) > LARGEST_TEXT:
+        raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
+    raw = file.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
+        raise ValueError(
+            f"line {line}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
+        ) from None
+    if "\0" in text:
+        line = raw[: raw.index(0)].count(b"\n") + 1
+        raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
+    return text
+
+
+def parse_json(text: str) -> Any:
+    """What a text says as JSON.
+
+    Raises:
+        ValueError: It is no JSON, names a field twice, is nested too deeply, or has a number of
+            thousands of digits.
+    """
+    return _parsed(lambda: json.loads(text, object_pairs_hook=_each_once))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a text says as TOML.
+
+    Raises:
+        ValueError: As `parse_json`.
+    """
+    return dict(_parsed(lambda: tomllib.loads(text)))
+
+
+def _parsed(parse: Callable[[], Any]) -> Any:
+    deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
+    try:
+        found = parse()
+    except RecursionError:
+        raise ValueError(deep) from None
+    except ValueError as error:
+        if "integer string" not in str(error):
+            raise
+        raise ValueError("it has a whole number of thousands of digits") from None
+    level, levels = [found], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        if (levels := levels + 1) > DEEPEST:
+            raise ValueError(deep)
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return found
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the field {twice!r} twice; give it once")
+    return found
 
 
 def write_text(place: Path, text: str) -> None:
@@ -211,10 +310,7 @@ def unsealed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         ValueError: Not a JSON object, or its contents are not those that were sealed.
     """
-    try:
-        fields = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    fields = parse_json(text)
     if not isinstance(fields, dict):
         raise ValueError(f"it must hold a JSON object, found {str(fields)[:40]!r}")
     if (seal := fields.pop(SEAL, None)) is None:
@@ -277,7 +373,12 @@ def is_damage(error: Exception) -> bool:
 
 
 def sha256_of(file: Path) -> str:
-    """The sha256 of a file, in hexadecimal digits."""
+    """The sha256 of a file, in hexadecimal digits.
+
+    Raises:
+        OSError, ValueError: As `check_file`.
+    """
+    check_file(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -292,7 +393,7 @@ def tidy(folder: Path) -> None:
     """Remove what killed processes left unfinished at any depth of a folder in which nobody else
     writes."""
     for left in list(folder.rglob(f"{ASIDE}*")):
-        _remove(left)
+        remove(left)
 
 
 @contextmanager
@@ -317,7 +418,7 @@ def new_folder(
         raise RunError(f"{out} is a loop of links; choose another --out") from error
     check_name(out)
     if out.parent.is_dir():
-        clean(out.parent)  # it may bring a finished folder back
+        clean(out.parent)
     _refuse(out, force, finished)
     made = [folder for folder in out.parents if not folder.exists()]
     try:
@@ -401,6 +502,11 @@ def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> 
     if not force:
         option = "" if force is None else "--force replaces it, or "
         raise RunError(f"{out} is finished; {option}choose another --out")
+
+
+def no_link(path: str, flags: int) -> int:
+    """For `open(..., opener=no_link)`: a link is an error, and what it points to is not changed."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def held(file: IO[str]) -> bool:

@@ -25,7 +25,14 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import LayoutError, ScoringError
-from lapa2_interp.files import alone_with, cache_folder, keep_file, sealed, unsealed
+from lapa2_interp.files import (
+    alone_with,
+    cache_folder,
+    keep_file,
+    read_text,
+    sealed,
+    unsealed,
+)
 from lapa2_interp.layout.texts import (
     continuation,
     decode,
@@ -83,7 +90,7 @@ class ModelKit:
         file = self._file("drafts", ".json", self.card.packing, torch.get_num_threads(), *asked)
         with alone_with(file):
             with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
-                fields, _ = unsealed(file.read_text("utf-8"))
+                fields, _ = unsealed(read_text(file))
                 return TypeAdapter(list[str]).validate_python(fields.get("texts"))
             texts = self._draft(method, prompt, n, new_tokens, seed)
             kept = sealed({"texts": texts})

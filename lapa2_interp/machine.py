@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp.errors import ModelError, one_of
-from lapa2_interp.files import cache_folder, keep_file, sealed, unsealed
+from lapa2_interp.files import cache_folder, keep_file, read_text, sealed, unsealed
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
@@ -113,7 +113,7 @@ def _file() -> Path:
 
 def _all() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        fields, _ = unsealed(_file().read_text("utf-8"))
+        fields, _ = unsealed(read_text(_file()))
         found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_python(fields)
         positive = {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}

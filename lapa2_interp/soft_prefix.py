@@ -24,7 +24,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
-from lapa2_interp.files import sealed, unsealed, whole_file, write_text
+from lapa2_interp.files import read_text, sealed, unsealed, whole_file, write_text
 from lapa2_interp.loaded import Model, kv_heads, model_card
 from lapa2_interp.stats import Interval
 
@@ -310,7 +310,7 @@ def read_card(file: Path) -> PrefixCard:
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
     try:
-        fields, _ = unsealed(file.read_text(encoding="utf-8"))
+        fields, _ = unsealed(read_text(file))
         return PrefixCard.model_validate_json(json.dumps(fields))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)

@@ -395,7 +395,7 @@ def test_files_that_are_no_answers(tmp_path):
     (tmp_path / "latin.csv").write_bytes(
         "id,relevance,fluency,topicality,annotator\r\na,1,1,1,Åse".encode("latin-1")
     )
-    with pytest.raises(ScoringError, match=r"latin\.csv is not UTF-8"):
+    with pytest.raises(ScoringError, match=r"latin\.csv: line 2: .* are not UTF-8"):
         read_answers(key, [tmp_path / "latin.csv"])
     (tmp_path / "empty.csv").write_bytes(b"")
     with pytest.raises(ScoringError, match=r"empty\.csv line 1: no column 'id'"):

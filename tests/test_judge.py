@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from base64 import b64encode
 from contextlib import closing
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -505,6 +506,27 @@ def test_the_key_is_sent_and_is_in_no_file_log_error_or_repr(
     ]
     for place in places:
         assert KEY[:12] not in place
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"<html>your key is {KEY[:8]}...{KEY[-4:]}</html>".encode(),
+        json.dumps({"detail": f"key {KEY}"}).encode(),
+        json.dumps({"error": {"message": f"Incorrect API key: {KEY[:8]}***{KEY[-4:]}"}}).encode(),
+        json.dumps({"error": {"message": f"of {b64encode(KEY.encode()).decode()} no"}}).encode(),
+        json.dumps({"error": f"{KEY.upper()} {KEY[::-1]}{KEY[::-1]}"}).encode(),
+        json.dumps({"error": {"message": [KEY]}}).encode(),
+    ],
+)
+def test_an_answer_that_repeats_the_key_in_another_form_is_not_quoted(server, make, body):
+    server.replies = [Reply(status=403, body=body)]
+    with pytest.raises(ScoringError) as caught:
+        make(attempts=1).score([item()])
+    said = str(caught.value)
+    assert "403" in said
+    for form in (KEY[:8], KEY[:8].upper(), b64encode(KEY.encode()).decode()[:8], KEY[::-1][:8]):
+        assert form not in said
 
 
 def test_answers_keep_the_order_of_their_texts_and_as_many_are_under_way_as_asked_for(server, make):

@@ -15,8 +15,15 @@ from conftest import LOWEST, load, run_of, unpack
 from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
 from lapa2_interp.cell import CELL, _with_slot
 from lapa2_interp.cli import main
-from lapa2_interp.errors import Lapa2Error, LayoutError, ModelError, RunError, TraceError
-from lapa2_interp.files import ASIDE, LOCK, clean, new_folder
+from lapa2_interp.errors import (
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    ModelError,
+    RunError,
+    TraceError,
+)
+from lapa2_interp.files import new_folder
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
@@ -291,18 +298,6 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
     samples["n_tokens"] = 0
     with pytest.raises(TraceError, match="all texts .* ended before a first token"):
         read_attention(ended)
-
-
-def test_a_folder_whose_forerunner_was_taken_away_comes_to_its_place(tmp_path):
-    """The process died between the two renames: the filled folder is not lost."""
-    left = tmp_path / f"{ASIDE}x"
-    for name in ("before", "new/run"):
-        (left / name).mkdir(parents=True)
-        (left / name / "of").write_text(name)
-    (left / LOCK).touch()
-    clean(tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["run"]
-    assert (tmp_path / "run" / "of").read_text() == "new/run"
 
 
 def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
@@ -606,5 +601,7 @@ def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatc
     again = named.save(tmp_path / "run")
     assert again.cells["method"].tolist() == ["evil:Method"]
     assert again.samples()["variant"].unique().tolist() == ["prefixes=hard"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(
+        MethodError, match="'evil:Method' is code that is not loaded; .* import evil"
+    ):
         cell.decoder  # noqa: B018

@@ -44,7 +44,6 @@ from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, unheard
 from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.read import SAMPLES, TRACE, load_run, read_cell, read_file
-from lapa2_interp.runs.repair import repair
 from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.linear import WEIGHTS
@@ -740,7 +739,7 @@ def test_the_code_of_a_method_of_ones_own_is_part_of_its_cells_key(tmp_path, mon
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "g.toml").write_text(ONE.replace('"prefix"', '"of_mine:Own"'))
-    cell = load_grid(str(tmp_path / "g.toml")).cells[0]
+    cell = load_grid(str(tmp_path / "g.toml"), allow_code=True).cells[0]
     assert set(cell.files) == {"its code"}
     check_files(cell, SimpleNamespace(prefix_names={}))
     code.write_text(code.read_text() + "# another\n")
@@ -1015,7 +1014,7 @@ def test_a_run_of_another_version_is_not_read(copy, files, change, message):
 @pytest.mark.parametrize("text", ["", "[]", '{"kind": "sweep", "form', "\x00\xff"])
 def test_a_damaged_list_of_cells_is_refused(copy, text):
     (copy / "run.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DamagedError, match="run.json is damaged: .* --repair` writes it anew"):
+    with pytest.raises(DamagedError, match="run.json is damaged: .*; remove it, and `lapa2 sweep`"):
         load_run(copy)
 
 
@@ -1180,7 +1179,7 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
     file.write_text("{")
     with pytest.raises(
         RunError,
-        match=f"{key}.json is damaged or of another version: .* --repair` takes the cell out",
+        match=f"{key}.json is damaged or of another version: .*; .*`lapa2 sweep` with the cell",
     ):
         load_run(copy)
 
@@ -1401,7 +1400,8 @@ def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsy
     file = tmp_path / "run" / "cells" / run.cells["key"][0] / SAMPLES
     rewrite(file, lambda old: old[:4] + bytes(400) + old[404:])  # what its footer does not tell
     with pytest.raises(
-        DamagedError, match="samples.parquet is damaged: its sha256 .*--repair` sets its cell back"
+        DamagedError,
+        match="samples.parquet is damaged: its sha256 .*; remove the folder of the cell",
     ):
         run.samples()
     rewrite(file, lambda old: old[:500])
@@ -1415,7 +1415,9 @@ def flip(file, at, bit=0):
     file.write_bytes(data)
 
 
-def test_a_changed_bit_is_seen_and_repair_sets_its_cell_back(traced, traced_files, tmp_path):
+def test_a_changed_bit_is_seen_and_a_cell_that_is_removed_is_made_again(
+    traced, traced_files, tmp_path
+):
     """What the file formats do not notice: a bit of a text, a number of a trace, a second."""
     run = shutil.copytree(traced[0], tmp_path / "run")
     one, two, three, four = load_run(run).plan
@@ -1432,68 +1434,29 @@ def test_a_changed_bit_is_seen_and_repair_sets_its_cell_back(traced, traced_file
         read_cell(run / "cells" / two)
     with pytest.raises(DamagedError, match=r"manifest.json is damaged: its contents are not"):
         read_manifest(manifest.parent)
-    told = repair(run)
-    assert [line.partition(":")[0].removeprefix(f"{run}/") for line in told] == [
-        f"plan/{four}.json is damaged or of another version",
-        f"cells/{one}/{SAMPLES} is damaged",
-        f"cells/{two}/{TRACE} is damaged",
-        f"cells/{three}/{MANIFEST} is damaged",
-    ]
-    assert load_run(run).cells["state"].tolist() == ["damaged"] * 3
-    assert repair(run) == [
-        f"{run}/cells/{one} is not whole: the next sweep makes the cell again",
-        f"{run}/cells/{two} is not whole: the next sweep makes the cell again",
-        told[3],
-    ]
+    for key in (one, two):
+        shutil.rmtree(run / "cells" / key)
     done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
     assert (done.before, done.made) == (1, 3)
     assert_equal_runs(run, traced[0])
-    assert repair(run) == []
 
 
-def test_a_damaged_listing_is_written_anew_from_the_plans(copy, files, capsys):
+def test_a_listing_that_is_damaged_or_lost_is_written_anew_by_a_sweep(copy, files, capsys):
     flip(copy / "run.json", 40)
     assert lapa2("runs", copy) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert lapa2("runs", copy, "--repair") == 0
-    printed = capsys.readouterr().out
-    assert "written anew with its 4 cells under the name 'found'" in printed
-    assert "found: 4 finished" in printed
-    assert lapa2("runs", copy, "--repair", "--json") == 0
-    printed = capsys.readouterr()
-    assert len(json.loads(printed.out)) == 4
-    assert printed.err == "every file is what was written\n"
-    sweep(copy, grids_of(files), Replaying({}), pytest.fail)
+    (copy / "run.json").unlink()
+    with pytest.raises(DamagedError, match="no run.json; `lapa2 sweep` with its grids writes it"):
+        load_run(copy)
+    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert {"one", "two"} <= load_run(copy).listing.grids.keys()
 
 
-def test_a_lost_listing_is_written_anew_from_the_plans(copy, files):
-    (copy / "run.json").unlink()
-    for use in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
-        with pytest.raises(DamagedError, match="no run.json; `lapa2 runs .* --repair` writes it"):
-            use(copy)
-    assert repair(copy)[0].startswith(
-        f"{copy} has plans of cells and no run.json: written anew with its 4 cells"
-    )
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
-
-
-def test_a_changed_bit_in_the_name_of_the_seal_is_repaired(copy, capsys):
+def test_a_changed_bit_in_the_name_of_the_seal_is_seen(copy):
     listing = copy / "run.json"
     listing.write_text(listing.read_text("utf-8").replace('"seal"', '"sdal"'), "utf-8")
-    with pytest.raises(DamagedError, match="run.json is damaged or of .* --repair` writes it anew"):
+    with pytest.raises(DamagedError, match="run.json is damaged or of .* if it is damaged, remove"):
         load_run(copy)
-    assert repair(copy)[0].startswith(f"{listing} is damaged or")
-    assert len(load_run(copy).finished) == 4
-
-
-def test_a_run_of_which_no_plan_is_left_has_no_cells(copy, capsys):
-    for file in (copy / "plan").iterdir():
-        file.write_text("{}", "utf-8")
-    assert len(repair(copy)) == 4
-    assert load_run(copy).cells.empty
-    assert lapa2("runs", copy) == 0
-    assert "one: no cells" in capsys.readouterr().out
 
 
 def test_a_damaged_plan_does_not_stop_the_sweep_that_writes_it_again(copy, files, tmp_path):
@@ -1523,25 +1486,6 @@ def test_a_disk_that_fails_is_no_damage(copy, monkeypatch):
         load_run(copy)
 
 
-def test_options_that_do_not_fit_repair_nothing(copy, capsys):
-    file = next((copy / "cells").iterdir()) / "samples.parquet"
-    file.write_bytes(file.read_bytes()[:-3])
-    assert lapa2("runs", copy, "--repair", "--json", "--traceback") == 2
-    assert file.is_file()
-    assert "--traceback prints texts" in capsys.readouterr().err
-
-
-def test_what_is_no_run_is_not_repaired(copy, tmp_path):
-    with pytest.raises(RunError, match="there is no folder"):
-        repair(tmp_path / "none")
-    with pytest.raises(RunError, match="is one cell by itself"):
-        repair(next((copy / "cells").iterdir()))
-    raw, _ = unsealed((copy / "run.json").read_text())
-    (copy / "run.json").write_text(sealed(raw | {"format": 2}))
-    with pytest.raises(RunError, match="run of format 2"):
-        repair(copy)
-
-
 def test_a_damaged_group_is_made_again_and_a_damaged_failure_is_said(undisturbed, files, tmp_path):
     whole, made = undisturbed
     half_done(tmp_path / "run", files, made, 2)
@@ -1562,8 +1506,8 @@ def test_a_damaged_group_is_made_again_and_a_damaged_failure_is_said(undisturbed
     assert_equal_runs(tmp_path / "run", whole)
     half_done(tmp_path / "other", files, made, 2)
     flip(tmp_path / "other" / "parts" / folder.name / "0" / "part.json", 30)
-    assert "0 is damaged" in repair(tmp_path / "other")[0]
-    sweep(tmp_path / "other", grids_of(files), Replaying(made), pytest.fail)
+    sweep(tmp_path / "other", grids_of(files), Replaying(made), notes.append)
+    assert "0 is damaged" in notes[-1]
     assert_equal_runs(tmp_path / "other", whole)
 
 
@@ -1740,7 +1684,7 @@ def test_a_machine_without_memory_damages_nothing(undisturbed, tmp_path, monkeyp
 
     monkeypatch.setattr("lapa2_interp.runs.read.pd.read_parquet", full)
     with pytest.raises(MemoryError):
-        repair(run)
+        load_run(run).samples()
     assert contents_of(run) == before
 
 
@@ -1753,8 +1697,9 @@ def test_a_plan_that_is_a_folder_is_damage(undisturbed, files, tmp_path):
     plan = next((run / "plan").iterdir())
     plan.unlink()
     plan.mkdir()
-    (line,) = repair(run)
-    assert "is a folder: removed, and its cell taken out of the run" in line
+    with pytest.raises(DamagedError, match="is a folder; remove it"):
+        load_run(run)
+    plan.rmdir()
     sweep(run, grids_of(files), InProcess("cpu"))
     assert_equal_runs(run, undisturbed[0])
 

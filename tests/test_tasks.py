@@ -110,7 +110,9 @@ def test_the_example_is_a_task(tmp_path):
 
 def test_a_task_file_that_is_no_text(tmp_path):
     (tmp_path / "bad.toml").write_bytes(b"\xff = 1")
-    with pytest.raises(TaskError, match=r"cannot read the task file .*bad\.toml.*utf-8"):
+    with pytest.raises(
+        TaskError, match=r"cannot read the task file .*bad\.toml: line 1: .* not UTF-8"
+    ):
         load_task(str(tmp_path / "bad.toml"))
 
 

@@ -36,7 +36,7 @@ from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, counted, one_of
-from lapa2_interp.files import held, sealed, unsealed, write_text
+from lapa2_interp.files import held, parse_json, read_text, sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, kv_heads
 from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
@@ -145,7 +145,7 @@ def read_heads(file: str | Path) -> Heads:
         CircuitError: The file cannot be read, or holds something else.
     """
     try:
-        found = json.loads(Path(file).read_text("utf-8"))
+        found = parse_json(read_text(Path(file)))
     except (OSError, ValueError) as error:
         raise CircuitError(f"cannot read heads from {file}: {error}") from error
     return head_pairs(found)
@@ -503,7 +503,10 @@ class Kept:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._hold(path)
-        lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+        try:
+            lines = read_text(path).splitlines() if path.exists() else []
+        except ValueError as error:
+            raise CircuitError(f"cannot read {path}: {error}") from None
         first = json.dumps({"question": key, "facts": facts or {}})
         if lines and (other := _differs(lines[0], key, facts or {})):
             self.close()
@@ -560,7 +563,7 @@ def _differs(line: str, key: str, facts: Mapping[str, str]) -> str:
     """How the question in the first line of a file differs from this one, in words; "" where it
     does not."""
     try:
-        there = json.loads(line)
+        there = parse_json(line)
         if there["question"] == key:
             return ""
         told = there.get("facts", {})

@@ -48,7 +48,7 @@ from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
 from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.errors import AugmentationError, CircuitError, first_problem, one_of
-from lapa2_interp.files import sealed, unsealed, write_text
+from lapa2_interp.files import read_text, sealed, unsealed, write_text
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.methods import Method
 from lapa2_interp.models import takes_model
@@ -163,7 +163,7 @@ class Selection(BaseModel):
             CircuitError: The file cannot be read, or is no selection.
         """
         try:
-            fields, _ = unsealed(Path(file).read_text("utf-8"))
+            fields, _ = unsealed(read_text(Path(file)))
             return cls.model_validate_json(json.dumps(fields))
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error

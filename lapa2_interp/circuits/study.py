@@ -58,6 +58,7 @@ from lapa2_interp.errors import CircuitError, counted
 from lapa2_interp.files import (
     as_csv,
     is_damage,
+    read_text,
     sealed,
     unsealed,
     whole_file,
@@ -337,7 +338,7 @@ def read_question(folder: Path) -> dict[str, Any]:
     """
     file = folder / QUESTION
     try:
-        kept, _ = unsealed(file.read_text("utf-8"))
+        kept, _ = unsealed(read_text(file))
         kept["texts"] = _TEXTS.validate_python(kept.get("texts"))
         if not isinstance(kept.get("settings"), dict):
             raise ValueError("it has no settings")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
 from lapa2_interp.errors import LayoutError
+from lapa2_interp.files import parse_json, read_text
 from lapa2_interp.machine import DtypeOrAuto
 
 
@@ -57,8 +58,8 @@ def chat(
         as_json: Print JSON.
     """
     try:
-        given = json.loads(messages.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        given = parse_json(read_text(messages))
+    except (OSError, ValueError) as error:
         raise LayoutError(f"cannot read {messages} as JSON: {error}") from None
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')

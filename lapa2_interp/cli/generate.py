@@ -53,6 +53,7 @@ def generate(
     bar_prefix_words: bool = False,
     pack: Literal["auto", "on", "off"] = "auto",
     trust_remote_code: bool = False,
+    yes: bool = False,
     force: bool = False,
 ) -> None:
     """Generate controlled text and record the attention on the prefix.
@@ -72,7 +73,8 @@ def generate(
         task: A task of `lapa2 tasks`, or the path of a task file.
         attribute: What to steer towards; the task's file has its prefix.
         prompt: A prompt; repeat the option for more. By default the task's.
-        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
+        prompts: A file of prompts: plain lines, .jsonl with a field "prompt", or .csv with a column
+            "prompt".
         length: Tokens of a text. Of tasks that count the prompt (`lapa2 tasks`: sentiment and topic
             do, as the paper does) new are those that the prompt leaves: behind two tokens, 126.
         samples: Continuations per prompt.
@@ -94,6 +96,7 @@ def generate(
         pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
         trust_remote_code: Run code that comes with the model.
+        yes: Start also what would take a year, or more memory than there is.
         force: Replace a finished run.
     """
     from lapa2_interp.cell import Cell
@@ -154,6 +157,7 @@ def generate(
                 trust_remote_code=trust_remote_code,
                 pack=pack,
                 announce=announce,
+                yes=yes,
             )
         except UnfinishedTextsError as error:
             run, problem = error.run, error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +15,9 @@ from lapa2_interp.machine import Dtype
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
-def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
+def grids(
+    *names: str, changes: Changes = (), allow_code: bool = False, as_json: AsJson = False
+) -> None:
     """List experiment grids with their cells, and what each takes on this machine.
 
     paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names,
@@ -26,6 +27,7 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
         names: Built-in grids, or paths of .toml files.
         changes: KEY=VALUE replaces a key in every block, such as samples=2 or length=64; repeat the
             option for more.
+        allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
     from lapa2_interp.models.sizes import model_size
@@ -40,7 +42,10 @@ def grids(*names: str, changes: Changes = (), as_json: AsJson = False) -> None:
     )
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
-    found = [load_grid(name, parse_changes(changes), check=False) for name in names or built_in()]
+    found = [
+        load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
+        for name in names or built_in()
+    ]
     if as_json:
         print(
             json.dumps(
@@ -105,6 +110,7 @@ def power(
     claims: Path,
     changes: Changes = (),
     perplexity: int | None = None,
+    allow_code: bool = False,
     out: Path | None = None,
 ) -> None:
     """Say how small a difference each claim of a grid could show, before the grid is run.
@@ -125,6 +131,7 @@ def power(
             the option for more.
         perplexity: About how many texts of an arm will have their perplexity measured, where the
             items' scripts are told (--perplexity).
+        allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         out: Also write the table as this CSV file.
     """
     import pandas as pd
@@ -148,7 +155,7 @@ def power(
     known = pd.concat(map(read_claims, files), ignore_index=True)
     found = []
     for name in names:
-        grid = load_grid(name, parse_changes(changes), check=False)
+        grid = load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
         table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
         found.append(table.assign(grid=grid.name))
         print(f"{grid.name}\n{table.to_string(index=False, float_format='%.2f')}")
@@ -178,6 +185,8 @@ def sweep(
     address: str | None = None,
     gpus_per_worker: float | None = None,
     pack: Literal["auto", "on", "off"] = "auto",
+    allow_code: bool = False,
+    yes: bool = False,
 ) -> None:
     """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
 
@@ -211,6 +220,9 @@ def sweep(
             may span several.
         pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
+        allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
+            the grid are data, and never run.
+        yes: Start also what would take a year, or more memory than there is.
     """
     from lapa2_interp.progress import shown_time
     from lapa2_interp.runs.estimates import shown_size
@@ -230,6 +242,8 @@ def sweep(
         address=address,
         gpus_per_worker=gpus_per_worker,
         pack=pack,
+        allow_code=allow_code,
+        yes=yes,
     )
     print(
         f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were"
@@ -252,31 +266,23 @@ def runs(
     *,
     state: Literal["all", "finished", "failed", "partly", "damaged", "missing"] = "all",
     traceback: Annotated[bool, Parameter(name="--traceback")] = False,
-    repair: bool = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell what is in a run: which cells are finished, missing or damaged, which failed and why.
 
-    A file that was cut short or is missing shows at once; one that changed shows when it is read,
-    or with --repair.
+    A file that was cut short or is missing shows at once; one that changed shows when it is read.
 
     Args:
         run: The folder of `lapa2 generate` or `lapa2 sweep`.
         state: Only cells in this state.
         traceback: Print the whole traceback of failed cells.
-        repair: First read every file of the run, and remove damaged ones, so that the next
-            `lapa2 sweep` makes their cells again. Whole files stay.
         as_json: Print JSON, one object per cell.
     """
     from lapa2_interp.progress import one_line
     from lapa2_interp.runs.read import STATES, load_run
-    from lapa2_interp.runs.repair import repair as repair_run
 
     if as_json and traceback:
         raise RunError("--traceback prints texts, which --json has no place for; give one of them")
-    if repair:
-        for line in repair_run(run) or ["every file is what was written"]:
-            print(line, file=sys.stderr if as_json else sys.stdout)
     found = load_run(run)
     table = found.cells
     shown = table if state == "all" else table[table["state"] == state]

@@ -23,6 +23,7 @@ def view(
     circuits: Path | None = None,
     bits: Literal[8, 16] | None = None,
     device: str | None = None,
+    allow_code: bool = False,
     out: Path | None = None,
 ) -> None:
     """Write a page to look into one text of a run: where every head attends at every step.
@@ -50,6 +51,7 @@ def view(
             heads and what they write.
         bits: Of a stored number. By default 16, and 8 where the page would exceed 5 MB.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        allow_code: Import the module of a method MODULE:CLASS that the run names.
         out: The file; by default RUN/view.html. One that is there is replaced.
     """
     from lapa2_interp.viewer import view as make_view
@@ -67,6 +69,7 @@ def view(
         circuits=circuits,
         bits=bits,
         device=device,
+        allow_code=allow_code,
     )
     file = found.save(run / "view.html" if out is None else out)
     for each in found.found.readings:

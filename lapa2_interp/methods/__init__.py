@@ -5,9 +5,11 @@ One file each; `base` says what a method states and may ask.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from inspect import getattr_static
 from itertools import combinations
 from typing import Any
 
@@ -44,7 +46,7 @@ from lapa2_interp.methods.preadd import Preadd
 from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
 from lapa2_interp.methods.rose import Rose
 from lapa2_interp.methods.rsa_control import RsaControl
-from lapa2_interp.tasks import Task, read_task
+from lapa2_interp.tasks import MethodSettings, Task, read_task
 
 
 def registry() -> dict[str, type[Method]]:
@@ -54,12 +56,15 @@ def registry() -> dict[str, type[Method]]:
     return {method.name: method for method in known}
 
 
-def find(name: str) -> type[Method]:
-    """A method's class: a name of `registry`, or MODULE:CLASS for your own class that Python can
-    import.
+def find(name: str, allow_code: bool = False) -> type[Method]:
+    """A method's class: a name of `registry`, or MODULE:CLASS for your own class.
+
+    Args:
+        allow_code: Import MODULE, which runs it. Otherwise it must have been imported: a name may
+            come from a file of somebody else.
 
     Raises:
-        MethodError: Unknown name, or no method is there.
+        MethodError: Unknown name, no method is there, or it is not imported.
     """
     if ":" not in name:
         known = registry()
@@ -69,10 +74,15 @@ def find(name: str) -> type[Method]:
             )
         return known[name]
     module, _, place = name.partition(":")
+    if not allow_code and module not in sys.modules:
+        raise MethodError(
+            f"method {name!r} is code that is not loaded; if you trust it, import {module} first,"
+            " or give allow_code=True (--allow-code)"
+        )
     try:
-        found = import_module(module)
+        found: Any = import_module(module) if allow_code else sys.modules[module]
         for part in place.split("."):
-            found = getattr(found, part)
+            found = getattr_static(found, part)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise MethodError(
             f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER"
@@ -100,12 +110,13 @@ def get(name: str, **parameters: Any) -> Method:
     """A method by name; `lapa2 methods` lists them with their parameters.
 
     Args:
-        name: As in `find`.
+        name: As in `find`. The module of MODULE:CLASS is imported, since the caller names it; of
+            names in files, `find` asks first.
 
     Raises:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
-    kind = find(name)
+    kind = find(name, allow_code=True)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     unknown = [
         each for each in parameters if each not in names
@@ -124,28 +135,40 @@ def for_task(name: str, task: Task, **parameters: Any) -> Method:
 
     Raises:
         MethodError: As `get`.
+        TaskError: The task's file has a text for the method that it does not read, and would
+            ignore silently.
     """
-    return get(name, **(task.parameters(name) | parameters))
+    made = get(name, **(task.parameters(name) | parameters))
+    _check_texts(task, name, type(made), f"task {task.name}")
+    return made
 
 
 def load_task(name: str) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
+    What it says of a method MODULE:CLASS is checked by `for_task`: no file's code is imported here.
+
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
             field); an unknown method or text, which would otherwise be ignored silently.
     """
-    task = read_task(name)
-    for method, settings in task.methods.items():
-        if ":" not in method and method not in registry():
-            raise TaskError(f"task file {name}: methods: {one_of('method', method, registry())}")
-        allowed = find(method).text_names
-        for attribute, texts in settings.texts.items():
-            for text in texts:
-                if allowed is not None and text not in allowed:
-                    place = f"methods.{method}.texts.{attribute}"
-                    raise TaskError(f"task file {name}: {place}: {one_of('text', text, allowed)}")
+    task, known = read_task(name), registry()
+    for method in task.methods:
+        if method in known:
+            _check_texts(task, method, known[method], f"task file {name}")
+        elif ":" not in method:
+            raise TaskError(f"task file {name}: methods: {one_of('method', method, known)}")
     return task
+
+
+def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
+    """Raise TaskError where a task has a text for a method that the method does not read."""
+    allowed = kind.text_names
+    for attribute, texts in task.methods.get(name, MethodSettings()).texts.items():
+        for text in texts:
+            if allowed is not None and text not in allowed:
+                place = f"methods.{name}.texts.{attribute}"
+                raise TaskError(f"{where}: {place}: {one_of('text', text, allowed)}")
 
 
 def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> tuple[Joint, ...]:

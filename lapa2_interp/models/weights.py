@@ -9,7 +9,6 @@ decide the weights, and a hash of the files identifies them.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lapa2_interp.errors import ModelError, counted
-from lapa2_interp.files import sha256_of
+from lapa2_interp.files import parse_json, read_text, sha256_of
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -202,7 +201,7 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
 def _in_index(index: Path) -> list[str]:
     """The files that an index of weights names."""
     try:
-        return sorted(set(map(str, json.loads(index.read_text("utf-8"))["weight_map"].values())))
+        return sorted(set(map(str, parse_json(read_text(index))["weight_map"].values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"cannot read {index} ({error!r:.80}); download the model again"
@@ -226,7 +225,7 @@ def check_ends(folder: Path) -> None:
     """
     file = folder / "generation_config.json"
     try:
-        fine = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
+        fine = not file.is_file() or isinstance(parse_json(read_text(file)), dict)
     except ValueError:
         fine = False
     if not fine:

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError, counted
+from lapa2_interp.files import check_file
 from lapa2_interp.scoring.tables import other_scorer, paired, plain
 from lapa2_interp.stats import Difference, holm
 
@@ -437,6 +438,7 @@ def read_claims(file: Path) -> pd.DataFrame:
     """
     numbers = [name for name in Finding.__dataclass_fields__ if name not in WORDS]
     try:
+        check_file(file)
         found = pd.read_csv(
             file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str}
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.files import as_csv, write_text
+from lapa2_interp.files import as_csv, parse_json, read_text, write_text
 from lapa2_interp.paper.claims import Finding, Findings, read_claims, shown_claims
 from lapa2_interp.paper.tables import footnotes, gaps_note, wide
 
@@ -96,7 +96,7 @@ def join_item(item: str, beside: Path, tables: Path) -> bool:
         return False
     facts, shown = [], []
     for folder, rows in ((tables, own), (beside, other)):
-        known = json.loads((folder / f"{item}.json").read_text("utf-8"))
+        known = parse_json(read_text(folder / f"{item}.json"))
         read = pd.DataFrame(known["rows"]["data"], columns=known["rows"]["columns"])
         for number, name in enumerate(places):
             if name not in read:

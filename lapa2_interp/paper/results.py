@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
 from lapa2_interp.errors import RunError, counted, first_problem
+from lapa2_interp.files import parse_json, read_text
 from lapa2_interp.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.read import Run
@@ -95,11 +96,10 @@ def read_gallery(folder: Path) -> Gallery:
     if not file.is_file():
         return Gallery(runs=())
     try:
-        return Gallery.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise RunError(
-            f"{file} cannot be read: {first_problem(error)}; `make gallery` writes it anew"
-        ) from error
+        return Gallery.model_validate(parse_json(read_text(file)))
+    except ValueError as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise RunError(f"{file} cannot be read: {reason}; `make gallery` writes it anew") from error
 
 
 def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:

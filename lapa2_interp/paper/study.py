@@ -27,7 +27,7 @@ from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.decoding.plan import Plan
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import DataError, TraceError
-from lapa2_interp.files import check_own, new_folder, write_netcdf
+from lapa2_interp.files import check_own, new_folder, parse_json, read_text, write_netcdf
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card, short_context_of
 from lapa2_interp.machine import resolve_dtype
@@ -196,7 +196,7 @@ def verify(out: Path, study: Study, force: bool = False) -> str:
 
 def _finished(folder: Path) -> bool:
     try:
-        if json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("kind") != KIND:
+        if parse_json(read_text(folder / MANIFEST)).get("kind") != KIND:
             return False
     except (OSError, ValueError):
         return False
@@ -370,8 +370,8 @@ def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
     context allows."""
     assert study.text is not None
     try:
-        whole = study.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        whole = read_text(study.text)
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
     room = (short_context_of(model) or model.cfg.n_ctx) - len(branch) + 1

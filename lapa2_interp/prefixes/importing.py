@@ -13,7 +13,6 @@ would run code is refused.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import warnings
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import PrefixError, one_of
+from lapa2_interp.files import parse_json, read_text
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.models import load_model
 from lapa2_interp.soft_prefix import (
@@ -161,7 +161,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
 def _peft(folder: Path) -> tuple[Tensor, Tensor]:
     """Keys and values of a PEFT adapter, [layer, kv_head, slot, d_head]."""
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        config = parse_json(read_text(folder / "adapter_config.json"))
     except ValueError as error:
         raise PrefixError(f"{folder / 'adapter_config.json'} is not JSON: {error}") from error
     if not isinstance(config, dict):

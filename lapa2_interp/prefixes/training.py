@@ -39,7 +39,10 @@ from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.files import (
     check_name,
     held,
+    no_link,
+    parse_json,
     read_checkpoint,
+    read_text,
     remove_folder,
     write_checkpoint,
     write_text,
@@ -722,7 +725,7 @@ def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) 
     if (out / ".training").exists() or not all(file.is_file() for file in files):
         return False
     with suppress(OSError, ValueError):
-        before = json.loads((out / PLAN).read_text(encoding="utf-8"))
+        before = parse_json(read_text(out / PLAN))
         return bool(before == json.loads(json.dumps(plan)))
     return False
 
@@ -732,7 +735,9 @@ def _opened(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     """The folder of a set's checkpoints, which other processes stay out of; the same plan resumes,
     another one is refused."""
     states = _open(out, plan)
-    with (states / "lock").open("w") as lock:
+    if states.is_symlink():
+        raise PrefixError(f"{states} is a link, which is not followed; remove it")
+    with open(states / "lock", "w", opener=no_link) as lock:
         if not held(lock):
             raise PrefixError(
                 f"{out} is being trained by another process; wait for it, or choose another --out"
@@ -750,7 +755,7 @@ def _open(out: Path, plan: Mapping[str, Any]) -> Path:
         write_text(states / "plan.json", json.dumps(plan, indent=1))
         return states
     try:
-        before = json.loads((states / "plan.json").read_text(encoding="utf-8"))
+        before = parse_json(read_text(states / "plan.json"))
     except (OSError, ValueError):
         before = {}
     if before != plan:

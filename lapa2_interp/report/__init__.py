@@ -13,7 +13,6 @@ It shows, of a run folder and the tables and figures made from it:
 from __future__ import annotations
 
 import base64
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +23,20 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.augmentation import Augmentation
 from lapa2_interp.errors import RunError
-from lapa2_interp.files import is_page, write_text
-from lapa2_interp.layout.texts import pieces
+from lapa2_interp.files import (
+    check_file,
+    is_page,
+    parse_json,
+    read_text,
+    write_text,
+)
+from lapa2_interp.layout import (
+    pieces,
+)
+from lapa2_interp.layout.texts import (
+    pieces,
+)
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
 from lapa2_interp.paper.claims import (
@@ -301,7 +310,7 @@ def _item(
     title, notes, head, data = name, [], [], []
     if table.is_file():
         try:
-            facts = json.loads(table.read_text("utf-8"))
+            facts = parse_json(read_text(table))
             title, notes = str(facts["title"]), [str(note) for note in facts["notes"]]
             head, data = [str(column) for column in facts["rows"]["columns"]], facts["rows"]["data"]
         except (ValueError, KeyError, TypeError) as error:
@@ -330,6 +339,7 @@ def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
     """The pairs of task and method in an item; its table for reading lacks a column that is the
     same everywhere."""
     try:
+        check_file(file)
         table = pd.read_csv(
             file, keep_default_na=False, dtype=str, usecols=lambda column: column in names
         )
@@ -560,7 +570,7 @@ def _groups(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
     groups: dict[tuple[str, ...], dict[str, Cell]] = {}
 
     def rank(cell: Cell) -> int:
-        return ("baseline", Augmentation(alpha=cell.decoder.alpha).label, cell.arm).index(cell.arm)
+        return ("baseline", cell.usual_arm, cell.arm).index(cell.arm)
 
     finished = sorted(run.finished.values(), key=lambda cell: (-cell.length, -cell.samples))
     for cell in sorted(finished, key=rank):

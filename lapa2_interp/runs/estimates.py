@@ -24,7 +24,13 @@ import numpy as np
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
-from lapa2_interp.loaded import Model, short_context_of
+from lapa2_interp.errors import (
+    RunError,
+)
+from lapa2_interp.loaded import (
+    Model,
+    short_context_of,
+)
 from lapa2_interp.machine import (
     clock_of,
     cores,
@@ -65,6 +71,9 @@ TEXT_BYTES = 5
 """Bytes of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000
 """Bytes of a cell's three files before the first text."""
+REASON = 365 * 86400.0
+"""Seconds; longer work is not begun without a word of the user's. So is more memory
+than there is."""
 LIBRARIES = 700_000_000
 """Bytes of a process that has imported the libraries."""
 PACKED = 1.5
@@ -198,6 +207,27 @@ def estimate(
             else 0
         ),
     )
+
+
+def check_reason(each: Estimate, yes: bool = False) -> None:
+    """Refuse what would take a year, or more memory than there is.
+
+    Args:
+        yes: The user wants it all the same.
+
+    Raises:
+        RunError: Why.
+    """
+    most = machine_memory()
+    for found, allowed, shown in (
+        (each.seconds, REASON, f"{each.seconds / REASON:.3g} years of work"),
+        (each.needs, most, f"{shown_size(each.needs)} of memory, of {shown_size(most)}"),
+    ):
+        if found > allowed and not yes:
+            raise RunError(
+                f"{each.texts} texts would take {shown}; ask for fewer or shorter ones, or give"
+                " yes=True (--yes)"
+            )
 
 
 def memory(cell: Cell, device: str = "cpu") -> int:

@@ -26,7 +26,16 @@ from lapa2_interp.machine import is_out_of_memory
 from lapa2_interp.methods import PrepareKit
 from lapa2_interp.models import load_model, model_of, takes_model
 from lapa2_interp.progress import progress_bar, shown_time
-from lapa2_interp.runs.estimates import LONG, Pace, pace, plan_seconds
+from lapa2_interp.runs.estimates import (
+    LONG,
+    TEXT_BYTES,
+    Estimate,
+    Pace,
+    check_reason,
+    cost,
+    pace,
+    plan_seconds,
+)
 from lapa2_interp.runs.manifest import Manifest, facts_of
 from lapa2_interp.runs.read import FinishedCell, Listing, Run
 from lapa2_interp.trace.recorder import trace_bytes
@@ -46,6 +55,7 @@ def generate(
     trust_remote_code: bool = False,
     pack: str = "auto",
     announce: Callable[[Model, Sequence[Plan]], None] | None = None,
+    yes: bool = False,
     **settings: Any,
 ) -> Run:
     """Continue prompts with a controlled model, and record where the attention went.
@@ -59,6 +69,7 @@ def generate(
         trust_remote_code: Run code that comes with a model given by name.
         pack: As in `load_model`, of a model given by name.
         announce: Called with the model and the plan after all checks, before the first token.
+        yes: Start also what would take a year, or more memory than there is.
         settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
             samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, bar_prefix_words,
             dtype, model_class. length counts the prompt's tokens where the task does (sentiment and
@@ -69,6 +80,7 @@ def generate(
 
     Raises:
         Lapa2Error: As `Cell.of`, `load_model` and `plan`.
+        RunError: It would take a year, or more memory than there is.
         EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run`
             holds them.
     """
@@ -84,6 +96,7 @@ def generate(
         cell = Cell.of(model, device=device, **settings)
     if isinstance(model, str | Path):
         model = load_model(model, cell.dtype, device, cell.model_class, trust_remote_code, pack)
+    check_reason(_estimate(model, cell), yes)
     run = make_cells(model, [cell], announce=announce)
     if problems := run.manifest().problems:
         raise UnfinishedTextsError(problems[0], run)
@@ -197,6 +210,23 @@ def _time(model: Model, plans: Sequence[Plan]) -> str:
     at = _pace(model, sum(each.tokens_read(each.method.recomputes) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
+
+
+def _estimate(model: Model, cell: Cell) -> Estimate:
+    """What a cell takes at least, without a plan of it, which has an entry for every text: the
+    texts and the trace are kept in memory."""
+    rows, at = cell.n_texts * len(cell.branches), _pace(model, 0)
+    trace = trace_bytes(cell.trace, rows, cell.length, model.cfg.n_layers, model.cfg.n_heads, 0, 0)  # type: ignore[arg-type]
+    return Estimate(
+        cells=1,
+        texts=cell.n_texts,
+        row_tokens=cost(cell),
+        seconds=cost(cell) * at.row,
+        disk=0,
+        basis=at.basis,
+        needs=trace + cell.n_texts * cell.length * TEXT_BYTES,
+        packed=0,
+    )
 
 
 def reading_seconds(model: Model, tokens: int) -> float:

@@ -9,8 +9,8 @@ texts; its key is a hash of just that, so that equal cells of two grids are one 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lapa2_interp.augmentation import Augmentation, Joint, joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, first_problem, one_of
+from lapa2_interp.files import parse_toml, read_text
 from lapa2_interp.loaded import ModelClass
 from lapa2_interp.machine import AUTO, DtypeOrAuto, faster_dtype
-from lapa2_interp.methods import Method, for_task, load_task
+from lapa2_interp.methods import Method, find, for_task, load_task
 from lapa2_interp.recipes import RECIPES, read_recipes
 from lapa2_interp.tasks import Attribute, Prompts, Task, more_prompts, read_prompts
 
@@ -127,6 +128,9 @@ def built_in() -> list[str]:
     return sorted(str(file.relative_to(GRIDS).with_suffix("")) for file in GRIDS.rglob("*.toml"))
 
 
+MOST_POINTS = 20_000
+"""Points of a block's product that are resolved without a word of the user's: each is one cell or
+several, and a cell is a folder of files."""
 AutoDtype = Callable[[str, str, frozenset[str]], str]
 """What dtype "auto" means, given the names of a grid and of a model, and the dtypes that blocks of
 the grid name."""
@@ -138,6 +142,8 @@ def load_grid(
     *,
     check: bool = True,
     auto: AutoDtype | None = None,
+    allow_code: bool = False,
+    yes: bool = False,
 ) -> Grid:
     """A built-in grid, or that of a TOML file, with every cell resolved.
 
@@ -148,26 +154,28 @@ def load_grid(
         check: Raise when something is missing; otherwise the grid's `needs` say what.
         auto: What dtype "auto" means; by default what this machine computes faster
             (`machine.faster_dtype`).
+        allow_code: Import the modules of methods that the grid names as MODULE:CLASS.
+        yes: Resolve also more than MOST_POINTS points.
 
     Raises:
         GridError: Unknown name or key, a malformed value, an impossible combination, or (with
             `check`) something is missing.
     """
     if name in built_in():
-        text = (GRIDS / f"{name}.toml").read_text("utf-8")
+        text = read_text(GRIDS / f"{name}.toml")
         title = name
     elif Path(name).suffix == ".toml" and Path(name).is_file():
         try:
-            text, title = Path(name).read_text("utf-8"), Path(name).stem
-        except (OSError, UnicodeDecodeError) as error:
+            text, title = read_text(Path(name)), Path(name).stem
+        except (OSError, ValueError) as error:
             raise GridError(f"cannot read {name} as text: {error}") from None
     elif Path(name).suffix == ".toml":
         raise GridError(f"there is no file {name}; `lapa2 grids` ends with an example of one")
     else:
         raise GridError(f"{one_of('grid', name, built_in())}; or the path of a .toml file")
     try:
-        raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raw = parse_toml(text)
+    except ValueError as error:
         raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
     description = str(raw.pop("description", ""))
     blocks = raw.pop("block", [{}])
@@ -191,8 +199,14 @@ def load_grid(
             if value == []:
                 raise GridError(f"{where}: {key} is an empty list, so the block has no cell")
         axes = [_as_list(value) for value in keys.values()]
+        if (points := math.prod(map(len, axes))) > MOST_POINTS and not yes:
+            raise GridError(
+                f"{where} has {points} points, and {MOST_POINTS} is a large grid; give shorter"
+                " lists, or yes=True (`lapa2 sweep --yes`)"
+            )
         for point in itertools.product(*axes):
-            for cell in _resolve(dict(zip(keys, point, strict=True)), where, needs, meaning):
+            named_keys = dict(zip(keys, point, strict=True))
+            for cell in _resolve(named_keys, where, needs, meaning, allow_code):
                 cells.setdefault(cell.key, cell)
     if not cells:
         raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
@@ -216,7 +230,11 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _resolve(
-    point: dict[str, Any], where: str, needs: list[str], auto: Callable[[str], str]
+    point: dict[str, Any],
+    where: str,
+    needs: list[str],
+    auto: Callable[[str], str],
+    allow_code: bool,
 ) -> list[Cell]:
     """The cells of one point of a block: one per attribute."""
     try:
@@ -228,9 +246,10 @@ def _resolve(
     try:
         task = _task(block, needs)
         given = {"name": block.method} if isinstance(block.method, str) else dict(block.method)
-        if "name" not in given:
+        if not isinstance(given.get("name"), str):
             raise GridError(f"a method is a name or {{ name = ... }}, found {block.method!r}")
-        method = for_task(given.pop("name"), load_task(block.task), **given)
+        find(name := given.pop("name"), allow_code)
+        method = for_task(name, load_task(block.task), **given)
         augmentation = _augmentation(block.augmentation, method)
         attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
         _check_wording(block, task, method, attributes)
@@ -359,7 +378,7 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
                 f" both: {key}=[..., ...]"
             )
         try:
-            found[key] = tomllib.loads(f"value = {value}")["value"]
-        except (tomllib.TOMLDecodeError, RecursionError):
+            found[key] = parse_toml(f"value = {value}")["value"]
+        except ValueError:
             found[key] = value
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.progress import shown_time, stopped_by_sigterm
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.cluster import Cluster
-from lapa2_interp.runs.estimates import estimate, shown_size
+from lapa2_interp.runs.estimates import check_reason, estimate, shown_size
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
 from lapa2_interp.runs.read import as_list, finished_of, is_any_of
@@ -40,6 +41,8 @@ def launch(
     address: str | None = None,
     gpus_per_worker: float | None = None,
     pack: str = "auto",
+    allow_code: bool = False,
+    yes: bool = False,
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
     """Make every cell of grids in a run folder, going on where an earlier call stopped.
@@ -51,8 +54,8 @@ def launch(
         only: Make only cells with these settings (`Cell.columns`; a list: one of them), such as
             {"task": "topic"}; the grids' other cells stay missing until another call.
         engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
-        workers, device, dtype, threads, address, gpus_per_worker, pack: As the options of `lapa2
-            sweep`.
+        workers, device, dtype, threads, address, gpus_per_worker, pack, allow_code, yes: As the
+            options of `lapa2 sweep`.
         notify: Told what is to be made, and about cells that fail.
 
     Raises:
@@ -74,7 +77,9 @@ def launch(
                     " out, or give --engine ray"
                 )
         check_device(device)
-    grids = load_grids(out, names, changes, dtype=dtype, device=device)
+    grids = load_grids(
+        out, names, changes, dtype=dtype, device=device, allow_code=allow_code, yes=yes
+    )
     check_grids(grids)
     for used in dict.fromkeys(
         cell.dtype for grid in grids for cell in grid.cells if engine == "local"
@@ -101,6 +106,8 @@ def launch(
                 f" {counted(runner.slots, 'worker')}, {shown_size(each.disk)} on disk,"
                 f" {shown_size(each.needs + each.packed)} of memory a worker ({each.basis})"
             )
+            # A cluster's machines may have other memory than this one.
+            check_reason(replace(each, needs=0) if engine == "ray" else each, yes)
         with stopped_by_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):

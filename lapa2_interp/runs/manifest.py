@@ -14,15 +14,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
 from lapa2_interp.augmentation import Joint
-from lapa2_interp.cell import Cell
+from lapa2_interp.cell import Cell, Key
 from lapa2_interp.decoding.plan import Plan
 from lapa2_interp.errors import DamagedError, RunError, first_problem
-from lapa2_interp.files import sealed, sha256_of, unsealed
+from lapa2_interp.files import read_text, sealed, sha256_of, unsealed
 from lapa2_interp.loaded import Model, ModelCard, model_card
 from lapa2_interp.soft_prefix import SoftName
 
 MANIFEST = "manifest.json"
-SET_BACK = "`lapa2 runs RUN --repair` sets its cell back, to be made again"
+SET_BACK = "remove the folder of the cell, and the command that made the run makes it again"
 """What to do about a damaged file of a cell."""
 OF_THE_DAY = ("created", "seconds", "commit")
 """Fields of a manifest that differ between equal cells."""
@@ -37,7 +37,7 @@ class Manifest(BaseModel):
     """What the folder holds: a run's texts and trace, or tables and figures read off one."""
     lapa2_interp: str = __version__
     """Version of this package."""
-    cell: str | None = None
+    cell: Key | None = None
     """Key of the cell; None in folders that `lapa2 generate` wrote before its runs had cells."""
     created: datetime
     """When the run finished, UTC."""
@@ -208,7 +208,7 @@ def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:
     if not file.is_file():
         raise RunError(f"{folder} is not the folder of a cell: it has no {MANIFEST}")
     try:
-        fields, sums = unsealed(file.read_text(encoding="utf-8"))
+        fields, sums = unsealed(read_text(file))
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}; {SET_BACK}") from error
     for name in check:

@@ -13,7 +13,6 @@ itself (manifest.json without run.json, as `lapa2 generate` wrote before) is rea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell
+from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell, Key
 from lapa2_interp.errors import (
     DamagedError,
     Lapa2Error,
@@ -37,10 +36,13 @@ from lapa2_interp.errors import (
 )
 from lapa2_interp.files import (
     ASIDE,
+    check_file,
     check_name,
     check_own,
     is_damage,
     new_folder,
+    parse_json,
+    read_text,
     sealed,
     unsealed,
     whole_folder,
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 SAMPLES, TRACE, LISTING = "samples.parquet", "trace.nc", "run.json"
+COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish", "arm")
+"""What the samples of a cell have, at least."""
 FORMAT = 1
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
@@ -71,8 +75,9 @@ read in another way.
 A run of another format is neither read nor filled."""
 STATES = ("finished", "failed", "partly", "damaged", "missing")
 """States of a cell. Damaged: a file of a finished cell was removed or cut short, or its manifest
-changed; a sweep makes the cell again. Other changes are noticed when a file is read, and all by
-`lapa2 runs RUN --repair`."""
+changed; a sweep makes the cell again. Other changes are noticed when a file is read."""
+WRITES_ANEW = "remove it, and `lapa2 sweep` with the run's grids writes it anew"
+"""What to do about a damaged run.json."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,13 @@ def read_file(folder: Path, name: str) -> Any:
     file = folder / name
     try:
         read_manifest(folder, check=[name])
-        return pd.read_parquet(file) if name == SAMPLES else read_trace(file)
+        check_file(file)
+        if name == TRACE:
+            return read_trace(file)
+        found = pd.read_parquet(file)
+        if lacking := [column for column in COLUMNS if column not in found]:
+            raise ValueError(f"it has no column {lacking[0]}")
+        return found
     except RunError:
         raise
     except Exception as error:  # libraries raise all kinds at damaged bytes
@@ -162,7 +173,7 @@ class Listing(BaseModel):
     """As `FORMAT`."""
     lapa2_interp: str = __version__
     """Version of the package that began the run."""
-    grids: dict[str, tuple[str, ...]] = {}
+    grids: dict[str, tuple[Key, ...]] = {}
     """Keys of each grid's cells."""
 
     def with_cell(self, key: str) -> list[str]:
@@ -189,7 +200,7 @@ class Failure(BaseModel):
 def _failure(file: Path) -> Failure:
     """A note of why a cell failed; of a damaged note, that it is damaged."""
     try:
-        return Failure.model_validate_json(file.read_text("utf-8"))
+        return Failure.model_validate(parse_json(read_text(file)))
     except ValueError:
         when = datetime.fromtimestamp(file.stat().st_mtime, UTC)
         return Failure(when=when, traceback=f"unknown: {file} is damaged")
@@ -460,11 +471,11 @@ def read_plan(folder: Path, key: str) -> Cell:
     """
     file = _plan(folder, key)
     try:
-        cell = CELL.validate_json(file.read_text("utf-8"))
+        cell = CELL.validate_python(parse_json(read_text(file)))
     except FileNotFoundError as error:
         raise DamagedError(f"{file} is missing") from error
     except IsADirectoryError as error:
-        raise DamagedError(f"{file} is a folder") from error
+        raise DamagedError(f"{file} is a folder; remove it") from error
     except (ValueError, Lapa2Error) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
@@ -497,8 +508,10 @@ def is_whole(folder: Path, cell: Cell) -> bool:
         folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]
     ]
     try:
+        for each in files:
+            check_file(each)
         stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     return _are_sound(folder.resolve(), cell.key, cell.n_texts, stamps)
 
@@ -565,7 +578,7 @@ def is_run(folder: Path) -> bool:
         if (folder / "plan").is_dir() and (folder / "cells").is_dir():
             return True
         with suppress(ValueError):
-            raw = json.loads((folder / LISTING).read_text("utf-8"))
+            raw = parse_json(read_text(folder / LISTING))
             return isinstance(raw, dict) and raw.get("kind") == "sweep"
         return False
     try:
@@ -593,8 +606,7 @@ def load_run(folder: str | Path) -> Run:
             raise DamagedError(
                 f"{error}; the run is of lapa2_interp {listing.lapa2_interp}, this is"
                 f" {__version__}; `lapa2 sweep` with the cell's grid"
-                f" ({', '.join(listing.with_cell(key))}) writes it anew, and `lapa2 runs {folder}"
-                " --repair` takes the cell out"
+                f" ({', '.join(listing.with_cell(key))}) writes it anew"
             ) from error
     return Run(folder, listing, plan)
 
@@ -625,21 +637,18 @@ def read_listing(folder: Path) -> Listing:
             raise RunError(f"there is no folder {folder}; {made_by}")
         if lost_listing(folder):
             raise DamagedError(
-                f"{folder} has plans of cells and no {LISTING}; `lapa2 runs {folder} --repair`"
+                f"{folder} has plans of cells and no {LISTING}; `lapa2 sweep` with its grids"
                 " writes it anew"
             )
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
-        raw, _ = unsealed(file.read_text("utf-8"))
+        raw, _ = unsealed(read_text(file))
     except ValueError as error:
-        raise DamagedError(
-            f"{file} is damaged: {error}; `lapa2 runs {folder} --repair` writes it anew"
-        ) from error
+        raise DamagedError(f"{file} is damaged: {error}; {WRITES_ANEW}") from error
     try:
         if raw.get("kind") != "sweep":
             raise DamagedError(
-                f"{folder} is not a run: its {LISTING} is something else's; if it was one,"
-                f" `lapa2 runs {folder} --repair` writes it anew"
+                f"{folder} is not a run: its {LISTING} is something else's; give a run's folder"
             )
         if raw.get("format") != FORMAT:
             raise RunError(
@@ -651,7 +660,7 @@ def read_listing(folder: Path) -> Listing:
     except ValidationError as error:
         raise DamagedError(
             f"{file} is damaged or of another version: {first_problem(error)}; if it is damaged,"
-            f" `lapa2 runs {folder} --repair` writes it anew"
+            f" {WRITES_ANEW}"
         ) from error
 
 
@@ -667,11 +676,12 @@ def _lone(folder: Path) -> Run:
     manifest, plan, held = whole.manifest, {}, {}
     table = whole.samples.reset_index(drop=True)
     for (arm, attribute), rows in table.groupby(["arm", "attribute"], sort=False):
-        cell = _cell_of(manifest, str(arm), str(attribute))
         try:
+            cell = _cell_of(manifest, str(arm), str(attribute))
             cell.variant  # noqa: B018
-        except Lapa2Error as error:
-            raise RunError(f"{folder / MANIFEST}: {error}") from error
+        except (Lapa2Error, ValidationError, KeyError) as error:
+            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise RunError(f"{folder / MANIFEST}: {reason}") from error
         key = manifest.cell or cell.key
         trace = None
         if whole.trace is not None:

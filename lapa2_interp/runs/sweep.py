@@ -7,7 +7,6 @@ where it was with the same command; what was made before and after is the same a
 from __future__ import annotations
 
 import json
-import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,9 +26,13 @@ from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import DamagedError, GridError, RunError, counted
 from lapa2_interp.files import (
     ASIDE,
+    check_file,
     check_name,
     clean,
     is_damage,
+    parse_json,
+    read_text,
+    remove,
     remove_folder,
     sealed,
     sha256_of,
@@ -79,6 +82,8 @@ def load_grids(
     *,
     dtype: str | None = None,
     device: str | None = None,
+    allow_code: bool = False,
+    yes: bool = False,
 ) -> list[Grid]:
     """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
     run's cells.
@@ -88,7 +93,7 @@ def load_grids(
 
     Args:
         folder: The run, or where it will be.
-        names, changes: As `grids.load_grid`.
+        names, changes, allow_code, yes: As `grids.load_grid`.
         dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run,
             else that of the run's cells of the model, else what this machine computes faster.
         device: Where cells will be computed.
@@ -119,7 +124,7 @@ def load_grids(
         known = there or (others if len(others) == 1 else set())
         return dtype or next(iter(known), None) or faster_dtype(device)
 
-    return [load_grid(name, changes, auto=auto) for name in names]
+    return [load_grid(name, changes, auto=auto, allow_code=allow_code, yes=yes) for name in names]
 
 
 def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
@@ -208,10 +213,9 @@ def sweep(
         if (
             folder.is_dir()
             and not (folder / "run.json").exists()
+            and not lost_listing(folder)
             and any(not _ours(each) for each in folder.iterdir())
         ):
-            if lost_listing(folder):
-                read_listing(folder)  # says how it is repaired
             kind = (
                 "is a run of one cell as earlier versions wrote it, which is read and not filled"
                 if is_run(folder)
@@ -219,6 +223,10 @@ def sweep(
             )
             raise RunError(f"{folder} {kind}; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
+        if links := [name for name in OURS if (folder / name).is_symlink()]:
+            raise RunError(
+                f"{folder / links[0]} is a link, which is not followed; put the folder itself there"
+            )
     with locked(folder):
         with writing(folder):
             run = add_grids(folder, grids, notify)
@@ -239,7 +247,7 @@ def _tidy(run: Run) -> None:
         tidy(run.home / name)
     for key, cell in run.plan.items():
         if is_whole(run.place(key), cell):
-            shutil.rmtree(run.home / "parts" / key, ignore_errors=True)
+            remove(run.home / "parts" / key)
             (run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
 
 
@@ -365,8 +373,10 @@ class _Sweep:
         folder = self.run.home / "parts" / cell.key
         now = {"groups": opened.groups, "facts": opened.facts, "maker": opened.maker}
         note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
+        if folder.is_symlink():
+            folder.unlink()
         if folder.is_dir():
-            if (folder / OPENED).is_file() and (folder / OPENED).read_bytes() == note.encode():
+            if _text(folder / OPENED) == note:
                 found = sorted(each for each in folder.iterdir() if each.name.isdecimal())
                 return {int(each.name) for each in found if self._sound(cell, each)}
             if there := len(list(folder.glob("[0-9]*"))):
@@ -420,7 +430,7 @@ class _Sweep:
             write_cell(
                 fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
             )
-        shutil.rmtree(parts)
+        remove(parts)
         (self.run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
         self.made += 1
         self.disk += sum(file.stat().st_size for file in self.run.place(key).iterdir())
@@ -446,10 +456,11 @@ def read_part(folder: Path) -> Part:
         DamagedError: A file of it is not what was written.
     """
     try:
-        facts, sums = unsealed((folder / PART).read_text("utf-8"))
-        for name in sums:
+        facts, sums = unsealed(read_text(folder / PART))
+        for name in {SAMPLES, TRACE} & sums.keys():
             if sha256_of(folder / name) != sums[name]:
                 raise ValueError(f"{name} has another sha256")
+        check_file(folder / SAMPLES)
         samples = pd.read_parquet(folder / SAMPLES)
         trace = read_trace(folder / TRACE) if (folder / TRACE).is_file() else None
         return Part(samples, trace, tuple(facts["problems"]), facts["seconds"])
@@ -461,10 +472,18 @@ def read_part(folder: Path) -> Part:
         ) from error
 
 
+def _text(file: Path) -> str | None:
+    """A text file; None where there is none."""
+    try:
+        return read_text(file)
+    except (OSError, ValueError):
+        return None
+
+
 def _changes(file: Path, note: str) -> str:
     """What differs between the note of an earlier call and that of this one."""
     try:
-        before = _flat(json.loads(file.read_text("utf-8")))
+        before = _flat(parse_json(read_text(file)))
     except (OSError, ValueError):
         return "nothing says any more how they were made"
     now = _flat(json.loads(note))

@@ -18,8 +18,14 @@ from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import APART, KEYS
 from lapa2_interp.tasks import Task
-from lapa2_interp.tasks.corpora import READERS
-from lapa2_interp.tasks.segmentation import between, spans
+from lapa2_interp.tasks.corpora import (
+    READERS,
+    read_table,
+)
+from lapa2_interp.tasks.segmentation import (
+    between,
+    spans,
+)
 
 
 def read_texts(
@@ -58,14 +64,13 @@ def read_texts(
             )
             for _, group in finished.groupby(["model", "task", wordings, "max_length"], sort=False)
         ]
-    kind = next((ending for ending in reversed(source.suffixes) if ending in READERS), None)
-    if kind is None or not source.is_file():
+    if not source.is_file() or not set(READERS) & set(source.suffixes):
         raise ScoringError(
             f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}"
         )
     words = dict.fromkeys((column, "prompt", "attribute", "arm"), str)  # a prompt may be 007
     try:
-        table = READERS[kind](source, **{"dtype": words} if kind == ".csv" else {})
+        table = read_table(source, dtype=words)
     except UnicodeDecodeError as error:
         raise ScoringError(
             f"{source} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
@@ -79,21 +84,24 @@ def read_texts(
             f"{source} has no column {column!r}; found {', '.join(map(str, table.columns))}; give"
             " --column"
         )
-    if not any(isinstance(text, str) and text.strip() for text in table[column]):
-        raise ScoringError(
-            f"{source} has no text in column {column!r}, found {str(table[column].iloc[0])!r}; give"
-            " --column"
-        )
+    texts = table[column].astype(object).where(table[column].notna(), "")
+    for row, text in enumerate(texts, start=1):
+        if not isinstance(text, str):
+            raise ScoringError(
+                f"{source} row {row} has no text in column {column!r}, found {str(text)[:80]!r};"
+                " give texts there, or --column"
+            )
+    if not any(text.strip() for text in texts):
+        raise ScoringError(f"{source} has no text in column {column!r}; give --column")
     if column != "text":
-        table = table.drop(columns="text", errors="ignore").rename(columns={column: "text"})
-    table = table.reset_index(drop=True)
+        table = table.drop(columns=column)
+    table = table.assign(text=texts).reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = as_words(table[name]) if name in table else ""
     for key in set(table) & {*KEYS, *APART}:
         if table[key].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
             table[key] = as_words(table[key])  # groups are made of what can be hashed
-    texts = [text if isinstance(text, str) else "" for text in table["text"]]
-    return [(table.assign(text=texts), None, None)]
+    return [(table, None, None)]
 
 
 def as_words(column: pd.Series) -> pd.Series:

@@ -14,6 +14,7 @@ from lapa2_interp.errors import RunError
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import default_device, is_out_of_memory, kind_of, most_memory
+from lapa2_interp.methods import find
 from lapa2_interp.models import load_model
 from lapa2_interp.packed import Packing
 from lapa2_interp.progress import Counter, is_stop
@@ -94,6 +95,7 @@ class Worker:
         """The cell's plan; plans of one model share what their methods have prepared."""
         model, kit = self._model_and_kit(cell)
         if cell.key not in self._plans:
+            find(cell.method, allow_code=True)  # as who sweeps allows, or nobody would ask for it
             made = plan(model, cell, kit)
             while len(self._plans) >= PLANS:
                 del self._plans[next(iter(self._plans))]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp.errors import ScoringError, counted, one_of
+from lapa2_interp.files import check_file, parse_json
 from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -221,8 +222,13 @@ class Cache:
         else:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._open = sqlite3.connect(folder / "scores.sqlite", timeout=60)
-            except (OSError, sqlite3.Error) as error:
+                place = folder / "scores.sqlite"
+                if place.is_symlink():
+                    raise ValueError(f"{place.name} is a link, which is not followed")
+                if place.exists():
+                    check_file(place)
+                self._open = sqlite3.connect(place, timeout=60)
+            except (OSError, ValueError, sqlite3.Error) as error:
                 raise ScoringError(
                     f"cannot keep scores in {folder}: {error}; give another --cache"
                 ) from error
@@ -290,7 +296,7 @@ def _stored(key: str, value: str) -> Any:
     text, _, digest = value.rpartition(" ")
     if digest != _digest(key, text):
         raise ValueError(value)
-    return json.loads(text)
+    return parse_json(text)
 
 
 def _digest(key: str, text: str) -> str:

@@ -24,7 +24,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp.errors import ScoringError
-from lapa2_interp.files import whole_file
+from lapa2_interp.files import read_text, whole_file
 from lapa2_interp.scoring.tables import within
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
@@ -362,13 +362,11 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
         ScoringError: Not there, not UTF-8, not a CSV, or without a column that is needed.
     """
     try:
-        content = path.read_bytes().decode("utf-8-sig")
+        content = read_text(path)
     except OSError as error:
         raise ScoringError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ScoringError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as CSV UTF-8"
-        ) from error
+    except ValueError as error:
+        raise ScoringError(f"cannot read {path}: {error}") from error
     head = content.partition("\n")[0]
     reader = csv.reader(
         io.StringIO(content, newline=""), delimiter=max(",;\t", key=head.count), strict=True

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from lapa2_interp.errors import ScoringError
+from lapa2_interp.files import parse_json
 from lapa2_interp.progress import interrupts_held
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 from lapa2_interp.scoring.bounded import BoundedClient
@@ -111,14 +112,11 @@ def parse(answer: str) -> tuple[float, float, float] | None:
     """
     fence = re.fullmatch(r"\s*```(?:json)?\s(.*?)```\s*", answer, flags=re.DOTALL)
     try:
-        pairs = json.loads(
-            fence[1] if fence else answer, object_pairs_hook=tuple
-        )  # pairs show a name given twice
-    except (ValueError, RecursionError):
+        ratings = parse_json(fence[1] if fence else answer)
+    except ValueError:
         return None
-    if not isinstance(pairs, tuple) or sorted(name for name, _ in pairs) != sorted(COLUMNS):
+    if not isinstance(ratings, dict) or sorted(ratings) != sorted(COLUMNS):
         return None
-    ratings = dict(pairs)
     if not all(type(ratings[column]) is int and 1 <= ratings[column] <= 5 for column in COLUMNS):
         return None
     relevance, fluency, topicality = (float(ratings[column]) for column in COLUMNS)
@@ -410,14 +408,17 @@ class Judge(Scorer):
             response = client.post(self._url, content=content)
         except httpx.TimeoutException:
             return _Problem(None, "", f"no answer within {self.timeout:g} s", None)
-        except httpx.TransportError as error:
+        except httpx.ConnectError as error:
             return _Problem(None, "", " ".join(str(error).split()), None)
+        except httpx.TransportError as error:  # some quote what the server sent
+            why = f"the connection broke: {type(error).__name__}"
+            return _Problem(None, "", why, None)
         else:
             found = _json(response.text)
             if not response.is_success:
                 released = most
                 key = client.headers["Authorization"].removeprefix("Bearer ")
-                code, said = _complaint(found, response.text, key)
+                code, said = _complaint(found, key)
                 return _Problem(
                     response.status_code, code, said, _wait(response.headers, self._clock)
                 )
@@ -509,18 +510,26 @@ class Judge(Scorer):
 def _json(text: str) -> Any:
     """What a text says as JSON; None where it is none."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None
 
 
-def _complaint(found: Any, text: str, key: str) -> tuple[str, str]:
-    """The code and the words of a server that refuses; the words are short and without the key,
-    which some servers repeat."""
+def _complaint(found: Any, key: str) -> tuple[str, str]:
+    """The code and the words of a server that refuses. Only a message in OpenAI's or vLLM's form is
+    quoted, shortly, without words that have a piece of the key, or could be it in another form:
+    some servers repeat it."""
     inner = found.get("error") if isinstance(found, dict) else None
-    error = inner if isinstance(inner, dict) else {}
-    said = str(error.get("message") or inner or text).replace(key, "[key]")
-    return str(error.get("code") or ""), " ".join(said.split())[:200]
+    error = inner if isinstance(inner, dict) else {"message": inner}
+    said = error.get("message")
+    if not isinstance(said, str):
+        return str(error.get("code") or ""), "its answer is no error in JSON"
+    pieces = [key[at : at + 6].lower() for at in range(max(1, len(key) - 5))]
+    words = [
+        "[...]" if len(word) > 24 or any(piece in word.lower() for piece in pieces) else word
+        for word in said.split()
+    ]
+    return str(error.get("code") or ""), " ".join(words)[:200]
 
 
 def _said(response: Any) -> str | Skipped:

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp.errors import ScoringError, first_problem, one_of
-from lapa2_interp.files import unsealed
+from lapa2_interp.files import read_text, unsealed
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -89,7 +89,7 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
     try:
-        fields, _ = unsealed(card_file.read_text(encoding="utf-8"))
+        fields, _ = unsealed(read_text(card_file))
         card = form.model_validate(fields)
     except (ValidationError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)

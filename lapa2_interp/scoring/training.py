@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp.errors import DataError, ScoringError
-from lapa2_interp.files import aside
+from lapa2_interp.files import aside, check_file, parse_json
 from lapa2_interp.scoring import Item, run_scorer
 from lapa2_interp.scoring.agreement import agreement, rows_of
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
@@ -62,9 +62,11 @@ def read_graded(path: Path, test: bool) -> Graded:
     """
     texts, scores = [], []
     try:
-        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as stream:
+        check_file(path)
+        opened = lzma.open if path.suffix == ".xz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as stream:
             for line in stream:
-                row = json.loads(line)
+                row = parse_json(line)
                 number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
                 if (number % 5 == 0) == test:
                     for part in (row["prompt"], row["continuation"]):

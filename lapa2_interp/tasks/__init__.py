@@ -7,9 +7,9 @@ optional.
 
 from __future__ import annotations
 
-import json
+import csv
+import io
 import re
-import tomllib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -19,7 +19,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import TaskError, first_problem, one_of, worst_problem
-from lapa2_interp.tasks.segmentation import words
+from lapa2_interp.files import (
+    parse_json,
+    parse_toml,
+    read_text,
+)
+from lapa2_interp.tasks.segmentation import (
+    words,
+)
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
 
@@ -97,9 +104,13 @@ class Task(BaseModel):
         for name in ("base", "target"):
             if name in self.attributes:
                 raise ValueError(f"an attribute may not be called {name!r}, which names a branch")
-        for name in self.attributes:
-            if not name.strip() or "\0" in name:
-                raise ValueError(f"an attribute's name has letters and no NUL; found {name!r}")
+        for kind, names in (("a task", [self.name]), ("an attribute", list(self.attributes))):
+            for name in names:
+                if not name.strip() or set(name) & set("\0/\\") or name.startswith("."):
+                    raise ValueError(
+                        f"{kind}'s name has letters and no NUL, slash or backslash, and no dot in"
+                        f" front, since it names files; found {name!r}"
+                    )
         for method, settings in self.methods.items():
             for attribute in settings.texts:
                 if attribute not in self.attributes:
@@ -172,26 +183,33 @@ def read_task(name: str) -> Task:
     path = Path(name)
     if name in built_in():
         text = (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+        return _parsed(name, path.stem, text)
     elif path.suffix == ".toml" and path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
         raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
-    return _parsed(name, path.stem, text)
+    task = _parsed(name, path.stem, text)
+    if task.name in built_in():
+        raise TaskError(
+            f"task file {name}: {task.name!r} is a task of the package, and results would be told"
+            " for its; give another name"
+        )
+    return task
 
 
 @lru_cache(maxsize=64)
 def _parsed(name: str, stem: str, text: str) -> Task:
     """A task from its file's text: grids ask for the same one thousands of times."""
     try:
-        return Task.model_validate({"name": stem} | tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
+        return Task.model_validate({"name": stem} | parse_toml(text))
     except ValidationError as error:
         line = _line_of(text, worst_problem(error)["loc"])
         raise TaskError(f"task file {name}, line {line}: {first_problem(error)}") from None
+    except ValueError as error:
+        raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
 
 def _line_of(text: str, place: Sequence[str | int]) -> int:
@@ -220,31 +238,37 @@ def more_prompts(task: str) -> tuple[str, ...]:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Prompts from a file: one per line, or `.jsonl` objects with a text in "prompt" or
-    "prompt"."text".
+    """Prompts from a file: one per line; `.jsonl` objects with a text in "prompt" or
+    "prompt"."text"; or the column "prompt" of a `.csv`.
 
     Raises:
-        TaskError: Unreadable, empty, or a line is malformed; the message names it.
+        TaskError: Unreadable, empty, a table of another kind, or a line is malformed; the message
+            names it.
     """
+    kind = path.suffix.lower()
+    if kind in TABLES:
+        raise TaskError(
+            f"{path} is no file of prompts: give lines of text, .jsonl objects with a field"
+            ' "prompt", or a .csv with a column "prompt"'
+        )
     try:
-        raw = path.read_bytes()
-        # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
-        lines = raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+        text = read_text(path)
     except OSError as error:
         raise TaskError(
             f"cannot read prompts from {path}: {error.strerror}; give a text file"
         ) from None
-    except UnicodeDecodeError as error:
-        at, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
-        raise TaskError(
-            f"{path} line {at}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
-        ) from None
-    read = _prompt_of_json if path.suffix == ".jsonl" else str
+    except ValueError as error:
+        mark = "" if str(error).startswith("line") else ":"
+        raise TaskError(f"cannot read prompts from {path}{mark} {error}") from None
+    if kind == ".csv":
+        return _prompts_of_csv(path, text)
+    read = _prompt_of_json if kind == ".jsonl" else str
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         try:
             prompts += [read(line)] if line.strip() else []
-        except (ValueError, RecursionError):
+        except ValueError:
             raise TaskError(
                 f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as'
                 ' RealToxicityPrompts has it, in "prompt"."text"), found'
@@ -255,13 +279,39 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return tuple(prompts)
 
 
+TABLES = (".parquet", ".json", ".tsv", ".xlsx", ".npz", ".zip", ".gz", ".xz", ".bz2", ".toml")
+"""Endings of files that hold prompts in a form that is not read."""
+
+
+def _prompts_of_csv(path: Path, text: str) -> tuple[str, ...]:
+    """The column `prompt` of a CSV file."""
+    try:
+        columns, *rows = [
+            row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row
+        ]
+    except (csv.Error, ValueError) as error:
+        raise TaskError(f"{path} is not CSV: {error}; give a column named prompt") from None
+    if columns.count("prompt") != 1:
+        raise TaskError(f"{path} needs one column named prompt; found {', '.join(columns)}")
+    at = columns.index("prompt")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(columns) or not row[at].strip():
+            raise TaskError(
+                f"{path} row {number}: expected {len(columns)} fields and a prompt, found"
+                f" {str(row)[:80]}"
+            )
+    if not rows:
+        raise TaskError(f"{path} has no prompts; give one per row")
+    return tuple(row[at] for row in rows)
+
+
 def _prompt_of_json(line: str) -> str:
     """The prompt of a line of .jsonl.
 
     Raises:
         ValueError: There is none, or it is no text.
     """
-    read = json.loads(line)
+    read = parse_json(line)
     prompt = read.get("prompt") if isinstance(read, dict) else None
     text = prompt.get("text") if isinstance(prompt, dict) else prompt
     if not isinstance(text, str) or not text.strip():

@@ -15,6 +15,7 @@ import sys
 import warnings
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,8 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
 from lapa2_interp.errors import DataError, one_of
+from lapa2_interp.files import check_file, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,8 +70,10 @@ def read_csv(path: Any, **options: Any) -> pd.DataFrame:
     """A CSV file at its word: a text may be "NA", and a field too many is no index.
 
     Raises:
-        ValueError: Rows have more fields than the first one has names.
+        ValueError: Rows have more fields than the first has names, or two columns have one name.
     """
+    head = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+    _check_names(head.iloc[0])
     usual: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
@@ -79,11 +84,63 @@ def read_csv(path: Any, **options: Any) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def read_json_lines(path: Path) -> pd.DataFrame:
+    """A file of JSON objects, one on each line, and a row each.
+
+    Raises:
+        ValueError: A line is no object; the message has its number.
+    """
+    rows = []
+    with get_handle(path, "rt", encoding="utf-8-sig", compression="infer") as opened:
+        for number, line in enumerate(opened.handle, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise ValueError("it must be a JSON object")
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    import pyarrow.parquet as pq
+
+    _check_names(pq.read_schema(path).names)
+    return pd.read_parquet(path)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise ValueError where two columns of a table have one name."""
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise ValueError(f"it has two columns {twice[0]!r}; give one")
+
+
 READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
-    ".jsonl": lambda path: pd.read_json(path, lines=True, dtype=False),
+    ".jsonl": read_json_lines,
     ".csv": read_csv,
-    ".parquet": pd.read_parquet,
+    ".parquet": _read_parquet,
 }
+
+
+def read_table(path: Path, **options: Any) -> pd.DataFrame:
+    """A table in JSON lines, CSV or Parquet, by its ending; .xz, .gz, .bz2 and .zip may follow it.
+
+    Args:
+        options: For `pandas.read_csv`, of a CSV file.
+
+    Raises:
+        ValueError: It is no file, of no such ending, or has two columns of one name.
+        OSError: It cannot be read. Each compression has errors of its own for a damaged file
+            (`DAMAGED`).
+    """
+    kinds = [ending for ending in path.suffixes if ending in READERS]
+    if not kinds:
+        raise ValueError(f"it does not end in {', '.join(READERS)}")
+    check_file(path)
+    return READERS[kinds[-1]](path, **options if kinds[-1] == ".csv" else {})
 
 
 DAMAGED = (
@@ -187,7 +244,7 @@ def _from_file(path: Path) -> pd.DataFrame:
             f"{one_of('corpus', str(path), HUB)}, or a file that ends in {', '.join(READERS)}"
         )
     try:
-        return _from_pairs(READERS[kinds[-1]](path))
+        return _from_pairs(read_table(path))
     except DAMAGED as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
 

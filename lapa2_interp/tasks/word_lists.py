@@ -13,7 +13,6 @@ and Quinn 2008). The words of largest z, function words left out, are the class'
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -23,7 +22,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lapa2_interp.errors import DataError, first_problem
-from lapa2_interp.files import write_text
+from lapa2_interp.files import parse_json, read_text, write_text
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
 
@@ -119,9 +118,9 @@ def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
     Raises:
         DataError: There are none, or the file is malformed.
     """
-    source = Path(file) if file else resources.files(__package__) / "words" / f"{task}.json"
+    source = Path(file or str(resources.files(__package__) / "words" / f"{task}.json"))
     try:
-        return WordList.model_validate(json.loads(source.read_text(encoding="utf-8"))).words
+        return WordList.model_validate(parse_json(read_text(source))).words
     except OSError:
         where = f"cannot read {file}" if file else f"the package has no words for task {task!r}"
         raise DataError(

@@ -27,6 +27,7 @@ from lapa2_interp.errors import RunError
 from lapa2_interp.files import is_page, write_text
 from lapa2_interp.layout.texts import pieces
 from lapa2_interp.loaded import Model
+from lapa2_interp.methods import find
 from lapa2_interp.page import embedded, template
 from lapa2_interp.runs.read import Run, load_run
 from lapa2_interp.viewer.packing import FLOOR, Bits, pack, precision, quantised
@@ -126,6 +127,7 @@ def view(
     bits: Bits | None = None,
     model: Model | None = None,
     device: str | None = None,
+    allow_code: bool = False,
 ) -> View:
     """One text of a run, the baseline beside an augmentation.
 
@@ -148,8 +150,10 @@ def view(
         bits: Of a stored number, 8 or 16; by default 16 while the page stays below `SIZE`.
         model: The run's model, where it is loaded already.
         device: Where it is loaded otherwise.
+        allow_code: Import the module of a method MODULE:CLASS that the run names.
 
     Raises:
+        MethodError: The run's method is code that is not loaded, and not allowed.
         TraceError: There is no such text, several kinds of cells are left, or the text cannot be
             read again as it was written.
         CircuitError: The folder is no study of this model and task.
@@ -157,6 +161,8 @@ def view(
     """
     there = run if isinstance(run, Run) else load_run(run)
     chosen = choose(there, only or {}, attribute, prompt, sample, arm)
+    for cell in chosen.cells.values():
+        find(cell.method, allow_code)
     found = read_again(
         there,
         chosen,

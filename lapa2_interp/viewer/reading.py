@@ -19,14 +19,14 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp.augmentation import Augmentation, Joint
+from lapa2_interp.augmentation import Joint
 from lapa2_interp.cell import Cell
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
 from lapa2_interp.decoding.plan import Plan, plan
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError, Lapa2Error, TraceError, one_of
-from lapa2_interp.files import unsealed
+from lapa2_interp.files import check_file, read_text, unsealed
 from lapa2_interp.kit import ModelKit
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, model_card
@@ -163,7 +163,7 @@ def choose(
     if arm is not None and arm not in others:
         raise TraceError(one_of("arm", arm, others))
     if arm is None and others:
-        papers = Augmentation(alpha=by_arm[others[0]].decoder.alpha).label
+        papers = by_arm[others[0]].usual_arm
         arm = papers if papers in others else others[0]
     shown = {name: by_arm[name] for name in ("baseline", arm) if name in by_arm}
     prompts = list(next(iter(shown.values())).prompts)
@@ -443,9 +443,10 @@ def read_study(folder: Path, found: Found) -> dict[str, HeadValues]:
         CircuitError: The folder is no study, or one of another model or task.
     """
     try:
-        settings = unsealed((folder / "question.json").read_text("utf-8"))[0]["settings"]
+        settings = unsealed(read_text(folder / "question.json"))[0]["settings"]
         there, about = settings["model"]["weights"], settings["task"]
         target = settings["attribute"]
+        check_file(folder / "head.csv")
         tables = {"head": pd.read_csv(folder / "head.csv")}
         if (folder / "writes.csv").is_file():
             tables["writes"] = pd.read_csv(folder / "writes.csv")
