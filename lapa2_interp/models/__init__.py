@@ -24,11 +24,6 @@ from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
 from lapa2_interp.attention.rotary import watch
 from lapa2_interp.errors import ModelError, one_of
-from lapa2_interp.files import (
-    parse_json,
-    read_text,
-    sha256_of,
-)
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import (
     Model,

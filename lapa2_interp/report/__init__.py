@@ -31,9 +31,6 @@ from lapa2_interp.files import (
     read_text,
     write_text,
 )
-from lapa2_interp.layout import (
-    pieces,
-)
 from lapa2_interp.layout.texts import (
     pieces,
 )
