@@ -81,13 +81,13 @@ def test_a_run_holds_every_arm_and_attribute(run):
     texts = run.samples()
     counts = texts.groupby(["arm", "attribute"]).size()
     assert counts.tolist() == [4, 4, 4, 4]
-    assert run.select(arm=ONE_HEAD.label, attribute="negative") == [list(run.plan)[3]]
+    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").plan) == [list(run.plan)[3]]
     for key in run.plan:
         assert run.trace(key).sizes["sample"] == 4
         assert run.manifest(key).new_tokens == run.cell(key).samples["n_tokens"].sum()
     assert run.manifest(list(run.plan)[2]).arms == {ONE_HEAD.label: ONE_HEAD}
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
-        run.trace()
+        run.cell()
     with pytest.raises(RunError, match="in memory only; run.save"):
         run.home  # noqa: B018
 
@@ -456,9 +456,10 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
     run = load_run(tmp_path / "run")
     for wanted in ({"max_length": 14}, {"max_length": "14"}, {"alpha": "0.50"}, {"alpha": 0.5}):
-        assert len(run.select(**wanted)) == 2, wanted
-    assert len(run.select(alpha=[0, "0.5"])) == 4
-    assert run.select(method="1") == []
+        assert len(run.select(**wanted).plan) == 2, wanted
+    assert len(run.select(alpha=[0, "0.5"]).plan) == 4
+    with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
+        run.select(method="1")
     with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*--only max_len"):
         read_attention(run)
     assert len(read_attention(run, {"max_length": "14"}).samples) == 2
@@ -526,7 +527,7 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
 
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
     """Nothing chosen, nothing finished, and damage are three things."""
-    with pytest.raises(TraceError, match="no cell with attribute=happy; .* positive, negative"):
+    with pytest.raises(RunError, match="no cell with attribute=happy; .* positive, negative"):
         read_attention(run, {"attribute": "happy"})
     saved = run.save(tmp_path / "run")
     key, *_, last = saved.plan
