@@ -22,6 +22,7 @@ from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, model_card, packed_model
 from lapa2_interp.progress import progress_bar
+from lapa2_interp.recipes import named_rules
 from lapa2_interp.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ChatTexts:
 def continue_chats(
     model: Model,
     layouts: Sequence[Layout],
-    augmentation: Rules = None,
+    augmentation: Rules | str = None,
     *,
     length: int = 64,
     samples: int = 1,
@@ -89,7 +90,7 @@ def continue_chats(
             f"a chat of {longest} tokens and {length} new ones exceed the context of"
             f" {model.cfg.n_ctx} of {model_card(model).name}; shorten the chat or the length"
         )
-    rules = several(augmentation)
+    rules = several(named_rules(augmentation))
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)
     rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))

@@ -24,6 +24,7 @@ from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
 from lapa2_interp.loaded import Model, packed_model
+from lapa2_interp.recipes import named_rules
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -43,7 +44,7 @@ def teacher_forced(
     model: Model,
     layouts: Layout | Sequence[Layout],
     texts: Sequence[Sequence[int]] | Int[Tensor, "row token"],
-    augmentation: Augmentation | Sequence[Rules] | None = None,
+    augmentation: Augmentation | Sequence[Rules] | str | None = None,
     *,
     prefixes: Sequence[SoftPrefix | None] | None = None,
     trace: TraceKind = "full",
@@ -95,7 +96,7 @@ def teacher_forced(
         raise LayoutError(
             f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
         )
-    rules = of_rows(augmentation, len(rows))
+    rules = [named_rules(row) for row in of_rows(named_rules(augmentation), len(rows))]
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
     if not len(rules) == len(soft) == len(rows):
         raise LayoutError(

@@ -26,7 +26,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell
+from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell, same_label
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import (
     DamagedError,
@@ -553,11 +553,11 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def write_plan(folder: Path, cell: Cell) -> None:
-    """Write a cell's settings, where they are not there yet, or damaged."""
-    try:
-        read_plan(folder, cell.key)
-    except DamagedError:
-        write_text(_plan(folder, cell.key), cell.model_dump_json(indent=1) + "\n")
+    """Write a cell's settings, where they are not there yet, damaged, or have another label."""
+    with suppress(DamagedError):
+        if read_plan(folder, cell.key).label == cell.label or not cell.label:
+            return
+    write_text(_plan(folder, cell.key), cell.model_dump_json(indent=1) + "\n")
 
 
 def read_plan(folder: Path, key: str) -> Cell:
@@ -704,6 +704,9 @@ def load_run(folder: str | Path) -> Run:
                 f" ({', '.join(listing.with_cell(key))}) writes it anew, and `lapa2 runs {folder}"
                 " --repair` takes the cell out"
             ) from error
+    for _, cell in same_label(plan.values()):
+        told = f"{cell.label or cell.arm} ({cell.plain_arm})"
+        plan[cell.key] = cell.model_copy(update={"label": told})
     return Run(folder, listing, plan)
 
 
@@ -817,7 +820,7 @@ def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
         attributes=names,
         prompts=Prompts(texts=manifest.prompts),
     )
-    return Cell.model_construct(
+    found = Cell.model_construct(
         model=manifest.model.name,
         dtype=manifest.model.dtype,  # type: ignore[arg-type]
         model_class=manifest.model.model_class,
@@ -838,3 +841,4 @@ def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
         patterns=manifest.patterns,
         files={},
     )
+    return found if arm == found.plain_arm else found.model_copy(update={"label": arm})
