@@ -637,6 +637,7 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 
 OWN = (
     LISTING, "plan", "cells", "parts", "failed", ".lock", f"{ASIDE}*", "view.html", "report.html",
+    "scores",
     MANIFEST, SAMPLES, TRACE,
 )  # fmt: skip
 """What is in the folder of a run."""
