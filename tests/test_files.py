@@ -81,7 +81,7 @@ def test_a_finished_folder_that_a_kill_had_taken_away_is_back_before_anything_is
         (left / name / "table.csv").write_text(name)
     (left / LOCK).touch()
     with (
-        pytest.raises(RunError, match="is finished; --force replaces it"),
+        pytest.raises(RunError, match="is finished; force=True replaces it"),
         new_folder(tmp_path / "out", False, OURS),
     ):
         pytest.fail("it began")

@@ -513,14 +513,14 @@ def test_unknown_grids_and_malformed_changes(tmp_path):
     ):
         load_grid("nowhere.toml")
     with pytest.raises(
-        GridError, match="--set 'samples' is not of the form KEY=VALUE, such as samples=2"
+        GridError, match="set 'samples' is not of the form KEY=VALUE, such as samples=2"
     ):
         parse_changes(["samples"])
     with pytest.raises(
-        GridError, match="--set: unknown key 'sample'; allowed: .*did you mean 'samples'"
+        GridError, match="set: unknown key 'sample'; allowed: .*did you mean 'samples'"
     ):
         parse_changes(["sample=2"])
-    with pytest.raises(GridError, match="--set gives samples twice, 1 and 5; give it once"):
+    with pytest.raises(GridError, match="set gives samples twice, 1 and 5; give it once"):
         parse_changes(["samples=1", "samples=5"])
 
 
@@ -657,7 +657,7 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("sweep --out OUT", "name a grid: lapa2 sweep quick/sent_topic --out RUN"),
+        ("sweep --out OUT", "name a grid: `lapa2 sweep quick/sent_topic --out RUN`"),
         ("sweep quick/alpha", "--out"),
         ("sweep quick/alfa --out OUT", "did you mean 'quick/alpha'"),
         ("sweep quick/alpha --set lenght=3 --out OUT", "did you mean 'length'"),

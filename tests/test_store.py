@@ -176,7 +176,7 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
             (folder / ("report.html" if force else "view.html")).touch()
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "view.html").exists()
-    with pytest.raises(RunError, match="is finished; --force replaces it"):
+    with pytest.raises(RunError, match="is finished; force=True replaces it"):
         run.save(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -184,7 +184,7 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
 def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
     place = tmp_path / "run"
     with (
-        pytest.raises(RunError, match="is finished; --force replaces it"),
+        pytest.raises(RunError, match="is finished; force=True replaces it"),
         new_folder(place, False, is_run) as mine,
     ):
         write_run(mine, run)
@@ -425,7 +425,7 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     assert again.manifest().cell == run.manifest().cell == cell.key
     saved = run.save(tmp_path / "run")
     same(saved.cell(), run.cell())
-    with pytest.raises(RunError, match="is finished; --force replaces it"):
+    with pytest.raises(RunError, match="is finished; force=True replaces it"):
         run.save(tmp_path / "run")
     assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]
 

@@ -67,7 +67,7 @@ ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 
 OWN_CODE = (
     "comes with Python code of its own, which does not run unless you ask for it: read it, then"
-    " give --trust-remote-code (trust_remote_code=True; a sweep never runs it)"
+    " give --trust-remote-code (a sweep never runs it)"
 )
 
 
