@@ -178,21 +178,21 @@ class Cell(BaseModel):
             raise MethodError(
                 f"{method!r} has its parameters already; give it by name, or without parameters"
             )
-        augmentation = named_rules(augmentation)
-        for each in augmentation if isinstance(augmentation, Sequence) else (augmentation,):
+        rules: Rules = named_rules(augmentation)
+        for each in rules if isinstance(rules, Sequence) else (rules,):
             if each is not None and not isinstance(each, Augmentation):
                 raise AugmentationError(
                     "augmentation must be an Augmentation, several of them, or None; found"
-                    f" {augmentation!r}"
+                    f" {rules!r}"
                 )
-        if augmentation is None:
-            augmentation = Augmentation(alpha=method.alpha if alpha is None else alpha)
+        if rules is None:
+            rules = Augmentation(alpha=method.alpha if alpha is None else alpha)
         elif alpha is not None:
             raise AugmentationError(
                 f"give alpha {alpha:g}, or an augmentation that has its own, not both"
             )
-        if not label and isinstance(augmentation, Named) and several(augmentation):
-            label = augmentation.label
+        if not label and isinstance(rules, Named) and several(rules):
+            label = rules.label
         if isinstance(model, str):
             facts = {
                 "model": model,
@@ -210,7 +210,7 @@ class Cell(BaseModel):
                 f"{method.name} has two branches {twice[0]!r} for {attribute!r}; give its text in"
                 f" task {chosen_task.name!r} another name"
             )
-        assign(method, branches, augmentation)
+        assign(method, branches, rules)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         for text in texts:
@@ -247,7 +247,7 @@ class Cell(BaseModel):
                     ),
                 ),
                 attribute=attribute,
-                augmentation=joint(augmentation),
+                augmentation=joint(rules),
                 length=length,
                 samples=samples,
                 seed=seed,

@@ -38,7 +38,7 @@ prompts = 5                      # the task's first 5 (more than it has: with ot
 [[block]]
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
 wording = ["task", "A {attribute} text:"]                       # the task's hard prefixes, or all of this form
-augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt" }, or a recipe: "instaboost:M=5"
+augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt", label = "gentle" }, or a recipe: "instaboost:M=5"
 
 [[block]]
 method = "none"

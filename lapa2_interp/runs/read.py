@@ -380,12 +380,13 @@ class Run:
         cells, frames = self.cells[self.cells["key"].isin(keys)], []
         for values, group in cells.groupby([*ALIKE], sort=False):
             chosen = list(group["key"])
-            samples, trace = begun(self.samples(chosen), self.trace(chosen))
+            joined = self.trace(chosen)
+            assert joined is not None  # these cells have traces
+            samples, trace = begun(self.samples(chosen), joined)
             if len(samples):
                 steps = step_table(trace, samples, branch)
-                for at, (name, value) in enumerate(zip(ALIKE, values, strict=True)):
-                    steps.insert(at, name, value)
-                frames.append(steps)
+                alike = dict(zip(ALIKE, values, strict=True))
+                frames.append(steps.assign(**alike)[[*ALIKE, *steps]])
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def manifest(self, key: str | None = None) -> Manifest:
