@@ -182,8 +182,8 @@ class Cell(BaseModel):
         for each in rules if isinstance(rules, Sequence) else (rules,):
             if each is not None and not isinstance(each, Augmentation):
                 raise AugmentationError(
-                    "augmentation must be an Augmentation, several of them, or None; found"
-                    f" {rules!r}"
+                    "augmentation must be an Augmentation, several of them, recipes as one text"
+                    f" such as 'lapa2 + instaboost:M=5', or None; found {rules!r}"
                 )
         if rules is None:
             rules = Augmentation(alpha=method.alpha if alpha is None else alpha)

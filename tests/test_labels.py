@@ -108,6 +108,12 @@ def test_recipes_by_name_do_what_their_augmentations_do():
     assert one.equals(two)
 
 
+@pytest.mark.parametrize("given", [["lapa2", "instaboost"], 3])
+def test_what_is_no_augmentation_is_told(given):
+    with pytest.raises(AugmentationError, match="recipes as one text such as 'lapa2 . instaboost"):
+        Cell.of("tiny-gpt2", augmentation=given, **ASKED)
+
+
 def test_labels_of_a_grid(tmp_path):
     found = grid(
         tmp_path,
@@ -131,6 +137,10 @@ def test_labels_of_a_grid(tmp_path):
         ),
         ('label = "a"\naugmentation = ["paper", "released"]', "label 'a' names two arms"),
         ('label = ["a", "b"]\naugmentation = "paper"', "label is one text, not a list"),
+        (
+            'augmentation = ["paper", { alpha = 2.0, label = "alpha 0.5 paper" }]',
+            "label 'alpha 0.5 paper' names two arms .alpha 0.5 paper; alpha 2 paper.",
+        ),
         ('label = "a"', "label 'a' is for an augmentation, and the block has none"),
         ("augmentation = { alpha = 1.0, label = 3 }", "label of an augmentation is a text"),
         ('augmentation = { recipe = "lapa2", alpha = 1.0 }', "leave out alpha"),

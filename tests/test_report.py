@@ -602,6 +602,34 @@ def test_a_scored_run_may_be_replaced(scored, tmp_path):
     assert is_finished_run(run)
 
 
+def test_scores_without_a_comparison_have_no_figure(scored, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(scored, run)
+    shutil.rmtree(run / "scores")
+    assert main(["score", str(run), "--scorers", "distinct"]) == 0
+    parts = Parts(page(run))
+    assert "distinct-1" in parts.text
+    assert not [tag for tag, _ in parts.elements if tag == "figure"]
+    assert main(["score", str(run), "--scorers", "echo", "--only", "arm=strong", "--force"]) == 0
+    assert "not among these scores: baseline, instaboost:M=5" in Parts(page(run)).text
+
+
+def test_a_hostile_label_is_text(tmp_path):
+    hostile = "<script>alert(1)</script> | 50% & _x_"
+    (tmp_path / "mine.toml").write_text(
+        GRID.format(trace="none").partition("[[block]]")[0]
+        + f'method = "prefix"\naugmentation = ["none", {{ alpha = 1.0, label = "{hostile}" }}]'
+    )
+    run = tmp_path / "run"
+    sweep(run, [load_grid(str(tmp_path / "mine.toml"))], InProcess("cpu"))
+    assert main(["score", str(run), "--scorers", "echo"]) == 0
+    parts = Parts(page(run))
+    assert hostile in parts.text
+    assert len([tag for tag, _ in parts.elements if tag == "script"]) == 2
+    assert "</script> \\| 50% & _x_ |" in (run / "scores/table.md").read_text()
+    assert r"50\% \& \_x\_ &" in (run / "scores/table.tex").read_text()
+
+
 def test_scores_fit_a_narrow_page(scored):
     (scored / "report.html").write_text(page(scored), encoding="utf-8")
     with browser_page() as browser:

@@ -56,6 +56,10 @@ def test_one_key_is_a_key_and_not_its_letters(run):
     assert set(run.trace(key)["cell"].to_numpy()) == {key}
     with pytest.raises(RunError, match=f"has no cell '{key[:5]}'"):
         run.samples(key[:5])
+    assert run.samples([key, key]).equals(run.samples(key))
+    assert run.trace([key, key]).equals(run.trace(key))
+    with pytest.raises(RunError, match="has no cell 5"):
+        run.samples(5)
     with pytest.raises(RunError, match="give keys, or values .method=prefix., not both"):
         run.samples(key, method="prefix")
 

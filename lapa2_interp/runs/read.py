@@ -385,7 +385,7 @@ class Run:
             samples, trace = begun(self.samples(chosen), joined)
             if len(samples):
                 steps = step_table(trace, samples, branch)
-                alike = dict(zip(ALIKE, values, strict=True))
+                alike: dict[str, Any] = dict(zip(ALIKE, values, strict=True))
                 frames.append(steps.assign(**alike)[[*ALIKE, *steps]])
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
@@ -456,7 +456,8 @@ class Run:
             return chosen
         if wanted:
             raise RunError(f"give keys, or values ({shown_only(wanted)}), not both")
-        keys = [cells] if isinstance(cells, str) else list(cells)
+        several = isinstance(cells, Iterable) and not isinstance(cells, str)
+        keys = list(dict.fromkeys(cells if several else [cells]))
         if missing := [key for key in keys if key not in finished]:
             raise RunError(self._not_there(missing[0]))
         return keys

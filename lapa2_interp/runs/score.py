@@ -32,6 +32,7 @@ from lapa2_interp.scoring.adapter import ADAPTER
 from lapa2_interp.scoring.linear import LINEAR
 from lapa2_interp.scoring.named import Options, make_scorer
 from lapa2_interp.scoring.tables import (
+    DIFFERENCE,
     cell_table,
     difference_table,
     distinct_cells,
@@ -284,7 +285,7 @@ def _score(
             scores.append(pd.concat(found, ignore_index=True))
             cells.append(cell_table(scores[-1]))
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
-    differences = difference_table(kept) if scores else pd.DataFrame()
+    differences = difference_table(kept) if scores else pd.DataFrame(columns=DIFFERENCE)
     return Scored(kept, pd.concat(cells, ignore_index=True), differences)
 
 

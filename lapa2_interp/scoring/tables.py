@@ -21,6 +21,10 @@ KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "ar
 """Columns that make cells, where a table has them."""
 APART = ("max_length", "dtype")
 """Columns that make cells where they differ: texts of another length or precision."""
+DIFFERENCE = [
+    "arm", "metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer",
+]  # fmt: skip
+"""Columns of a table of differences, without those that make cells."""
 TOXIC = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
@@ -175,9 +179,8 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         (the smallest difference these texts could have shown; NaN where all prompts have one
         difference, which tells no spread), prompts, scorer; empty where there is no such arm.
     """
-    columns = ["metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer"]
     if baseline not in set(scores["arm"]):
-        return pd.DataFrame(columns=["arm", *columns])
+        return pd.DataFrame(columns=DIFFERENCE)
     rows = []
     for keys, part in _cells(scores, ["arm"]):
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
@@ -207,7 +210,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                         "scorer": scorer,
                     }
                 )
-    return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
+    return pd.DataFrame(rows, columns=None if rows else DIFFERENCE)
 
 
 def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
