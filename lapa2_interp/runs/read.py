@@ -456,8 +456,8 @@ class Run:
             return chosen
         if wanted:
             raise RunError(f"give keys, or values ({shown_only(wanted)}), not both")
-        several = isinstance(cells, Iterable) and not isinstance(cells, str)
-        keys = list(dict.fromkeys(cells if several else [cells]))
+        alone = isinstance(cells, str) or not isinstance(cells, Iterable)
+        keys: list[Any] = list(dict.fromkeys([cells] if alone else cells))
         if missing := [key for key in keys if key not in finished]:
             raise RunError(self._not_there(missing[0]))
         return keys
