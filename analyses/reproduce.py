@@ -30,7 +30,7 @@ import pandas as pd
 
 from lapa2_interp.cli import main as lapa2
 from lapa2_interp.errors import Lapa2Error, NoGridError, RunError, one_of
-from lapa2_interp.files import write_text
+from lapa2_interp.files import as_markdown, write_text
 from lapa2_interp.paper.claims import (
     MARGINS,
     Findings,
@@ -42,7 +42,7 @@ from lapa2_interp.paper.claims import (
     tally,
 )
 from lapa2_interp.paper.estimates import scoring_seconds
-from lapa2_interp.paper.output import as_markdown, join_item
+from lapa2_interp.paper.output import join_item
 from lapa2_interp.paper.power import enough
 from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line

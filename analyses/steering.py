@@ -33,7 +33,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError, counted
-from lapa2_interp.files import whole_file, write_text
+from lapa2_interp.files import as_markdown, whole_file, write_text
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -45,7 +45,7 @@ from lapa2_interp.paper.equal_perplexity import (
     qualified,
     shown,
 )
-from lapa2_interp.paper.output import as_json, as_markdown
+from lapa2_interp.paper.output import as_json
 from lapa2_interp.paper.scripts import USUAL, in_one_line
 from lapa2_interp.recipes import families, strength_of
 

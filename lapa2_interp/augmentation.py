@@ -417,7 +417,7 @@ class Augmentation(BaseModel):
             **ADDED,
         }
         others = [
-            f"{field} {_short(value)}"
+            f"{field} {shortened(value)}"
             for field, value in self.model_dump(
                 exclude={"alpha", "profile"}, exclude_none=True
             ).items()
@@ -485,11 +485,11 @@ def joint(rules: Rules) -> Joint:
     return found if len(found) > 1 else found[0] if found else None
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any, mark: str = ",") -> str:
     """A field's value in a label; long lists by their size and a hash."""
-    if isinstance(value, str | float | bool):
+    if isinstance(value, str | float | int):
         return f"{value:g}" if isinstance(value, float) else str(value)
-    text = ",".join(
+    text = mark.join(
         ".".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value
     )
     return (

@@ -55,7 +55,13 @@ from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, find, for_task, load_task, name_of
 from lapa2_interp.methods import get as get_method
-from lapa2_interp.models import name_of as model_name
+from lapa2_interp.models import (
+    name_of as model_name,
+)
+from lapa2_interp.recipes import (
+    Named,
+    named_rules,
+)
 from lapa2_interp.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks import MethodSettings, Prompts, Task
 from lapa2_interp.trace import TraceKind
@@ -68,7 +74,7 @@ TOP_K = 200
 BUILT_IN_TASKS = ("detox", "sentiment", "topic")
 MISSING = "0" * 64
 """Stands for the sha256 of a file that is not there."""
-LATER = {"patterns": (), "bar_prefix_words": False}
+LATER = {"patterns": (), "bar_prefix_words": False, "label": ""}
 """Fields that came after the first keys were made, with the defaults that leave them out."""
 
 
@@ -117,6 +123,9 @@ class Cell(BaseModel):
     (`decoding.barring`)."""
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
+    label: str = ""
+    """What its arm is called; by default after the augmentations. It decides no text, so it is not
+    part of the key."""
 
     @classmethod
     def of(
@@ -128,8 +137,9 @@ class Cell(BaseModel):
         task: str | Task = "sentiment",
         attribute: str,
         prompts: Sequence[str] | None = None,
-        augmentation: Rules = None,
+        augmentation: Rules | str = None,
         alpha: float | int | None = None,
+        label: str = "",
         length: int = 128,
         samples: int = 1,
         seed: int = 1,
@@ -155,9 +165,10 @@ class Cell(BaseModel):
             task: A name of `lapa2 tasks`, the path of a task file, or a task.
             attribute: What to steer towards.
             prompts: What to continue; the task's prompts by default.
-            augmentation: The bias, or several; by default LaPA2 at `alpha`. `recipes.recipe` gives
-                those of published methods.
+            augmentation: The bias, or several; by default LaPA2 at `alpha`. A text names recipes of
+                published methods, such as "instaboost:M=5" (`recipes.recipe`).
             alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
+            label: What the arm is called; by default the recipe's name, or the augmentations'.
             length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos,
                 bar_prefix_words: As the fields of a cell. length counts the prompt's tokens where
                 the task does (`Task.length_counts_prompt`: sentiment and topic): behind a prompt of
@@ -187,18 +198,21 @@ class Cell(BaseModel):
             raise MethodError(
                 f"{method!r} has its parameters already; give it by name, or without parameters"
             )
-        for each in augmentation if isinstance(augmentation, Sequence) else (augmentation,):
+        rules: Rules = named_rules(augmentation)
+        for each in rules if isinstance(rules, Sequence) else (rules,):
             if each is not None and not isinstance(each, Augmentation):
                 raise AugmentationError(
-                    "augmentation must be an Augmentation, several of them, or None; found"
-                    f" {augmentation!r}"
+                    "augmentation must be an Augmentation, several of them, recipes as one text"
+                    f" such as 'lapa2 + instaboost:M=5', or None; found {rules!r}"
                 )
-        if augmentation is None:
-            augmentation = Augmentation(alpha=method.alpha if alpha is None else alpha)
+        if rules is None:
+            rules = Augmentation(alpha=method.alpha if alpha is None else alpha)
         elif alpha is not None:
             raise AugmentationError(
                 f"give alpha {alpha:g}, or an augmentation that has its own, not both"
             )
+        if not label and isinstance(rules, Named) and several(rules):
+            label = rules.label
         if isinstance(model, str | Path):
             facts = {
                 "model": model_name(model),
@@ -216,7 +230,7 @@ class Cell(BaseModel):
                 f"{method.name} has two branches {twice[0]!r} for {attribute!r}; give its text in"
                 f" task {chosen_task.name!r} another name"
             )
-        assign(method, branches, augmentation)
+        assign(method, branches, rules)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
         for text in texts:
@@ -253,7 +267,7 @@ class Cell(BaseModel):
                     ),
                 ),
                 attribute=attribute,
-                augmentation=joint(augmentation),
+                augmentation=joint(rules),
                 length=length,
                 samples=samples,
                 seed=seed,
@@ -265,6 +279,7 @@ class Cell(BaseModel):
                 doubled_bos=doubled_bos,
                 bar_prefix_words=bar_prefix_words,
                 files=_files(facts["model"], chosen_task.name, branches, method, needs),
+                label=label,
             )
         except ValidationError as error:
             raise Lapa2Error(first_problem(error)) from error
@@ -301,6 +316,16 @@ class Cell(BaseModel):
                 " more samples"
             )
         self.task.prefix(self.attribute)
+        label = self.label
+        if label and not (label.isprintable() and label == label.strip() and len(label) <= 200):
+            raise AugmentationError(
+                f"the label of an arm is one line of at most 200 letters, found {label!r}"
+            )
+        if label and (not self.rules or label == "baseline"):
+            raise AugmentationError(
+                f"label {label!r}: 'baseline' is the arm without an augmentation, and no other"
+                " arm; give another label, or none"
+            )
         return self
 
     @model_serializer(mode="wrap")
@@ -311,7 +336,8 @@ class Cell(BaseModel):
     @cached_property
     def key(self) -> str:
         """16 hexadecimal digits of the sha256 of the cell's canonical JSON."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+        facts = self.model_dump(mode="json", exclude={"label"})
+        text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -352,7 +378,12 @@ class Cell(BaseModel):
 
     @property
     def arm(self) -> str:
-        """ "baseline", or the labels of the augmentations."""
+        """ "baseline", or the cell's label, or the labels of the augmentations."""
+        return self.label or self.plain_arm
+
+    @property
+    def plain_arm(self) -> str:
+        """The arm without the cell's own label."""
         return " + ".join(rule.label for rule in self.rules) or "baseline"
 
     @property
@@ -405,7 +436,7 @@ class Cell(BaseModel):
     @property
     def draw(self) -> str:
         """Equal for cells that draw the same texts, each for its own prompts and samples."""
-        beside = {"samples": True, "trace": True, "patterns": True, "max_rows": True}
+        beside = dict.fromkeys(("samples", "trace", "patterns", "max_rows", "label"), True)
         return self.model_dump_json(exclude=beside | {"task": {"prompts"}})
 
     @property
@@ -448,6 +479,17 @@ def _with_slot(prefix: str, attribute: str) -> str:
 
 def _words(found: Iterable[str]) -> str:
     return " + ".join(dict.fromkeys(found))
+
+
+def same_label(cells: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
+    """Pairs of cells of one method whose arms have one name and other augmentations."""
+    seen: dict[tuple[str, str], Cell] = {}
+    found = []
+    for cell in cells:
+        first = seen.setdefault((cell.method, cell.arm), cell)
+        if first.rules != cell.rules:
+            found.append((first, cell))
+    return found
 
 
 CELL = TypeAdapter(Cell)

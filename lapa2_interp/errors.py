@@ -3,21 +3,85 @@ what to do next.
 
 The command line prints the message on one line and exits with code 2; a traceback there means a
 defect of this package.
+
+Messages are written with the options of the command line. To who calls Python they name parameters
+instead: `in_python` translates, in this one place.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
 
+COMMAND_LINE = "LAPA2_COMMAND_LINE"
+"""Set in the environment of a process that runs a command, and so in that of its workers."""
+FLAGS = ("force", "trust-remote-code", "rtp")
+"""Options without a value."""
+CHOICES = (
+    "full", "pooled", "float32", "bfloat16", "TransformersModel", "ray", "local", "cpu", "server",
+    "adapter", "linear",
+)  # fmt: skip
+"""Words behind an option that are its value."""
+OPTION = re.compile(
+    r"(?P<kept>`[^`]*`|(?<!\w)'[^']*'(?!\w))"  # commands, and what was found
+    r"|(?P<another>\banother )--out\b(?! [A-Z/])"
+    r"|(?<![\w-])--(?:set|only) (?P<pair>\w+=)"
+    rf"|(?<![\w-])--(?P<flag>{'|'.join(FLAGS)})\b"
+    r"|(?<![\w-])--(?P<name>[a-z][a-z0-9-]*[a-z0-9]|[a-z])"
+    rf"(?: (?P<value>[A-Z]+(?: [A-Z]+)*\b|-?\d[\d.]*\b|(?P<choice>{'|'.join(CHOICES)})\b))?"
+)
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Inside, and in processes that are started inside, errors name options of the command line."""
+    before = os.environ.get(COMMAND_LINE)
+    os.environ[COMMAND_LINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(COMMAND_LINE, None)
+        else:
+            os.environ[COMMAND_LINE] = before
+
+
+def in_python(message: str) -> str:
+    """A message whose options are the parameters of a call: --max-rows N is max_rows=N, --force
+    force=True, --set omega=60 omega=60. Commands in backticks, and quoted values, stay."""
+
+    def parameter(found: re.Match[str]) -> str:
+        if found["kept"]:
+            return found["kept"]
+        if found["another"]:
+            return f"{found['another']}place"
+        if found["pair"]:
+            return found["pair"]
+        if found["flag"]:
+            return f"{found['flag'].replace('-', '_')}=True"
+        name, value = found["name"].replace("-", "_"), found["value"]
+        if value is None:
+            return name
+        return f"{name}={value!r}" if found["choice"] else f"{name}={value.replace(' ', ', ')}"
+
+    return OPTION.sub(parameter, message)
+
+
 class Lapa2Error(Exception):
     """Base of the package's errors."""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if COMMAND_LINE in os.environ else in_python(message)
 
 
 class AugmentationError(Lapa2Error):

@@ -1,10 +1,11 @@
 """Named ways to steer attention: the literature's, ours, and their combinations, as augmentations.
 
 A recipe is a function of a few parameters that gives one or several `Augmentation`s, with its
-source, and where its defaults come from (`RECIPES`). What a cell stores are those augmentations,
-never the name.
+source, and where its defaults come from (`RECIPES`). What decides a cell's texts are those
+augmentations; the name is the label of its arm.
 
-    recipe("instaboost", M=5)                      # in Python
+    generate(..., augmentation="instaboost:M=5")   # in Python, as every call with an augmentation
+    recipe("instaboost", M=5)                      # the same as augmentations
     --augmentation instaboost:M=5                  # on the command line
     augmentation = ["none", "instaboost:M=5"]      # in a grid
 
@@ -26,12 +27,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp.augmentation import Augmentation, shortened
 from lapa2_interp.errors import AugmentationError, one_of
 
 WHERE = ("tokens", "layers", "heads", "steps", "phase")
 """Parameters that every recipe takes: where, and for which queries and steps, it acts."""
 Made = Augmentation | tuple[Augmentation, ...]
+
+
+class Named(tuple[Augmentation, ...]):
+    """Augmentations that act together, and what they were asked by.
+
+    Attributes:
+        label: The recipes as text, long lists shortened; the label of a cell's arm.
+    """
+
+    label: str
+
+    @classmethod
+    def of(cls, rules: Iterable[Augmentation], label: str) -> Named:
+        """Augmentations with their label."""
+        found = cls(rules)
+        found.label = label
+        return found
 
 
 @dataclass(frozen=True)
@@ -59,58 +77,58 @@ class Recipe:
         return {each.name: each.default for each in found}
 
 
-def _lapa2(alpha: float = 0.5) -> Made:
+def _lapa2(alpha: float | int = 0.5) -> Made:
     return Augmentation(alpha=alpha)
 
 
-def _linear(alpha: float = 0.5) -> Made:
+def _linear(alpha: float | int = 0.5) -> Made:
     return Augmentation(alpha=alpha, law="linear")
 
 
-def _sqrt(alpha: float = 0.5) -> Made:
+def _sqrt(alpha: float | int = 0.5) -> Made:
     return Augmentation(alpha=alpha, law="sqrt")
 
 
-def _constant(alpha: float = 0.5, l0: float = 128.0) -> Made:
+def _constant(alpha: float | int = 0.5, l0: float | int = 128.0) -> Made:
     return Augmentation(alpha=alpha, law="constant", l0=l0)
 
 
-def _released(alpha: float = 2.0) -> Made:
+def _released(alpha: float | int = 2.0) -> Made:
     return Augmentation(alpha=alpha, profile="released")
 
 
-def _instaboost(M: float = 3.0) -> Made:
+def _instaboost(M: float | int = 3.0) -> Made:
     return Augmentation(alpha=_log(M, "M"), law="scale", phase="every_query")
 
 
-def _pasta(alpha: float = 0.01) -> Made:
+def _pasta(alpha: float | int = 0.01) -> Made:
     less = Augmentation(alpha=_log(alpha, "alpha"), law="scale", span="input", phase="every_query")
     return (less, less.model_copy(update={"alpha": -less.alpha, "span": "prefix"}))
 
 
-def _spotlight(tau: float = 0.2) -> Made:
+def _spotlight(tau: float | int = 0.2) -> Made:
     return Augmentation(alpha=1, law="ratio", tau=tau, pooled=True, phase="every_query")
 
 
-def _spotlight_per_head(tau: float = 0.2) -> Made:
+def _spotlight_per_head(tau: float | int = 0.2) -> Made:
     return Augmentation(alpha=1, law="ratio", tau=tau, phase="every_query")
 
 
-def _split_softmax(k: float = 0.75) -> Made:
+def _split_softmax(k: float | int = 0.75) -> Made:
     if _number(k, "k") > 1:
         raise AugmentationError(f"k of split-softmax should be above 0 and at most 1, found {k:g}")
     return Augmentation(alpha=1 / k - 1, law="power", phase="all_queries")
 
 
-def _set_point(tau: float = 0.2, floor: bool = True) -> Made:
+def _set_point(tau: float | int = 0.2, floor: bool = True) -> Made:
     return Augmentation(alpha=1, law="target", tau=tau, floor=floor)
 
 
-def _log(value: float, name: str) -> float:
+def _log(value: float | int, name: str) -> float:
     return math.log(_number(value, name))
 
 
-def _number(value: Any, name: str) -> float:
+def _number(value: Any, name: str) -> float | int:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise AugmentationError(f"{name} should be above 0, found {value!r}")
     return value
@@ -196,7 +214,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def recipe(name: str, **parameters: Any) -> tuple[Augmentation, ...]:
+def recipe(name: str, **parameters: Any) -> Named:
     """The augmentations of a recipe, for one row of `augmented` or as a cell's `augmentation`.
 
     Args:
@@ -226,7 +244,7 @@ def recipe(name: str, **parameters: Any) -> tuple[Augmentation, ...]:
     where = {key: value for key, value in parameters.items() if key in WHERE and key != "tokens"}
     if "tokens" in parameters and all(rule.span != "prefix" for rule in rules):
         raise AugmentationError(f"recipe {name} covers slots of its own, so it takes no tokens")
-    return tuple(
+    found = (
         Augmentation(
             **dict(rule)
             | where
@@ -238,12 +256,29 @@ def recipe(name: str, **parameters: Any) -> tuple[Augmentation, ...]:
         )
         for rule in rules
     )
+    told = {key: value for key, value in parameters.items() if value is not None}
+    given = ",".join(f"{key}={_as_text(key, value)}" for key, value in told.items())
+    return Named.of(found, f"{name}:{given}" if given else name)
+
+
+def _as_text(key: str, value: Any) -> str:
+    """A parameter's value as `read_recipes` takes it; a long list shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if key == "steps":
+        return ":".join(map(str, value))
+    return shortened(value, "/")
+
+
+def named_rules(given: Any) -> Any:
+    """The augmentations of recipes that are given as text; all else as it is."""
+    return read_recipes(given) if isinstance(given, str) else given
 
 
 EXAMPLES = {"tokens": "tokens=1", "heads": "heads=3.1/4.0"}
 
 
-def read_recipes(text: str) -> tuple[Augmentation, ...]:
+def read_recipes(text: str) -> Named:
     """The augmentations of recipes as text, NAME[:PARAMETER=VALUE,...] joined by "+".
 
     For example `pasta:alpha=0.1,heads=3.1/4.0` or `lapa2:tokens=0/1 + instaboost:steps=0:16`.
@@ -251,7 +286,7 @@ def read_recipes(text: str) -> tuple[Augmentation, ...]:
     Raises:
         AugmentationError: As `recipe`, or a value that cannot be read.
     """
-    found: list[Augmentation] = []
+    found: list[Named] = []
     for part in text.split("+"):
         name, _, rest = part.strip().partition(":")
         given = {}
@@ -271,8 +306,8 @@ def read_recipes(text: str) -> tuple[Augmentation, ...]:
                     f"{key}={value} of recipe {name!r} cannot be read; give"
                     f" {FORMS.get(key, 'a number')}"
                 ) from None
-        found += recipe(name, **given)
-    return tuple(found)
+        found.append(recipe(name, **given))
+    return Named.of((rule for each in found for rule in each), " + ".join(e.label for e in found))
 
 
 FORMS = {

@@ -217,7 +217,7 @@ def test_scorers_by_name():
     assert make_scorer("toxicity", "linear", Options()).version.startswith("linear detox")
     with pytest.raises(ScoringError, match="adapter scorer"):
         make_scorer("accuracy", "adapter", Options(task="mood"))
-    with pytest.raises(ScoringError, match="give --task"):
+    with pytest.raises(ScoringError, match="give task"):
         make_scorer("accuracy", "adapter", Options())
 
 
@@ -323,7 +323,7 @@ def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     assert again.sha256 != AdapterScorer("detox", folder).card.sha256
     left = tmp_path / "killed" / "detox-adapter.checkpoint"
     left.touch()  # killed between the card and the end
-    with pytest.raises(ScoringError, match="is finished; choose another --out"):
+    with pytest.raises(ScoringError, match="is finished; choose another place"):
         trained(tmp_path / "killed", small)
     assert not left.exists()
 
@@ -406,7 +406,7 @@ def test_the_list_has_adapters(folder, monkeypatch, capsys):
 
 
 def test_a_reader_needs_layers_and_a_llama(tmp_path):
-    with pytest.raises(ScoringError, match="--layers must be at most 4, the model's; found 9"):
+    with pytest.raises(ScoringError, match="layers must be at most 4, the model's; found 9"):
         open_reader(BASE, 9, 2)
     with pytest.raises(ScoringError, match="of Llama's make, such as smollm2-135m; found GPT2"):
         open_reader("tiny-gpt2", 2, 2)

@@ -478,7 +478,7 @@ def test_freectrl_refuses(words_model, word_file, tmp_path):
 
     with pytest.raises(
         MethodError,
-        match=r"none of 3 words for 'positive' is one token and nearer .* lower --set noise",
+        match=r"none of 3 words for 'positive' is one token and nearer .* lower noise=",
     ):
         generate_one(methods.get("freectrl", words=word_file, noise=1e9))
     with pytest.raises(
@@ -723,9 +723,7 @@ def test_datg_prepares_once_from_its_drafts():
         methods.get("datg").prepare(
             Desk(["", ""], [None, None]), load_task("detox"), "nontoxic", "The sea"
         )
-    with pytest.raises(
-        MethodError, match=r"the 1 drafts of 'The sea' hold no word .*--set drafts=60"
-    ):
+    with pytest.raises(MethodError, match=r"the 1 drafts of 'The sea' hold no word .*drafts=60"):
         methods.get("datg").prepare(
             Desk([", 3. 4"], [0.5]), load_task("detox"), "nontoxic", "The sea"
         )
@@ -1002,7 +1000,7 @@ def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):
 
     model, task = load("tiny-gpt2"), load_task("sentiment")
     with pytest.raises(
-        LayoutError, match=r"drafts of 999 tokens: .* or draft fewer \(--set draft_tokens"
+        LayoutError, match=r"drafts of 999 tokens: .* or draft fewer \(draft_tokens"
     ):
         generate(
             model, methods.get("datg", draft_tokens=999), task, "positive", ["The sea"], length=20

@@ -219,7 +219,7 @@ def test_a_cluster_that_is_not_there_is_refused_soon(monkeypatch):
 
 def test_without_ray_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RunError, match=r"pip install 'lapa2-interp\[ray\]', or use --engine local"):
+    with pytest.raises(RunError, match=r"pip install 'lapa2-interp\[ray\]', or use engine='local'"):
         Cluster()
 
 
@@ -451,7 +451,7 @@ def test_a_model_that_the_gpus_do_not_hold_is_refused(tmp_path, monkeypatch):
     network = spread(network, "cpu", str(tmp_path))
     monkeypatch.setattr(models, "load_transformers", lambda *_: (network, tokenizer, weights))
     network.hf_device_map |= {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(ModelError, match="larger than the GPUs here together.*--gpus-per-worker"):
+    with pytest.raises(ModelError, match="larger than the GPUs here together.*gpus_per_worker"):
         models.load_model("tiny-llama", device="auto")
     network.hf_device_map = {"model": 0, "lm_head": 1}
     with pytest.raises(ModelError, match="use TransformerBridge for a model larger than one GPU"):

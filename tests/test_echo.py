@@ -111,7 +111,7 @@ def test_scorers_by_name():
     assert [found] == hidden
     assert found != plain
     assert masked.score([Item("")]) == [Skipped("empty text")]
-    with pytest.raises(ScoringError, match="give --task"):
+    with pytest.raises(ScoringError, match="give task"):
         make_scorer("echo", "", Options())
     with pytest.raises(ScoringError, match="echo takes no model, found echo=gpt2; ask for echo"):
         make_scorer("echo", "gpt2", options)

@@ -302,7 +302,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("field", Cell.model_fields)
+@pytest.mark.parametrize("field", CHANGES)
 def test_every_field_of_a_cell_is_in_its_key(grid, field):
     cell = grid(TINY + 'augmentation = "paper"').cells[0]
     raw = {name: getattr(cell, name) for name in Cell.model_fields} | cell.model_dump()
@@ -513,14 +513,14 @@ def test_unknown_grids_and_malformed_changes(tmp_path):
     ):
         load_grid("nowhere.toml")
     with pytest.raises(
-        GridError, match="--set 'samples' is not of the form KEY=VALUE, such as samples=2"
+        GridError, match="set 'samples' is not of the form KEY=VALUE, such as samples=2"
     ):
         parse_changes(["samples"])
     with pytest.raises(
-        GridError, match="--set: unknown key 'sample'; allowed: .*did you mean 'samples'"
+        GridError, match="set: unknown key 'sample'; allowed: .*did you mean 'samples'"
     ):
         parse_changes(["sample=2"])
-    with pytest.raises(GridError, match="--set gives samples twice, 1 and 5; give it once"):
+    with pytest.raises(GridError, match="set gives samples twice, 1 and 5; give it once"):
         parse_changes(["samples=1", "samples=5"])
 
 
@@ -657,7 +657,7 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("sweep --out OUT", "name a grid: lapa2 sweep quick/sent_topic --out RUN"),
+        ("sweep --out OUT", "name a grid: `lapa2 sweep quick/sent_topic --out RUN`"),
         ("sweep quick/alpha", "--out"),
         ("sweep quick/alfa --out OUT", "did you mean 'quick/alpha'"),
         ("sweep quick/alpha --set lenght=3 --out OUT", "did you mean 'length'"),
@@ -1092,4 +1092,4 @@ def test_grids_as_json_are_their_cells(capsys):
 def test_every_key_of_a_grid_is_one_of_a_cell_or_decides_one():
     """Whoever adds a key has to say what it does to a cell."""
     assert set(Block.model_fields) - set(Cell.model_fields) == {"prompts", "wording"}
-    assert set(CHANGES) == set(Cell.model_fields)
+    assert set(CHANGES) == set(Cell.model_fields) - {"label"}  # which decides no text

@@ -412,7 +412,7 @@ def test_a_server_that_refuses_every_format_has_its_reason_repeated(server, make
     with pytest.raises(ScoringError, match="cannot serve m .*temperature is not supported"):
         make().score([item()])
     assert (waits, len(server.bodies)) == ([], 3)
-    with pytest.raises(ScoringError, match="or --judge-temperature server$"):
+    with pytest.raises(ScoringError, match="or judge_temperature='server'$"):
         make().score([item()])
 
 
@@ -623,7 +623,7 @@ def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
     found = {}
     with pytest.raises(
         ScoringError,
-        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* --max-cost 0\.0084 or more",
+        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* max_cost 0\.0084 or more",
     ):
         for piece in judge.scored([item(str(number)) for number in range(40)]):
             found.update(piece)

@@ -242,7 +242,7 @@ def test_what_a_scorer_cannot_learn_is_refused(tmp_path):
         (
             ["warm", "cold"],
             ["rtp.jsonl"],
-            "one of them 'toxic'; found warm, cold: leave out --graded",
+            "one of them 'toxic'; found warm, cold: leave out graded",
         ),
         (["a", "b", "toxic"], ["rtp.jsonl"], "need two labels.* found a, b, toxic"),
     ]:

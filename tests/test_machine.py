@@ -331,7 +331,7 @@ def test_another_dtype_than_that_of_the_run_is_refused(grid, tmp_path):
     set_speed(times=0.5)
     with pytest.raises(
         GridError,
-        match="in bfloat16, which --dtype float32 would leave behind; leave it out, or sweep into",
+        match="in bfloat16, which dtype='float32' would leave behind; leave it out, or sweep into",
     ):
         assert swept(grid, tmp_path / "run") == 0
         load_grids(tmp_path / "run", [str(grid)], dtype="float32")

@@ -179,7 +179,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_code_of_a_model_does_not_run_unless_asked_for(with_code, reader):
     path, ran = with_code
-    with pytest.raises((ModelError, ScoringError), match="--trust-remote-code"):
+    with pytest.raises((ModelError, ScoringError), match="trust_remote_code=True"):
         READERS[reader](path)
     assert not ran.exists()
 

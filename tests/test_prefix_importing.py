@@ -255,7 +255,7 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
     refused(tmp_path / "air.pt", "has no prefix 1; it has 0, 3", attribute="negative")
     refused(
         tmp_path / "air.pt",
-        "unknown attribute of the Air-Decoding checkpoints 'calm'; .*or give --number",
+        "unknown attribute of the Air-Decoding checkpoints 'calm'; .*or give number",
         attribute="calm",
     )
     place = "transformer.h.1.attn.prefix_mlp_n0"

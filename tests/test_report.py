@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from browsers import browser_page
 
+from lapa2_interp.cli import main
 from lapa2_interp.cli.paper import report
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import unsealed
@@ -24,7 +25,7 @@ from lapa2_interp.report import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST
-from lapa2_interp.runs.read import SAMPLES, Failure, load_run
+from lapa2_interp.runs.read import SAMPLES, Failure, is_finished_run, load_run
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.trace.tables import branch_name, pooled
 
@@ -378,7 +379,9 @@ def test_without_traces_it_says_that_tokens_are_not_coloured(tmp_path):
     folder = make_run(tmp_path, "none")
     parts = Parts(page(folder))
     assert "tokens are not coloured" in parts.text
-    assert "None of the paper's items has been made from this run" in parts.text
+    assert "No scores yet: lapa2 score RUN makes them" in parts.text
+    ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
+    assert ids == ["texts", "cells", "run"]  # nothing empty; provenance last
     texts = [
         text for group in parts.data["groups"] for arm in group["arms"] for text in arm["texts"]
     ]
@@ -531,3 +534,107 @@ def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, cap
         RunError, match=r"sent_topic.json is not a table of an item.*analyses/sent_topic.py"
     ):
         report(run, tables=elsewhere / "tables")
+
+
+# --- scores of a run of one's own
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """A run of one's own grid, two arms and the baseline, with scores that need nothing."""
+    folder = tmp_path_factory.mktemp("scored")
+    (folder / "mine.toml").write_text(
+        GRID.format(trace="pooled").partition("[[block]]")[0]
+        + 'method = "prefix"\naugmentation = ["none", "instaboost:M=5",'
+        ' { alpha = 1.0, label = "strong" }]'
+    )
+    sweep(folder / "run", [load_grid(str(folder / "mine.toml"))], InProcess("cpu"))
+    assert (
+        main(["score", str(folder / "run"), "--scorers", "accuracy", "linear", "echo", "distinct"])
+        == 0
+    )
+    return folder / "run"
+
+
+def test_scores_that_lie_in_a_run_are_on_its_page(scored):
+    parts = Parts(page(scored))
+    ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
+    assert ids == ["texts", "scores", "cells", "run"]
+    assert "No scores yet" not in parts.text
+    table = pd.read_csv(scored / "scores/table.csv", keep_default_na=False)
+    for row in table[table["metric"] == "accuracy"].to_dict("records"):
+        assert f"{float(row['mean']):.3g}" in parts.text
+    for arm in ("baseline", "instaboost:M=5", "strong"):
+        assert arm in parts.text
+    changes = pd.read_csv(scored / "scores/differences.csv")
+    figures = [tag for tag, _ in parts.elements if tag == "figure"]
+    assert len(figures) == changes["metric"].nunique()
+    drawings = [each for tag, each in parts.elements if tag == "svg"]
+    assert len(drawings) == len(changes[changes["low"] < changes["high"]])
+
+
+def test_scores_are_also_markdown_and_latex(scored):
+    markdown = (scored / "scores/table.md").read_text()
+    latex = (scored / "scores/table.tex").read_text()
+    for text in (markdown, latex):
+        for word in ("instaboost:M=5", "strong", "change of accuracy", "change of echo"):
+            assert word in text
+    assert "distinct-1" in markdown
+    assert latex.count(r"\\") == 1 + 3  # a head, and a row an arm
+
+
+def test_scores_of_other_arms_and_damaged_scores_are_named(scored, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(scored, run)
+    (run / "scores").rename(run / "fast")
+    table = pd.read_csv(run / "fast/table.csv", keep_default_na=False)
+    table[table["arm"] != "strong"].to_csv(run / "fast/table.csv", index=False)
+    assert "not among these scores: strong" in Parts(page(run)).text
+    (run / "fast/table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(RunError, match="fast has no tables of `lapa2 score`"):
+        page(run)
+
+
+def test_a_scored_run_may_be_replaced(scored, tmp_path):
+    """`scores` is a part of a run, as its page is."""
+    run = tmp_path / "run"
+    shutil.copytree(scored, run)
+    assert is_finished_run(run)
+
+
+def test_scores_without_a_comparison_have_no_figure(scored, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(scored, run)
+    shutil.rmtree(run / "scores")
+    assert main(["score", str(run), "--scorers", "distinct"]) == 0
+    parts = Parts(page(run))
+    assert "distinct-1" in parts.text
+    assert not [tag for tag, _ in parts.elements if tag == "figure"]
+    assert main(["score", str(run), "--scorers", "echo", "--only", "arm=strong", "--force"]) == 0
+    assert "not among these scores: baseline, instaboost:M=5" in Parts(page(run)).text
+
+
+def test_a_hostile_label_is_text(tmp_path):
+    hostile = "<script>alert(1)</script> | 50% & _x_"
+    (tmp_path / "mine.toml").write_text(
+        GRID.format(trace="none").partition("[[block]]")[0]
+        + f'method = "prefix"\naugmentation = ["none", {{ alpha = 1.0, label = "{hostile}" }}]'
+    )
+    run = tmp_path / "run"
+    sweep(run, [load_grid(str(tmp_path / "mine.toml"))], InProcess("cpu"))
+    assert main(["score", str(run), "--scorers", "echo"]) == 0
+    parts = Parts(page(run))
+    assert hostile in parts.text
+    assert len([tag for tag, _ in parts.elements if tag == "script"]) == 2
+    assert "</script> \\| 50% & _x_ |" in (run / "scores/table.md").read_text()
+    assert r"50\% \& \_x\_ &" in (run / "scores/table.tex").read_text()
+
+
+def test_scores_fit_a_narrow_page(scored):
+    (scored / "report.html").write_text(page(scored), encoding="utf-8")
+    with browser_page() as browser:
+        for width in (1280, 400):
+            browser.goto((scored / "report.html").as_uri(), width=width)
+            assert not browser.errors
+            assert browser.ask("document.documentElement.scrollWidth") <= width
+            assert browser.ask("document.querySelectorAll('.differences').length") == 2

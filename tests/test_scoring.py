@@ -116,7 +116,7 @@ def test_caches_that_cannot_be_used(tmp_path):
     ):
         Cache(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ScoringError, match="cannot keep scores in .*give another --cache"):
+    with pytest.raises(ScoringError, match="cannot keep scores in .*give another cache"):
         Cache(tmp_path / "file")
 
 

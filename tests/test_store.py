@@ -88,13 +88,13 @@ def test_a_run_holds_every_arm_and_attribute(run):
     texts = run.samples()
     counts = texts.groupby(["arm", "attribute"]).size()
     assert counts.tolist() == [4, 4, 4, 4]
-    assert run.select(arm=ONE_HEAD.label, attribute="negative") == [list(run.plan)[3]]
+    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").plan) == [list(run.plan)[3]]
     for key in run.plan:
         assert run.trace(key).sizes["sample"] == 4
         assert run.manifest(key).new_tokens == run.cell(key).samples["n_tokens"].sum()
     assert run.manifest(list(run.plan)[2]).arms == {ONE_HEAD.label: ONE_HEAD}
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
-        run.trace()
+        run.cell()
     with pytest.raises(RunError, match="in memory only; run.save"):
         run.home  # noqa: B018
 
@@ -183,7 +183,7 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
             (folder / ("report.html" if force else "view.html")).touch()
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "view.html").exists()
-    with pytest.raises(RunError, match="is finished; --force replaces it"):
+    with pytest.raises(RunError, match="is finished; force=True replaces it"):
         run.save(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -191,7 +191,7 @@ def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
 def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
     place = tmp_path / "run"
     with (
-        pytest.raises(RunError, match="is finished; --force replaces it"),
+        pytest.raises(RunError, match="is finished; force=True replaces it"),
         new_folder(place, False, is_run) as mine,
     ):
         write_run(mine, run)
@@ -420,7 +420,7 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     assert again.manifest().cell == run.manifest().cell == cell.key
     saved = run.save(tmp_path / "run")
     same(saved.cell(), run.cell())
-    with pytest.raises(RunError, match="is finished; --force replaces it"):
+    with pytest.raises(RunError, match="is finished; force=True replaces it"):
         run.save(tmp_path / "run")
     assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]
 
@@ -451,9 +451,10 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
     run = load_run(tmp_path / "run")
     for wanted in ({"max_length": 14}, {"max_length": "14"}, {"alpha": "0.50"}, {"alpha": 0.5}):
-        assert len(run.select(**wanted)) == 2, wanted
-    assert len(run.select(alpha=[0, "0.5"])) == 4
-    assert run.select(method="1") == []
+        assert len(run.select(**wanted).plan) == 2, wanted
+    assert len(run.select(alpha=[0, "0.5"]).plan) == 4
+    with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
+        run.select(method="1")
     with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*--only max_len"):
         read_attention(run)
     assert len(read_attention(run, {"max_length": "14"}).samples) == 2
@@ -521,7 +522,7 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
 
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
     """Nothing chosen, nothing finished, and damage are three things."""
-    with pytest.raises(TraceError, match="no cell with attribute=happy; .* positive, negative"):
+    with pytest.raises(RunError, match="no cell with attribute=happy; .* positive, negative"):
         read_attention(run, {"attribute": "happy"})
     saved = run.save(tmp_path / "run")
     key, *_, last = saved.plan

@@ -846,7 +846,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     assert lapa2(line) == 2
     printed = capsys.readouterr()
     assert "2 cells made" in printed.out
-    (bad,) = load_run(tmp_path / "run").select(layers="top")
+    (bad,) = load_run(tmp_path / "run").select(layers="top").plan
     assert f"({bad}): ValueError: out of luck" in printed.err
     assert "lapa2: 1 cell failed; `lapa2 runs" in printed.err.splitlines()[-1]
     run = load_run(tmp_path / "run")
@@ -1373,7 +1373,8 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
     pd.testing.assert_frame_equal(
         only, samples[samples["cell"] == row["key"]].reset_index(drop=True)
     )
-    assert run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment") == [
+    chosen = run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment")
+    assert list(chosen.plan) == [
         key for key, cell in run.plan.items() if cell.arm in ("baseline", row["arm"])
     ]
     with pytest.raises(RunError, match="unknown column 'methd'; allowed: .*did you mean 'method'"):

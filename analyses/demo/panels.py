@@ -604,7 +604,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         " model, and a linear one; echo is the share of texts that say the word of the prefix"
         " itself; low perplexity means fluent to the scoring model; distinct-n is the"
         " share of different n-grams.",
-        "lapa2 score results/mine --scorers accuracy perplexity distinct --out results/mine-scores",
+        "lapa2 score results/mine --scorers accuracy perplexity distinct",
         [warning, *([against] if found else [])],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
@@ -769,7 +769,7 @@ def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) ->
         " lines are attention on the prefix by layer, mean over the short texts, steps and heads;"
         " the dashed line parts the halves.",
         f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out"
-        " results/my-halves && lapa2 score results/my-halves --out results/my-halves-scores",
+        " results/my-halves && lapa2 score results/my-halves",
         found,
         _image(_halves_figure(layers, middle)),
         "attention on the prefix by layer",

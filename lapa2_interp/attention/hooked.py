@@ -43,7 +43,17 @@ from lapa2_interp.attention.rotary import (
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, keys_seen, network_of, plain_network, size_of
+from lapa2_interp.loaded import (
+    Model,
+    is_bridge,
+    keys_seen,
+    network_of,
+    plain_network,
+    size_of,
+)
+from lapa2_interp.recipes import (
+    named_rules,
+)
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
@@ -68,7 +78,7 @@ class CapObserver(Protocol):
 @contextmanager
 def augmented(
     model: Model,
-    augmentation: Augmentation | Sequence[Rules] | None,
+    augmentation: Augmentation | Sequence[Rules] | str | None,
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
     check_ids: bool = True,
@@ -91,7 +101,8 @@ def augmented(
     Args:
         model: A TransformerBridge, a HookedTransformer, or a transformers model.
         augmentation: One for all rows, or several as a tuple; or a list with those of each row,
-            `[(one, other), None]`. None leaves a row alone.
+            `[(one, other), None]`. None leaves a row alone; a text names recipes, such as
+            "instaboost:M=5".
         layout: One for all rows, or one per row.
         observer: Sees the attention pattern of every layer and pass.
         check_ids: Refuse a pass whose token ids are not those of the layouts. With False the
@@ -111,7 +122,7 @@ def augmented(
     plain = plain_network(model)
     watch(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    given = of_rows(augmentation, len(layouts))
+    given = [named_rules(row) for row in of_rows(named_rules(augmentation), len(layouts))]
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
         *((rule, Augmentation) for rule in flat if rule is not None),

@@ -51,6 +51,7 @@ from lapa2_interp.loaded import (
 from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
+from lapa2_interp.recipes import named_rules
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.stats import bounds
 
@@ -364,7 +365,10 @@ def _read(model: Model, case: Case, augmentation: Rules) -> _Reading:
         ("ln_final.hook_in", _named(add, "final")),
         ("ln_final.hook_scale", _named(add, "scale")),
     ]
-    with augmented(model, several(augmentation), list(case.layouts)), model.hooks(fwd_hooks=hooks):
+    with (
+        augmented(model, several(named_rules(augmentation)), list(case.layouts)),
+        model.hooks(fwd_hooks=hooks),
+    ):
         logits = _wide(model(**inputs)[:, -case.n :])
     return _Reading(
         parts, mass, seen["mlp"], seen["embedding"], seen["final"], seen["scale"], logits

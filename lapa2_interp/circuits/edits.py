@@ -36,6 +36,7 @@ from lapa2_interp.circuits.cases import Case
 from lapa2_interp.errors import CircuitError, one_of
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import Model, is_bridge, plain_network
+from lapa2_interp.recipes import named_rules
 
 How = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
@@ -143,7 +144,7 @@ def _read_rows(
     for _, edit, branch in rows:
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
         cuts = (edit.rule,) if cut and edit is not None else ()
-        rules.append((*several(augmentation), *cuts))
+        rules.append((*several(named_rules(augmentation)), *cuts))
     for layout, row, (_, edit, branch) in zip(layouts, rules, rows, strict=True):
         other = edit is not None and edit.how != "cut" and edit.touches(branch)
         for rule in (*row, *((edit.rule,) if other and edit is not None else ())):
@@ -230,7 +231,7 @@ def one_pass(augmentation: Rules, cases: Sequence[Case], what: str) -> None:
     Raises:
         CircuitError: Phase "query", under which every step is a pass of its own; or as `read`.
     """
-    for rule in several(augmentation):
+    for rule in several(named_rules(augmentation)):
         if rule.phase == "query":
             raise CircuitError(
                 f"under phase {rule.phase!r} prefix and text are not read in one pass, and {what}"

@@ -412,7 +412,7 @@ def _sets(
         raise CircuitError(f"random must be 0 sets or more; found {random}")
     if random and not heads:
         raise CircuitError(
-            "random sets are as large as the first of `heads`; give heads (--selection), too"
+            "random sets are as large as the first of `heads`; give heads, too (a selection)"
         )
     drawn = [f"random {i + 1}" for i in range(random)]
     if taken := [name for name in (ALL, *drawn) if name in heads]:

@@ -57,6 +57,7 @@ from lapa2_interp.loaded import Model, check_weights_read, is_bridge, plain_netw
 from lapa2_interp.models import takes_model
 from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.progress import given_bar
+from lapa2_interp.recipes import named_rules
 from lapa2_interp.stats import bounds
 
 ESTIMATES = ("cut_hat", "slope")
@@ -538,7 +539,10 @@ def _read(
         for layout, (case, _) in zip(layouts, rows, strict=True)
     ]
     inputs = soft_inputs(model, whole, [case.prefixes[branch] for case, branch in rows])
-    with augmented(model, several(augmentation), layouts), model.hooks(fwd_hooks=hooks):
+    with (
+        augmented(model, several(named_rules(augmentation)), layouts),
+        model.hooks(fwd_hooks=hooks),
+    ):
         logits = model(**inputs, logits_to_keep=n)[:, -n:]
     return logits.unflatten(0, (n_branches, len(cases))), patterns
 

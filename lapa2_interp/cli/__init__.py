@@ -34,7 +34,7 @@ from lapa2_interp.cli.score import score
 from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
 from lapa2_interp.cli.words import words
-from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.errors import Lapa2Error, on_command_line
 from lapa2_interp.progress import (
     Stopped,
     drawing,
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with harmless_output():
+    with harmless_output(), on_command_line():
         return _run(words)
 
 

@@ -96,7 +96,8 @@ class AugmentationOptions:
                     f"--augmentation names recipes, which take parameters of their own; leave out"
                     f" --{' and --'.join(beside)} (`lapa2 recipes`)"
                 )
-            return several(read_recipes(self.augmentation))
+            named = read_recipes(self.augmentation)
+            return named if several(named) else ()
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
         fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}

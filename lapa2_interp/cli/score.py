@@ -33,7 +33,7 @@ def score(
     /,
     *,
     scorers: Annotated[tuple[str, ...], Several] = ("accuracy", "perplexity", "distinct"),
-    out: Path,
+    out: Path | None = None,
     column: str = "text",
     attribute: str | None = None,
     task: str | None = None,
@@ -53,11 +53,12 @@ def score(
 ) -> None:
     """Score the texts of a run, or of a file, and print means with 95 % intervals.
 
-    Writes scores.parquet (one row per text and metric), table.csv, and differences.csv (each arm
-    against the baseline). For example
+    Writes scores.parquet (one row per text and metric), table.csv, differences.csv (each arm
+    against the baseline), and both as table.md and table.tex. `lapa2 report` shows the scores that
+    lie in a run. For example
 
-        lapa2 score results/lake --scorers accuracy perplexity distinct --out results/lake-scores
-        lapa2 score results/lake --scorers accuracy masked echo linear --out results/lake-fast
+        lapa2 score results/lake                                                    # into results/lake/scores
+        lapa2 score results/lake --scorers accuracy masked echo linear --out results/lake/fast
         lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
         lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
         lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
@@ -70,7 +71,7 @@ def score(
             alone. A plain accuracy or toxicity is by both classifiers that ship, adapter and
             linear; the word linear or adapter among the scorers takes that one alone. Those of
             `lapa2 scorers train` are accuracy=FILE, its file of weights.
-        out: The folder of tables.
+        out: The folder of tables; by default RUN/scores, and of a file none.
         column: The file's column of texts.
         attribute: What the texts of a file without such a column were steered towards.
         task: The task of the classifiers that ship, sentiment, topic or detox, or the path of a
@@ -95,6 +96,8 @@ def score(
     """  # noqa: E501
     from lapa2_interp.runs.score import score as score_source
 
+    if out is None and source.is_dir():
+        out = source / "scores"
     found = score_source(
         source,
         scorers,
@@ -118,7 +121,8 @@ def score(
         notify=lambda text: print(text, file=sys.stderr),
     )
     _show(found.table, found.differences)
-    print(f"\ntables in {out}")
+    if out is not None:
+        print(f"\ntables in {out}")
 
 
 @app.command(name="list")

@@ -35,6 +35,7 @@ from lapa2_interp.models import (
     takes_model,
 )
 from lapa2_interp.progress import progress_bar
+from lapa2_interp.recipes import named_rules
 from lapa2_interp.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class ChatTexts:
 def continue_chats(
     model: Model,
     layouts: Sequence[Layout],
-    augmentation: Rules = None,
+    augmentation: Rules | str = None,
     *,
     length: int = 64,
     samples: int = 1,
@@ -106,7 +107,7 @@ def continue_chats(
     shortest = min(len(each.ids) for each in layouts)
     what = "chats that are read together, with their continuations"
     check_one_side(short_context_of(model), shortest, longest + length - 1, what)
-    rules = several(augmentation)
+    rules = several(named_rules(augmentation))
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, seen=keys_seen(model))
     rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))

@@ -371,7 +371,9 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
     Samples are numbered as the rows of the table.
     """
     joined = _joined(traces).assign_coords(sample=np.arange(len(table)))
-    names = {"prompt": "prompt_text", "attribute": "attribute", "arm": "arm"}
+    names = {"prompt": "prompt_text"} | {
+        name: name for name in ("task", "attribute", "method", "arm", "cell")
+    }
     return joined.assign_coords(
         {
             name: ("sample", table[column].astype(str).to_numpy())

@@ -33,6 +33,9 @@ from lapa2_interp.loaded import (
 from lapa2_interp.models import (
     takes_model,
 )
+from lapa2_interp.recipes import (
+    named_rules,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -53,7 +56,7 @@ def teacher_forced(
     model: Model,
     layouts: Layout | Sequence[Layout],
     texts: Sequence[Sequence[int]] | Int[Tensor, "row token"],
-    augmentation: Augmentation | Sequence[Rules] | None = None,
+    augmentation: Augmentation | Sequence[Rules] | str | None = None,
     *,
     prefixes: Sequence[SoftPrefix | None] | None = None,
     trace: TraceKind = "full",
@@ -106,7 +109,7 @@ def teacher_forced(
         raise LayoutError(
             f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
         )
-    rules = of_rows(augmentation, len(rows))
+    rules = [named_rules(row) for row in of_rows(named_rules(augmentation), len(rows))]
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
     if not len(rules) == len(soft) == len(rows):
         raise LayoutError(

@@ -237,7 +237,7 @@ class FreeCtrl(Method):
                 raise MethodError(
                     f"freectrl: none of {len(lists[c])} words for {c!r} is one token and nearer to"
                     f" its class than noise={self.noise:g}; give another list (--set words=FILE) or"
-                    " lower --set noise"
+                    " lower --set noise=..."
                 )
         return ids_of
 

@@ -72,7 +72,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 OWN_CODE = (
     "comes with Python code of its own, which does not run unless you ask for it: read it, then"
-    " give --trust-remote-code (trust_remote_code=True; a sweep never runs it)"
+    " give --trust-remote-code (a sweep never runs it)"
 )
 
 

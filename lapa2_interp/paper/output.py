@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.files import as_csv, parse_json, read_text, write_text
+from lapa2_interp.files import (
+    as_csv,
+    as_latex,
+    as_markdown,
+    parse_json,
+    read_text,
+    write_text,
+)
 from lapa2_interp.paper.claims import Finding, Findings, read_claims, shown_claims
 from lapa2_interp.paper.tables import footnotes, gaps_note, wide
 
@@ -132,52 +139,3 @@ def as_json(item: str, title: str, shown: pd.DataFrame, notes: Sequence[str]) ->
     rows = shown.astype(str).to_dict("split")
     facts = {"item": item, "title": title, "notes": [*notes], "rows": rows}
     return json.dumps(facts, indent=1, ensure_ascii=False)
-
-
-def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
-    """A table as Markdown."""
-    escaped = [
-        [str(value).replace("|", "\\|").replace("\n", " ") for value in row]
-        for row in shown.to_numpy()
-    ]
-    lines = [
-        " | ".join(map(str, shown.columns)),
-        " | ".join("---" for _ in shown.columns),
-        *map(" | ".join, escaped),
-    ]
-    return (
-        f"### {title}\n\n"
-        + "\n".join(f"| {line} |" for line in lines)
-        + "\n\n"
-        + "\n\n".join(notes)
-        + "\n"
-    )
-
-
-def as_latex(title: str, shown: pd.DataFrame, notes: Sequence[str], label: str) -> str:
-    """A table as LaTeX, for booktabs."""
-    lines = [
-        r"\begin{table}",
-        r"\centering\small",
-        rf"\caption{{{_latex(title)}}}",
-        rf"\label{{tab:{label}}}",
-        rf"\begin{{tabular}}{{{'l' * len(shown.columns)}}}",
-        r"\toprule",
-        " & ".join(_latex(str(column)) for column in shown.columns) + r" \\",
-        r"\midrule",
-        *(" & ".join(_latex(str(value)) for value in row) + r" \\" for row in shown.to_numpy()),
-        r"\bottomrule",
-        r"\end{tabular}",
-        *(rf"\par\footnotesize {_latex(note)}" for note in notes),
-        r"\end{table}",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _latex(text: str) -> str:
-    text = text.replace("\\", r"\textbackslash ")
-    for mark in "&%$#_{}":
-        text = text.replace(mark, "\\" + mark)
-    text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)

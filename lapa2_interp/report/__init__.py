@@ -2,12 +2,15 @@
 
 It shows, of a run folder and the tables and figures made from it:
 
-1. what was run: models, grids, cells that are there and that are not, weights, versions, seeds;
-2. the paper's claims with intervals and verdicts, and ours apart from them;
-3. every item: its figure, table and notes;
-4. texts of the arms side by side, every token coloured by the attention of the query that predicted
+1. texts of the arms side by side, every token coloured by the attention of the query that predicted
    it;
-5. every cell with its state.
+2. the scores that lie in the run (`lapa2 score RUN`), and each arm against the baseline;
+3. the paper's claims with intervals and verdicts, and ours apart from them;
+4. every item: its figure, table and notes;
+5. every cell with its state;
+6. what was run: models, grids, weights, versions, seeds.
+
+What is not there has no section.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ from lapa2_interp.paper.results import read_gallery
 from lapa2_interp.plots import COLOURS
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import STATES, FinishedCell, Run
+from lapa2_interp.runs.score import score_notes
+from lapa2_interp.scoring.tables import APART, KEYS, shown_scores, told_keys
 from lapa2_interp.trace.tables import branch_name, pooled
 
 if TYPE_CHECKING:
@@ -150,7 +155,7 @@ def run_report(
     run: Run,
     tables: Path,
     figures: Path,
-    title: str = "A LaPA2 run, item by item",
+    title: str = "A LaPA2 run",
     views: Sequence[str] = (),
 ) -> str:
     """The page of a run as one string. The same folders give the same bytes.
@@ -190,6 +195,7 @@ def run_report(
         facts=_facts(run, manifests),
         others=_other_runs(run, tables.parent),
         items=items,
+        scores=[] if run.folder is None else _scores(run, run.folder),
         absent=[name for name in ORDER if name not in {item["name"] for item in items}],
         groups=groups,
         claims=[claim for group in groups for claim in group["claims"]],
@@ -285,6 +291,84 @@ def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+# --- scores
+
+
+def _scores(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """The scores in the folders of a run: for reading, and each arm against the baseline, one
+    figure a metric.
+
+    Raises:
+        RunError: A table is not one of `lapa2 score`.
+    """
+    return [
+        _scores_in(run, file.parent)
+        for file in sorted(folder.glob("*/table.csv"))
+        if (file.parent / "differences.csv").is_file()
+    ]
+
+
+def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
+    words = dict.fromkeys((*KEYS, *APART, "metric", "scorer", "why"), str)
+    try:
+        table, differences = (
+            pd.read_csv(
+                folder / name,
+                dtype=words,
+                keep_default_na=False,
+                na_values={key: [""] for key in ("mean", "low", "high", "difference", "p")},
+            )
+            for name in ("table.csv", "differences.csv")
+        )
+        shown, notes = shown_scores(table, differences), score_notes(table, differences)
+        figures = [
+            _differences(str(metric), str(scorer), part)
+            for (metric, scorer), part in differences.groupby(["metric", "scorer"], sort=False)
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{folder} has no tables of `lapa2 score` ({type(error).__name__}: {error}); score"
+            f" again, or remove the folder"
+        ) from error
+    arms = {cell.arm for cell in run.finished.values()}
+    if "arm" in table and (left := sorted(arms - set(table["arm"]))):
+        notes.append(f"not among these scores: {', '.join(left)}")
+    return {
+        "name": folder.name,
+        "head": list(shown),
+        "rows": [
+            {side: str(row.get(side, "")) for side in ("task", "method")}
+            | {"cells": [_marked(str(cell)) for cell in row.values()]}
+            for row in _records(shown)
+        ],
+        "notes": notes,
+        "figures": figures,
+    }
+
+
+def _differences(metric: str, scorer: str, part: pd.DataFrame) -> dict[str, Any]:
+    """A metric's differences against the baseline, drawn on one scale."""
+    keys = told_keys(part)
+    least, most = _scale(part[["low", "high", "difference"]].assign(zero=0.0))
+    rows = []
+    for row in _records(part):
+        found = {name: row[name] for name in ("low", "high")}
+        found |= {"here": row["difference"], "paper": math.nan}
+        clear = "clear" if row["low"] > 0 or row["high"] < 0 else "unclear"
+        words = _written(found | {"p": row["p"], "holm": math.nan, "detectable": math.nan})
+        rows.append(
+            {
+                "arm": ", ".join(str(row[key]) for key in keys if row[key] != "") or metric,
+                "drawing": _forest(found, least, most, clear),
+                "prompts": row["prompts"],
+                "task": row.get("task", ""),
+                "method": row.get("method", ""),
+            }
+            | words
+        )
+    return {"metric": metric, "scorer": scorer, "rows": rows, "least": least, "most": most}
 
 
 # --- items and claims

@@ -15,7 +15,7 @@ from lapa2_interp.augmentation import Joint
 from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import TraceError
 from lapa2_interp.files import as_csv, holds_only, new_folder, write_text
-from lapa2_interp.runs.read import Run, shown_only
+from lapa2_interp.runs.read import ALIKE, Run, begun, shown_only
 from lapa2_interp.trace.tables import (
     branch_name,
     fit_table,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 WRITTEN = ("steps.*", "fits.*", "prefix_tokens.*", "head*.*", "cells.csv", "*_attention.png")
 """Names of the tables and figures."""
-ALIKE = ("model", "task", "method", "variant", "max_length", "dtype")
-"""What arms that are shown side by side have in common."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,7 @@ def read_attention(
         TraceError: No cell has a trace, or the cells are of several models, tasks or methods.
         RunError: No such column, or a cell is damaged.
     """
-    cells = run.cells[run.cells["key"].isin(run.select(**(only or {})))]
-    if not len(cells):
-        there = "; ".join(
-            f"{name}: {', '.join(map(str, dict.fromkeys(run.cells[name])))}" for name in only or {}
-        )
-        raise TraceError(f"{run.name} has no cell with {shown_only(only)}; there are {there}")
+    cells = run.cells[run.cells["key"].isin(run.select(**(only or {})).plan)]
     cells = cells[[run.plan[key].trace != "none" for key in cells["key"]]]
     if not len(cells):
         raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
@@ -130,14 +123,11 @@ def read_attention(
         )
     kinds = {run.plan[key].trace for key in cells["key"]}
     made = [run.cell(key) for key in cells["key"]]
-    samples = pd.concat([each.samples for each in made], ignore_index=True)
-    trace = join_traces([each.trace for each in made if each.trace is not None], samples)
-    begun = samples["n_tokens"].to_numpy() > 0
-    if not begun.any():
+    all_samples = run.samples(list(cells["key"]))
+    joined = join_traces([each.trace for each in made if each.trace is not None], all_samples)
+    samples, trace = begun(all_samples, joined)
+    if not len(samples):
         raise TraceError(f"all texts of {run.name} ended before a first token: nothing was traced")
-    if not begun.all():
-        trace = trace.isel(sample=begun).assign_coords(sample=range(int(begun.sum())))
-        samples = samples[begun].reset_index(drop=True)
     steps, part = step_table(trace, samples, branch), steered_part(trace, branch)
     tables = {"steps": steps, "fits": fit_table(steps, part)}
     if part == "prefix":
@@ -145,7 +135,7 @@ def read_attention(
     if kinds == {"full"}:
         tables["heads"] = head_table(trace, samples, branch)
     arms = {run.plan[key].arm: run.plan[key].augmentation for key in cells["key"]}
-    left_out = int((~begun).sum())
+    left_out = len(all_samples) - len(samples)
     return Attention(
         trace, samples, branch_name(trace, branch), part, tables, arms, cells, left_out
     )

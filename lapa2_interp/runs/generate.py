@@ -158,7 +158,7 @@ def make_cells(
                 rows = max(map(len, todo.groups)) * len(todo.branches)
                 raise ModelError(
                     f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
-                    " give fewer texts a batch: --max-rows N (max_rows=N), below this number"
+                    " give fewer texts a batch: --max-rows N, below this number"
                 ) from error
             samples = made.samples.assign(arm=todo.cell.arm)
             manifest = Manifest.of(

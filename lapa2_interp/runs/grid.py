@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lapa2_interp.augmentation import Augmentation, Joint, joint
-from lapa2_interp.cell import Cell
+from lapa2_interp.cell import Cell, same_label
 from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, first_problem, one_of
 from lapa2_interp.files import parse_toml, read_text
 from lapa2_interp.loaded import ModelClass
@@ -39,7 +39,7 @@ prompts = 5                      # the task's first 5 (more than it has: with ot
 [[block]]
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 wordings x 2 arms
 wording = ["task", "A {attribute} text:"]                       # the task's hard prefixes, or all of this form
-augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt" }, or a recipe: "instaboost:M=5"
+augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt", label = "gentle" }, or a recipe: "instaboost:M=5"
 
 [[block]]
 method = "none"
@@ -82,7 +82,11 @@ class Block(BaseModel):
     """The task's; so many at most, of the task's and then of `tasks.more_prompts`; or a file's."""
     augmentation: str | dict[str, Any] = "none"
     """none; a profile (paper, released) at the method's alpha; recipes, as `read_recipes` takes
-    them; or fields of an augmentation, alpha the method's if absent."""
+    them; or fields of an augmentation, alpha the method's if absent, or { recipe = ... }, either
+    with a label."""
+    label: str = ""
+    """What the block's arms are called, except those with a label of their own; by default a
+    recipe's text, or the fields of the augmentation. It decides no text."""
     length: Annotated[int, Field(ge=1)]
     samples: Annotated[int, Field(ge=1)]
     seed: int = 1
@@ -102,6 +106,7 @@ FORMS = {
     ),
     "augmentation": (
         'none, paper, released, a recipe such as "instaboost:M=5", or { alpha = ..., law = ... }'
+        " with a label = ..."
     ),
 }
 """For error messages: the values of keys that take several forms."""
@@ -198,6 +203,15 @@ def load_grid(
         for key, value in keys.items():
             if value == []:
                 raise GridError(f"{where}: {key} is an empty list, so the block has no cell")
+        if isinstance(keys.get("label"), list):
+            raise GridError(
+                f"{where}: label is one text, not a list; give each arm its own: augmentation = [{{"
+                " alpha = ..., label = ... }, ...]"
+            )
+        if keys.get("label") and _as_list(keys.get("augmentation", "none")) == ["none"]:
+            raise GridError(
+                f"{where}: label {keys['label']!r} is for an augmentation, and the block has none"
+            )
         axes = [_as_list(value) for value in keys.values()]
         if (points := math.prod(map(len, axes))) > MOST_POINTS and not yes:
             raise GridError(
@@ -210,6 +224,11 @@ def load_grid(
                 cells.setdefault(cell.key, cell)
     if not cells:
         raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
+    for one, other in same_label(cells.values()):
+        raise GridError(
+            f"grid {name}: the label {other.label!r} names two arms ({one.plain_arm};"
+            f" {other.plain_arm}); give each its own: {{ alpha = ..., label = ... }}"
+        )
     if needs and check:
         raise GridError(f"grid {name} cannot run yet: {'; '.join(dict.fromkeys(needs))}")
     return Grid(title, description, tuple(cells.values()), tuple(dict.fromkeys(needs)))
@@ -250,11 +269,12 @@ def _resolve(
             raise GridError(f"a method is a name or {{ name = ... }}, found {block.method!r}")
         find(name := given.pop("name"), allow_code)
         method = for_task(name, load_task(block.task), **given)
-        augmentation = _augmentation(block.augmentation, method)
+        augmentation, label = _augmentation(block.augmentation, method)
         attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
         _check_wording(block, task, method, attributes)
         return [
-            _cell(block, task, attribute, method, augmentation, needs) for attribute in attributes
+            _cell(block, task, attribute, method, augmentation, label or block.label, needs)
+            for attribute in attributes
         ]
     except Lapa2Error as error:
         raise GridError(f"{where}: {error}") from None
@@ -312,20 +332,35 @@ def _check_wording(block: Block, task: Task, method: Method, attributes: Sequenc
             )
 
 
-def _augmentation(asked: str | dict[str, Any], method: Method) -> Joint:
+def _augmentation(asked: str | dict[str, Any], method: Method) -> tuple[Joint, str]:
+    """What acts, and the label it was given."""
     if asked == "none":
-        return None
+        return None, ""
+    label = ""
+    if isinstance(asked, dict):
+        asked, label = {**asked}, asked.get("label", "")
+        asked.pop("label", None)
+        if not isinstance(label, str):
+            raise AugmentationError(f"the label of an augmentation is a text, found {label!r}")
+        if "recipe" in asked:
+            if beside := [name for name in asked if name != "recipe"]:
+                raise AugmentationError(
+                    f"a recipe has its parameters in its text, such as instaboost:M=5; leave out"
+                    f" {beside[0]}"
+                )
+            asked = str(asked["recipe"])
     if isinstance(asked, str):
         if asked not in ("paper", "released"):
             if re.split("[+:]", asked)[0].strip() in RECIPES:
-                return joint(read_recipes(asked))
+                named = read_recipes(asked)
+                return joint(named), label or named.label
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
                 f"{one_of('augmentation', asked, allowed)}; or a table of fields"
             )
         asked = {"profile": asked}
     fields = {"alpha": method.alpha} | asked
-    return joint(Augmentation(**{name: _tuples(value) for name, value in fields.items()}))
+    return joint(Augmentation(**{name: _tuples(value) for name, value in fields.items()})), label
 
 
 def _tuples(value: Any) -> Any:
@@ -338,6 +373,7 @@ def _cell(
     attribute: str,
     method: Method,
     augmentation: Joint,
+    label: str,
     needs: list[str],
 ) -> Cell:
     return Cell.of(
@@ -347,6 +383,7 @@ def _cell(
         attribute=attribute,
         augmentation=augmentation,
         alpha=0.0 if augmentation is None else None,
+        label="" if augmentation is None else label,
         dtype=block.dtype,
         needs=needs,
         **{name: getattr(block, name) for name in _SHARED},

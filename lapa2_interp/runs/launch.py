@@ -65,7 +65,7 @@ def launch(
     out = Path(out)
     if not names:
         raise GridError(
-            "name a grid: lapa2 sweep quick/sent_topic --out RUN (`lapa2 grids` lists them)"
+            "name a grid: `lapa2 sweep quick/sent_topic --out RUN` (`lapa2 grids` lists them)"
         )
     if threads < 1:
         raise RunError(f"--threads must be at least 1, found {threads}")

@@ -25,11 +25,21 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell, Key
+from lapa2_interp.cell import (
+    BUILT_IN_TASKS,
+    CELL,
+    Cell,
+    Key,
+    same_label,
+)
+from lapa2_interp.decoding.loop import (
+    join_traces,
+)
 from lapa2_interp.errors import (
     DamagedError,
     Lapa2Error,
     RunError,
+    TraceError,
     counted,
     first_problem,
     one_of,
@@ -61,6 +71,7 @@ from lapa2_interp.runs.manifest import (
 )
 from lapa2_interp.tasks import Attribute, Prompts, Task
 from lapa2_interp.trace import TraceKind
+from lapa2_interp.trace.tables import step_table
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -78,6 +89,8 @@ STATES = ("finished", "failed", "partly", "damaged", "missing")
 changed; a sweep makes the cell again. Other changes are noticed when a file is read."""
 WRITES_ANEW = "remove it, and `lapa2 sweep` with the run's grids writes it anew"
 """What to do about a damaged run.json."""
+ALIKE = ("model", "task", "method", "variant", "max_length", "dtype")
+"""What arms that are shown side by side have in common."""
 
 
 @dataclass(frozen=True)
@@ -302,20 +315,19 @@ class Run:
             return "partly"
         return "damaged" if self.place(key).is_dir() else "missing"
 
-    def samples(self, cells: Sequence[str] | None = None) -> pd.DataFrame:
+    def samples(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> pd.DataFrame:
         """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns
         (model, method, arm, ...).
 
         Args:
-            cells: Keys; by default all that are finished.
+            cells: A key, or several; by default all that are finished.
+            wanted: Or values of columns, as `select` takes them.
 
         Raises:
-            RunError: A cell is not finished, or damaged.
+            RunError: A cell is not finished, or damaged; as `select`.
         """
-        finished, frames = self.finished, []
-        for key in finished if cells is None else cells:
-            if key not in finished:
-                raise RunError(self._not_there(key))
+        frames = []
+        for key in self._keys(cells, wanted):
             if key in self.held:
                 table = self.held[key].samples
             else:
@@ -323,16 +335,78 @@ class Run:
             frames.append(table.drop(columns="arm").assign(**self.plan[key].columns, cell=key))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
-    def trace(self, key: str | None = None) -> xr.Dataset | None:
-        """The trace of one cell; None if it has none.
+    def trace(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> xr.Dataset | None:
+        """The traces of finished cells as one: sample i is row i of `samples` of the same cells.
+
+        Coordinates of a sample are its prompt_text, task, attribute, method, arm, and its cell's
+        key (`cell`). What a cell lacks of the others (branches of another method, steps of a longer
+        text) is NaN.
 
         Args:
-            key: By default that of the only cell.
+            cells, wanted: As in `samples`.
+
+        Returns:
+            None where no cell has a trace.
 
         Raises:
-            RunError: As `cell`.
+            RunError: As `samples`; none is finished; or the traces do not fit together: of other
+                models, pooled beside full, or none.
         """
-        return self.cell(key).trace
+        keys = self._keys(cells, wanted)
+        if not keys:
+            first = next(iter(self.plan), None)
+            raise RunError(f"{self.name} has no cell" if first is None else self._not_there(first))
+        found = {key: self.cell(key).trace for key in keys}
+        traces = {key: each for key, each in found.items() if each is not None}
+        if not traces:
+            return None
+        shapes = {
+            key: each and {name: each["prefix"].sizes.get(name) for name in ("layer", "head")}
+            for key, each in found.items()
+        }
+        first = keys[0]
+        if other := [key for key in keys if shapes[key] != shapes[first]]:
+            raise RunError(
+                f"the traces of cells {first} ({self._traced(first)}) and {other[0]}"
+                f" ({self._traced(other[0])}) do not fit together; choose cells alike, such as"
+                f" model={self.plan[first].model!r}"
+            )
+        joined = join_traces(list(traces.values()), self.samples(keys))
+        return joined if len(keys) == 1 else joined.drop_attrs(deep=False)  # each has a manifest
+
+    def _traced(self, key: str) -> str:
+        return f"{self.plan[key].model}, trace {self.plan[key].trace}"
+
+    def steps(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
+        """Attention against step as a tidy table: mean and 95 % interval by arm.
+
+        Args:
+            branch: Which branch; by default the first of each method with a prefix.
+            wanted: As in `samples`.
+
+        Returns:
+            Columns of `step_table` (arm, step, name, mean, low, high, n, prompts) behind those of
+            `ALIKE` (model, task, method, ...), whose arms are compared; attributes are taken
+            together. Texts that ended before a first token are left out.
+
+        Raises:
+            RunError: As `trace`.
+            TraceError: No cell has a trace, or no such branch.
+        """
+        keys = [key for key in self._keys(None, wanted) if self.plan[key].trace != "none"]
+        if not keys:
+            raise TraceError(f"{self.name} has no finished cell with a trace")
+        cells, frames = self.cells[self.cells["key"].isin(keys)], []
+        for values, group in cells.groupby([*ALIKE], sort=False):
+            chosen = list(group["key"])
+            joined = self.trace(chosen)
+            assert joined is not None  # these cells have traces
+            samples, trace = begun(self.samples(chosen), joined)
+            if len(samples):
+                steps = step_table(trace, samples, branch)
+                alike: dict[str, Any] = dict(zip(ALIKE, values, strict=True))
+                frames.append(steps.assign(**alike)[[*ALIKE, *steps]])
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def manifest(self, key: str | None = None) -> Manifest:
         """The manifest of one cell, without texts and trace; arguments and errors as `trace`."""
@@ -356,19 +430,56 @@ class Run:
             raise RunError(self._not_there(key))
         return read_cell(self.place(key))
 
-    def select(self, **wanted: Any) -> list[str]:
-        """Keys of the cells whose columns have these values (a list: one of them), finished or not.
+    def select(self, **wanted: Any) -> Run:
+        """The cells whose columns have these values (a list: one of them), finished or not: a run
+        like this one.
 
         Raises:
-            RunError: No such column.
+            RunError: No such column, a value that no cell has, or values that no cell has together.
         """
         table = self.cells
         chosen = pd.Series(True, index=table.index)
         for column, value in wanted.items():
             if column not in table:
                 raise RunError(one_of("column", column, table.columns))
+            for each in as_list(value):
+                if not is_any_of(table[column], [each]).any():
+                    there = ", ".join(map(str, dict.fromkeys(table[column])))
+                    raise RunError(
+                        f"{self.name} has no cell with {column}={each}; {column} may be"
+                        f" {there or 'nothing: there is no cell'}"
+                    )
             chosen &= is_any_of(table[column], as_list(value))
-        return list(table["key"][chosen])
+        if wanted and not chosen.any():
+            raise RunError(f"{self.name} has no cell with {shown_only(wanted)} together")
+        keys = set(table["key"][chosen]) if len(table) else set()
+        grids = {
+            name: tuple(key for key in of_grid if key in keys)
+            for name, of_grid in self.listing.grids.items()
+        }
+        grids = {name: of_grid for name, of_grid in grids.items() if of_grid}
+        return Run(
+            self.folder,
+            self.listing.model_copy(update={"grids": grids}),
+            {key: cell for key, cell in self.plan.items() if key in keys},
+            {key: made for key, made in self.held.items() if key in keys},
+        )
+
+    def _keys(self, cells: str | Sequence[str] | None, wanted: Mapping[str, Any]) -> list[str]:
+        """Keys of the finished cells that are asked for."""
+        finished = self.finished
+        if cells is None:
+            chosen = [key for key in self.select(**wanted).plan if key in finished]
+            if wanted and not chosen:
+                raise RunError(f"no cell of {self.name} with {shown_only(wanted)} is finished")
+            return chosen
+        if wanted:
+            raise RunError(f"give keys, or values ({shown_only(wanted)}), not both")
+        alone = isinstance(cells, str) or not isinstance(cells, Iterable)
+        keys: list[Any] = list(dict.fromkeys([cells] if alone else cells))
+        if missing := [key for key in keys if key not in finished]:
+            raise RunError(self._not_there(missing[0]))
+        return keys
 
     def save(self, folder: str | Path, force: bool = False) -> Run:
         """Write the run to a new folder, which appears whole or not at all; the run as read back.
@@ -403,6 +514,13 @@ class Run:
                 " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def begun(samples: pd.DataFrame, trace: xr.Dataset) -> tuple[pd.DataFrame, xr.Dataset]:
+    """Without the texts that ended before a first token, which have no attention."""
+    has = samples["n_tokens"].to_numpy() > 0
+    numbers = range(int(has.sum()))
+    return samples[has].reset_index(drop=True), trace.isel(sample=has).assign_coords(sample=numbers)
 
 
 def each_once(cells: Mapping[str, Cell]) -> list[str]:
@@ -456,11 +574,11 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def write_plan(folder: Path, cell: Cell) -> None:
-    """Write a cell's settings, where they are not there yet, or damaged."""
-    try:
-        read_plan(folder, cell.key)
-    except DamagedError:
-        write_text(_plan(folder, cell.key), cell.model_dump_json(indent=1) + "\n")
+    """Write a cell's settings, where they are not there yet, damaged, or have another label."""
+    with suppress(DamagedError):
+        if read_plan(folder, cell.key).label == cell.label or not cell.label:
+            return
+    write_text(_plan(folder, cell.key), cell.model_dump_json(indent=1) + "\n")
 
 
 def read_plan(folder: Path, key: str) -> Cell:
@@ -542,6 +660,7 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 
 OWN = (
     LISTING, "plan", "cells", "parts", "failed", ".lock", f"{ASIDE}*", "view.html", "report.html",
+    "scores",
     MANIFEST, SAMPLES, TRACE,
 )  # fmt: skip
 """What is in the folder of a run."""
@@ -608,6 +727,9 @@ def load_run(folder: str | Path) -> Run:
                 f" {__version__}; `lapa2 sweep` with the cell's grid"
                 f" ({', '.join(listing.with_cell(key))}) writes it anew"
             ) from error
+    for _, cell in same_label(plan.values()):
+        told = f"{cell.label or cell.arm} ({cell.plain_arm})"
+        plan[cell.key] = cell.model_copy(update={"label": told})
     return Run(folder, listing, plan)
 
 
@@ -719,7 +841,7 @@ def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
         attributes=names,
         prompts=Prompts(texts=manifest.prompts),
     )
-    return Cell.model_construct(
+    found = Cell.model_construct(
         model=manifest.model.name,
         dtype=manifest.model.dtype,  # type: ignore[arg-type]
         model_class=manifest.model.model_class,
@@ -740,3 +862,4 @@ def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
         patterns=manifest.patterns,
         files={},
     )
+    return found if arm == found.plain_arm else found.model_copy(update={"label": arm})

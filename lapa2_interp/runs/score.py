@@ -12,7 +12,15 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp.errors import ScoringError, counted
-from lapa2_interp.files import as_csv, cache_folder, holds_only, new_folder, write_text
+from lapa2_interp.files import (
+    as_csv,
+    as_latex,
+    as_markdown,
+    cache_folder,
+    holds_only,
+    new_folder,
+    write_text,
+)
 from lapa2_interp.machine import tell_if_slow
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.progress import shown_time
@@ -23,7 +31,14 @@ from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, spli
 from lapa2_interp.scoring.adapter import ADAPTER
 from lapa2_interp.scoring.linear import LINEAR
 from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
+from lapa2_interp.scoring.tables import (
+    DIFFERENCE,
+    cell_table,
+    difference_table,
+    distinct_cells,
+    score_table,
+    shown_scores,
+)
 from lapa2_interp.tasks import Task, read_task
 
 LETTERS = 4.5
@@ -75,7 +90,8 @@ def score(
     Args:
         source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
         scorers: As `scoring.chosen_scorers` takes them.
-        out: Also write scores.parquet, table.csv and differences.csv into this new folder.
+        out: Also write into this new folder: scores.parquet, table.csv, differences.csv, and both
+            tables for reading as table.md and table.tex.
         labels: Names for a classifier's labels.
         only: Only texts whose columns have these values (a list: one of them).
         notify: Told what is scored, and what scorers have to say.
@@ -139,17 +155,30 @@ def score(
         sets.append((samples, options))
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
-    ours = holds_only("table.csv", "differences.csv", "scores.parquet")
+    ours = holds_only("table.csv", "differences.csv", "scores.parquet", "table.md", "table.tex")
     with new_folder(out, force, ours) as folder:
         scored = _score(sets, scorers, cache, max_cost, notify)
         write_text(folder / "table.csv", as_csv(scored.table))
         write_text(folder / "differences.csv", as_csv(scored.differences))
+        shown = shown_scores(scored.table, scored.differences)
+        title, notes = f"Scores of {source.name}", score_notes(scored.table, scored.differences)
+        write_text(folder / "table.md", as_markdown(title, shown, notes))
+        write_text(folder / "table.tex", as_latex(title, shown, notes, "scores"))
         if len(scored.scores):
             kept = scored.scores.drop(columns=["tokens"], errors="ignore")
             words = [str(name) for name in kept if kept[name].dtype == object]  # of any types
             kept = kept.assign(**{name: kept[name].map(_plain) for name in words})
             kept.to_parquet(folder / "scores.parquet", index=False)
     return scored
+
+
+def score_notes(table: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
+    """Lines under a table of scores."""
+    notes = [f"scored by {'; '.join(dict.fromkeys(table['scorer']))}"]
+    notes.append("in brackets: 95 % interval, prompts resampled; none where there is one prompt")
+    if len(differences):
+        notes.append("change: against the baseline, paired by prompt")
+    return notes
 
 
 def _check_options(
@@ -256,7 +285,7 @@ def _score(
             scores.append(pd.concat(found, ignore_index=True))
             cells.append(cell_table(scores[-1]))
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
-    differences = difference_table(kept) if scores else pd.DataFrame()
+    differences = difference_table(kept) if scores else pd.DataFrame(columns=DIFFERENCE)
     return Scored(kept, pd.concat(cells, ignore_index=True), differences)
 
 

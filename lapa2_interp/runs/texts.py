@@ -52,7 +52,7 @@ def read_texts(
         if not run.finished:
             raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
         wanted = {name: value for name, value in (only or {}).items() if name in run.cells}
-        chosen = run.select(**wanted)
+        chosen = run.select(**wanted).plan
         keys = each_once({key: cell for key, cell in run.finished.items() if key in chosen})
         finished = run.cells[run.cells["key"].isin(keys)]
         wordings = finished["key"].map(lambda key: str(run.plan[key].task.attributes))

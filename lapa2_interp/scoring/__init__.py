@@ -126,6 +126,12 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     """
     words = [each for each in asked if each in WHICH]
     names = [each for each in asked if each not in WHICH] or list(usual)
+    of_words = [split_scorer(each)[1] for each in names if not split_scorer(each)[2]]
+    if words and not {"accuracy", "toxicity", "masked"} & set(of_words):
+        raise ScoringError(
+            f"{words[0]} says which classifier judges accuracy, toxicity or masked; ask for one of"
+            " them, too, such as accuracy"
+        )
     by = list(dict.fromkeys(each for word in words or ["both"] for each in WHICH[word]))
     found: list[str] = []
     for each in names:

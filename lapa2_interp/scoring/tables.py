@@ -21,6 +21,10 @@ KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "ar
 """Columns that make cells, where a table has them."""
 APART = ("max_length", "dtype")
 """Columns that make cells where they differ: texts of another length or precision."""
+DIFFERENCE = [
+    "arm", "metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer",
+]  # fmt: skip
+"""Columns of a table of differences, without those that make cells."""
 TOXIC = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
@@ -175,9 +179,8 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         (the smallest difference these texts could have shown; NaN where all prompts have one
         difference, which tells no spread), prompts, scorer; empty where there is no such arm.
     """
-    columns = ["metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer"]
     if baseline not in set(scores["arm"]):
-        return pd.DataFrame(columns=["arm", *columns])
+        return pd.DataFrame(columns=DIFFERENCE)
     rows = []
     for keys, part in _cells(scores, ["arm"]):
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
@@ -207,7 +210,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                         "scorer": scorer,
                     }
                 )
-    return pd.DataFrame(rows, columns=None if rows else ["arm", *columns])
+    return pd.DataFrame(rows, columns=None if rows else DIFFERENCE)
 
 
 def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
@@ -277,6 +280,55 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
     found = found.assign(scorer=found["scorer"].dropna().iloc[0])
     columns = ["metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]
     return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
+
+
+def shown_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
+    """Both tables as one for reading: a row per arm, a column per metric with its interval, and
+    behind it the change against the baseline.
+
+    Args:
+        table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
+    """
+    keys = told_keys(table)
+    metrics = table[["metric", "scorer"]].drop_duplicates()
+    found = table[keys].drop_duplicates() if keys else pd.DataFrame(index=[0])
+    joined = {"on": keys, "how": "left"} if keys else {"how": "cross"}
+    for metric, scorer in metrics.itertuples(index=False):
+        name = str(metric) if (metrics["metric"] == metric).sum() == 1 else f"{metric}, {scorer}"
+        for source, number, title in (
+            (table, "mean", name), (differences, "difference", f"change of {name}"),
+        ):  # fmt: skip
+            if not len(source):
+                continue
+            part = source[(source["metric"] == metric) & (source["scorer"] == scorer)]
+            if not len(part) or not set(keys) <= set(part):
+                continue
+            cells = part[keys].assign(**{title: [_cell(*of) for of in _ends(part, number)]})
+            found = found.merge(cells, **joined)
+    return found.fillna("")
+
+
+def told_keys(table: pd.DataFrame) -> list[str]:
+    """The columns by which rows of a table of cells differ; the arm always, where it is known."""
+    there = [key for key in (*KEYS, *APART) if key in table]
+    return [
+        key
+        for key in there
+        if table[key].nunique(dropna=False) > 1 or (key == "arm" and (table[key] != "").any())
+    ]
+
+
+def _ends(part: pd.DataFrame, number: str) -> Iterator[tuple[float, float, float, str]]:
+    sign = "+" if number == "difference" else ""
+    for mean, low, high in part[[number, "low", "high"]].to_numpy(float):
+        yield mean, low, high, sign
+
+
+def _cell(mean: float, low: float, high: float, sign: str) -> str:
+    if np.isnan(mean):
+        return "no number"
+    interval = "" if np.isnan(low) else f" [{low:{sign}.3g}, {high:{sign}.3g}]"
+    return f"{mean:{sign}.3g}{interval}"
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:

@@ -141,7 +141,7 @@ def choose(
         RunError: No such column.
     """
     cells = run.cells
-    cells = cells[cells["key"].isin(run.select(**only)) & (cells["state"] == "finished")]
+    cells = cells[cells["key"].isin(run.select(**only).plan) & (cells["state"] == "finished")]
     if not len(cells):
         told = f" with {shown_only(only)}" if only else ""
         raise TraceError(f"{run.name} has no finished cell{told}; `lapa2 runs` lists its cells")
