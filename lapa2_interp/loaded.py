@@ -38,12 +38,12 @@ class TransformersModel:
 
     def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
         config, self.original_model, self.tokenizer = network.config, network, tokenizer
-        n_heads = config.num_attention_heads
+        n_kv_heads, d_head = kv_size(config)
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
-            n_heads=n_heads,
-            n_key_value_heads=getattr(config, "num_key_value_heads", None) or n_heads,
-            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
+            n_heads=config.num_attention_heads,
+            n_key_value_heads=n_kv_heads,
+            d_head=d_head,
             d_vocab=config.vocab_size,
             n_ctx=context_of(config),
             dtype=network.dtype,
@@ -81,6 +81,21 @@ def context_of(config: Any) -> int:
     return UNNAMED
 
 
+def kv_size(config: Any) -> tuple[int, int]:
+    """KV heads of a layer, and numbers of a head; the largest, where layers differ (Gemma 4)."""
+    sizes = []
+    for each in getattr(config, "per_layer_config", None) or [config]:
+        heads = each.num_attention_heads
+        d_head = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
+        sizes.append(
+            (
+                getattr(each, "num_key_value_heads", None) or heads,
+                d_head or each.hidden_size // heads,
+            )
+        )
+    return max(n for n, _ in sizes), max(d for _, d in sizes)
+
+
 KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
     {
         "full_attention": "full",
@@ -95,6 +110,7 @@ KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
         "mamba": "none",
         "conv": "none",
         "moe": "none",
+        "mlp": "none",
     }
 )
 """What the layer types of transformers' configurations mean for attention."""
@@ -112,7 +128,11 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
         local = KeysSeen("sliding", cfg.window_size) if cfg.use_local_attn else FULL
         kinds = cfg.attn_types or ("local" if cfg.use_local_attn else "global",) * cfg.n_layers
         return tuple(local if kind == "local" else FULL for kind in kinds)
-    config = network.config.get_text_config()
+    return keys_seen_of(network.config.get_text_config())
+
+
+def keys_seen_of(config: Any) -> tuple[KeysSeen, ...]:
+    """As `keys_seen`, from a transformers configuration."""
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = next(
         (
@@ -135,6 +155,11 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
             )
         found.append(KeysSeen(KEYS_SEEN[kind], sizes.get(KEYS_SEEN[kind]) or 0))
     return tuple(found)
+
+
+def attention_layers(model: Model) -> list[int]:
+    """The layers that have attention: all, but for hybrids with recurrent or convolutional ones."""
+    return [layer for layer, each in enumerate(keys_seen(model)) if each.kind != "none"]
 
 
 def window_of(model: Model) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.errors import LayoutError, ModelError, PrefixError
@@ -189,8 +189,6 @@ def soft_inputs(
     Returns:
         input, attention_mask, position_ids and past_key_values.
     """
-    from transformers.cache_utils import DynamicCache
-
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
@@ -274,6 +272,11 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
+def holds_keys(layer: Any) -> bool:
+    """Whether a layer of transformers' cache holds keys and values, and nothing else."""
+    return isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
+
+
 def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
     """Refuse rows whose padding stands between soft slots and text where a sliding window would
     count it.
@@ -339,7 +342,12 @@ class BridgeRows:
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:
         check_readable(self.model, layouts)
-        layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
+        capacity = len(layouts[0])
+        # Layers without keys of their own (recurrent ones, and those that read another layer's)
+        # keep what transformers keeps of them.
+        config = network_of(self.model).config.get_text_config()
+        layers = DynamicCache(config=config).layers
+        layers = [SlotLayer(capacity) if holds_keys(each) else each for each in layers]
         soft = soft_slots(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):
@@ -347,7 +355,11 @@ class BridgeRows:
         self.cache = Cache(layers=layers)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.cache = Cache(layers=[layer.expand(index, capacity) for layer in self.cache.layers])
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, SlotLayer):
+                self.cache.layers[i] = layer.expand(index, capacity)
+            else:
+                layer.reorder_cache(index)
         room = self.mask.new_ones((len(index), capacity - self.mask.shape[1]))
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
@@ -363,7 +375,14 @@ class BridgeRows:
     def crop(self, n: int) -> None:
         """Forget the last `n` tokens of each row."""
         for layer in self.cache.layers:
-            layer.used -= n
+            if isinstance(layer, SlotLayer):
+                layer.used -= n
+            elif not layer.is_croppable:
+                raise LayoutError(
+                    "phase 'query' reads tokens twice, and the recurrent layers of"
+                    f" {type(network_of(self.model)).__name__} cannot forget one; use phase"
+                    " 'last_query'"
+                )
         self.positions = self.positions - n
 
 

@@ -94,18 +94,22 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Float[Tensor, " head"] | None = None,
     lapa2: tuple[Visitor, ...] = (),
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention with visitors between scores and softmax.
 
+    Args:
+        s_aux: Scores of a learned sink, which takes a share beside the keys (gpt-oss).
+
     Returns:
-        The heads' outputs [row query head d_head], and the pattern.
+        The heads' outputs [row query head d_head], and the pattern, without a sink's share.
 
     Raises:
         DeadHookError: The model asks for what this function does not compute.
     """
-    unknown = [name for name in ("s_aux", "position_bias", "sinks") if others.get(name) is not None]
+    unknown = [name for name in ("position_bias", "sinks") if others.get(name) is not None]
     if unknown or (dropout and module.training):
         raise DeadHookError(
             f"{type(module).__name__} asks for {unknown[0] if unknown else 'dropout'} in its"
@@ -123,7 +127,11 @@ def attend(
     for visitor in lapa2:
         if visitor.edit is not None:
             scores = visitor.edit(module.layer_idx, scores, visitor.first)
+    if s_aux is not None:
+        sinks = s_aux[None, :, None, None].expand(len(scores), -1, scores.shape[2], -1)
+        scores = torch.cat([scores, sinks], dim=3)
     pattern = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
+    pattern = pattern if s_aux is None else pattern[..., :-1]
     for visitor in lapa2:
         if visitor.read is not None:
             visitor.read(module.layer_idx, pattern, visitor.first)

@@ -12,6 +12,7 @@ Two passes over a short sequence, the second with +3 on one key's score in every
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.errors import DeadHookError, ModelError
-from lapa2_interp.loaded import Model, is_bridge, plain_network
+from lapa2_interp.loaded import Model, attention_layers, is_bridge, plain_network
 
 EDIT = 3.0
 SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
@@ -54,7 +55,9 @@ def probe(model: Model) -> Liveness:
     Raises:
         ModelError: Its logits are NaN without any edit.
     """
-    n_layers = model.cfg.n_layers
+    layers = attention_layers(model)
+    if not layers:
+        return Liveness(0.0, "none of its layers has attention")
     ids = torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
     scores: dict[int, Tensor] = {}
     patterns: dict[int, Tensor] = {}
@@ -68,7 +71,6 @@ def probe(model: Model) -> Liveness:
     def read(tensor: Tensor, hook: Any) -> None:
         patterns[_layer(hook.name)] = tensor[..., -1, :].float()
 
-    layers = range(n_layers)
     plain = model(ids).float()
     if plain.isnan().any():
         raise ModelError(
@@ -96,7 +98,7 @@ def probe(model: Model) -> Liveness:
                 "its attention is not that of transformers' eager function: logits differ by"
                 f" {(again - plain).abs().max():.1g} without any edit",
             )
-        return _judge(plain, edited, scores, patterns, n_layers)
+        return _judge(plain, edited, scores, patterns, layers)
     hooks = [(SCORES.format(layer), edit) for layer in layers] + [
         (PATTERN.format(layer), read) for layer in layers
     ]
@@ -107,8 +109,8 @@ def probe(model: Model) -> Liveness:
             )  # the bridge warns of discarded edits; here that becomes the finding
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
-        return Liveness(0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
-    return _judge(plain, edited, scores, patterns, n_layers)
+        return Liveness(0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})")
+    return _judge(plain, edited, scores, patterns, layers)
 
 
 def _judge(
@@ -116,10 +118,10 @@ def _judge(
     edited: Tensor,
     scores: dict[int, Tensor],
     patterns: dict[int, Tensor],
-    n_layers: int,
+    layers: Sequence[int],
 ) -> Liveness:
     """What the two passes show; scores and patterns are those of the edited one, by layer."""
-    layers, shift = range(n_layers), (edited - plain).abs().max().item()
+    shift = (edited - plain).abs().max().item()
 
     def follows(layer: int) -> bool:
         if layer not in scores or layer not in patterns:

@@ -145,6 +145,10 @@ def load_model(
             # Some adapters change the network that they wrap, so it is read before.
             wanted = _log_probs(network, network)
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+            model.eval()
+            if dtype == "float64" and model_class == "TransformerBridge":
+                make_softmax_exact(model)
+            found = _log_probs(model, network)
         except ModelError:
             raise
         except Exception as error:  # each architecture's adapter fails in its own way
@@ -153,14 +157,11 @@ def load_model(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
                 f" {_reason(error) or type(error).__name__}{hint}"
             ) from error
-        model.eval()
-    if dtype == "float64" and model_class == "TransformerBridge":
-        make_softmax_exact(model)
     model.cfg.default_prepend_bos = (
         True  # text given as a string starts as a layout does, on every architecture
     )
     assert_live(model, name)
-    _check_same(_log_probs(model, network), wanted, name, model_class, dtype)
+    _check_same(found, wanted, name, model_class, dtype)
     packing = choose_packing(network_of(model), pack, workers)
     model.lapa2_card = make_card(
         model, name, weights, architecture, network.generation_config, packing
@@ -265,6 +266,8 @@ def load_transformers(
             )
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error
+    if dtype == "float64" and network._can_set_experts_implementation():
+        network.set_experts_implementation("eager")  # the default's kernels have no float64
     return network.eval(), tokenizer, provenance(name, network.config)
 
 
