@@ -33,7 +33,7 @@ from lapa2_interp.attention.interface import Visitor, by_name, visited
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, network_of, plain_network, size_of
+from lapa2_interp.loaded import Model, attention_layers, is_bridge, network_of, plain_network, size_of
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
@@ -168,8 +168,9 @@ def augmented(
         look(layer, pattern, first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
-    read = range(model.cfg.n_layers) if observer is not None else bias.layers
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
+    read = attention_layers(model) if observer is not None else bias.layers
+    scored = [layer for layer in bias.layers if layer in attention_layers(model)]
+    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in scored]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
     with ExitStack() as undo:
         network = network_of(model)
@@ -193,7 +194,7 @@ def without_sinks(model: Model) -> Iterator[None]:
         return
     hooks = [
         (PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
-        for layer in range(model.cfg.n_layers)
+        for layer in attention_layers(model)
     ]
     with model.hooks(fwd_hooks=hooks):
         yield
@@ -213,7 +214,7 @@ def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator
         with visited(plain, visitor, lambda _kwargs: 0):
             yield
         return
-    layers = range(model.cfg.n_layers)
+    layers = attention_layers(model)
     hooks: list[tuple[str, Callable]] = [
         (SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
         for layer in layers

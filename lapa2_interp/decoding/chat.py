@@ -20,7 +20,7 @@ from lapa2_interp.cell import TOP_K
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model, model_card, packed_model
+from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.trace.recorder import Recorder
 
@@ -91,7 +91,7 @@ def continue_chats(
         )
     rules = several(augmentation)
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
-    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace)
+    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, seen=keys_seen(model))
     rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))
     padded = left_pad(layouts)
     of_rows = [layout for layout in padded for _ in range(samples)]

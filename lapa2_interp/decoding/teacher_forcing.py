@@ -23,7 +23,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import Model, packed_model
+from lapa2_interp.loaded import Model, keys_seen, packed_model
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder
@@ -183,7 +183,7 @@ def _read(
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
-    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns)
+    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, keys_seen(model))
     recorder.begin(padded)
     direct = any(rule.phase == "query" for row in batch.rules for rule in several(row))
     state = open_rows(model, direct=direct)

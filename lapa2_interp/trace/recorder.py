@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.errors import TraceError
-from lapa2_interp.layout import Layout
+from lapa2_interp.layout import FULL, KeysSeen, Layout
 from lapa2_interp.trace import NEAREST, SUMS, TraceKind
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Recorder:
         n_layers, n_heads: The model's.
         kind: "pooled" stores means over layers and heads, "full" every head.
         patterns: (layer, head) pairs whose whole attention rows are kept.
+        seen: By layer, which keys its queries see; all keys by default.
 
     Raises:
         TraceError: A pair the model does not have.
@@ -42,14 +43,16 @@ class Recorder:
         n_heads: int,
         kind: TraceKind = "full",
         patterns: Sequence[tuple[int, int]] = (),
+        seen: Sequence[KeysSeen] | None = None,
     ) -> None:
+        self.seen = tuple(seen or [FULL] * n_layers)
+        self.attending = [layer for layer, each in enumerate(self.seen) if each.kind != "none"]
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
                 raise TraceError(
                     f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1},"
                     f" heads 0-{n_heads - 1}"
                 )
-        self.n_layers = n_layers
         self.kind = kind
         self.patterns = tuple(patterns)
         self.steps: list[Tensor] = []
@@ -103,7 +106,7 @@ class Recorder:
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Reduce the attention of those queries of a layer that are steps."""
         n_keys = first + pattern.shape[2]
-        if layer == 0:
+        if layer == self.attending[0]:
             self._begin_pass(n_keys, first, pattern.device)
         # row head query key, of the queries that are steps
         steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(
@@ -120,7 +123,7 @@ class Recorder:
         self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
         # by pair: row query key
         self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
-        if layer == self.n_layers - 1:
+        if layer == self.attending[-1]:
             self._close_pass()
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
@@ -187,6 +190,10 @@ class Recorder:
         axes = ("branch", "sample", "step")
         heads = ("layer", "head") if self.kind == "full" else ()
         sums = unstack(self.steps)  # branch sample step *heads sum
+        if self.kind == "full" and len(self.attending) < len(self.seen):
+            whole = np.full((*sums.shape[:3], len(self.seen), *sums.shape[4:]), np.float32(np.nan))
+            whole[:, :, :, self.attending] = sums
+            sums = whole
         data: dict[str, tuple] = {
             name: (
                 (*axes, *heads),
