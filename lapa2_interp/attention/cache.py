@@ -12,7 +12,7 @@ a soft prefix those slots are masked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -192,7 +192,7 @@ def soft_inputs(
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
-    cache = DynamicCache()
+    cache = Cache(layers=layers_of(model, DynamicLayer))
     soft = soft_slots(model, layouts, prefixes)
     if soft is not None:
         for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
@@ -272,9 +272,18 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
-def holds_keys(layer: Any) -> bool:
-    """Whether a layer of transformers' cache holds keys and values, and nothing else."""
-    return isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
+def layers_of(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
+    """The layers of a cache: new ones where a layer of the model holds keys and values and nothing
+    else.
+
+    Layers without keys of their own (recurrent ones, and those that read another layer's) have
+    what transformers gives them.
+    """
+    layers = DynamicCache(config=network_of(model).config.get_text_config()).layers
+    return [
+        of_keys() if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states") else each
+        for each in layers
+    ]
 
 
 def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
@@ -343,11 +352,7 @@ class BridgeRows:
     ) -> None:
         check_readable(self.model, layouts)
         capacity = len(layouts[0])
-        # Layers without keys of their own (recurrent ones, and those that read another layer's)
-        # keep what transformers keeps of them.
-        config = network_of(self.model).config.get_text_config()
-        layers = DynamicCache(config=config).layers
-        layers = [SlotLayer(capacity) if holds_keys(each) else each for each in layers]
+        layers = layers_of(self.model, lambda: SlotLayer(capacity))
         soft = soft_slots(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):

@@ -168,9 +168,10 @@ def augmented(
         look(layer, pattern, first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
-    read = attention_layers(model) if observer is not None else bias.layers
-    scored = [layer for layer in bias.layers if layer in attention_layers(model)]
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in scored]
+    attending = attention_layers(model)
+    biased = [layer for layer in bias.layers if layer in attending]
+    read = attending if observer is not None else biased
+    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in biased]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in read]
     with ExitStack() as undo:
         network = network_of(model)

@@ -73,7 +73,8 @@ def visited(
 
     def before(network: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         visitor.first = begin(by_name(network, args, kwargs))
-        return args, kwargs | {NAME: (*kwargs.get(NAME, ()), visitor)}
+        mine = {NAME: (*kwargs.get(NAME, ()), visitor)}
+        return args, kwargs | _of_every_query(network, by_name(network, args, kwargs)) | mine
 
     usual = network.config._attn_implementation
     handle = network.register_forward_pre_hook(before, with_kwargs=True)
@@ -83,6 +84,19 @@ def visited(
     finally:
         handle.remove()
         network.set_attn_implementation(usual)
+
+
+def _of_every_query(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with which every layer of a pass has every query.
+
+    Where layers share keys (Gemma 4), those behind the last keys leave out the queries whose logits
+    are not asked for, if these are given as a number, and not if they are given as indices.
+    """
+    keep = kwargs.get("logits_to_keep")
+    if not isinstance(keep, int) or not keep or not hasattr(network.config, "kv_sharing_modes"):
+        return {}
+    read = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    return {"logits_to_keep": torch.arange(max(read.shape[1] - keep, 0), read.shape[1])}
 
 
 def attend(

@@ -1,0 +1,133 @@
+"""Families of models against plain transformers, in both classes: the table of `families.py`."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from families import BRIDGE, FAMILIES, PLAIN, save_family
+
+from lapa2_interp import Augmentation, Layout, augmented, load_model
+from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.decoding.teacher_forcing import teacher_forced
+from lapa2_interp.errors import DeadHookError, ModelError
+from lapa2_interp.layout import left_pad
+from lapa2_interp.loaded import keys_seen
+from lapa2_interp.models import load_transformers
+
+CLASSES = (BRIDGE, PLAIN)
+PROMPTS = ("The lake", "A book is on the")
+RULE = Augmentation(alpha=0.7)
+STEPS = 12
+"""Enough that every text exceeds a window of 16 tokens."""
+WORKING = [
+    (name, kind) for name, family in FAMILIES.items() for kind in CLASSES if kind not in family.refused
+]
+REFUSED = [(name, kind) for name, family in FAMILIES.items() for kind in family.refused]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return functools.cache(lambda name: save_family(name, tmp_path_factory.mktemp("family")))
+
+
+@pytest.fixture(scope="module")
+def load(folder):
+    """A model of a family in float64; each is loaded once."""
+    return functools.cache(
+        lambda name, kind: load_model(folder(name), dtype="float64", device="cpu", model_class=kind)
+    )
+
+
+@pytest.fixture(scope="module")
+def network(folder):
+    """The same as transformers loads it."""
+    return functools.cache(lambda name: load_transformers(folder(name), "float64")[0])
+
+
+def layouts_of(model):
+    return [Layout.of(model.tokenizer, "Very good:", prompt) for prompt in PROMPTS]
+
+
+@torch.no_grad()
+def decoded(model, layouts, rule, steps=STEPS):
+    """Tokens and logits of greedy decoding: [row step], [row step vocab]."""
+    rows, padded, found = open_rows(model), left_pad(layouts), []
+    with augmented(model, rule, padded):
+        found.append(rows.prompt_pass(padded)[:, -1])
+        rows.expand(torch.arange(len(padded)), capacity=len(padded[0]) + steps - 1)
+        for _ in range(steps - 1):
+            found.append(rows.read(found[-1].argmax(1)[:, None])[:, -1])
+    logits = torch.stack(found, dim=1)
+    return logits.argmax(2), logits
+
+
+@pytest.mark.parametrize(("name", "kind"), REFUSED)
+def test_what_does_not_work_is_refused_in_one_line(load, name, kind):
+    with pytest.raises((DeadHookError, ModelError), match=FAMILIES[name].refused[kind]) as caught:
+        load(name, kind)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "kind"), WORKING)
+def test_alpha_0_is_transformers_generate(load, network, name, kind):
+    """Also which keys the queries of its layers see."""
+    model = load(name, kind)
+    assert tuple(map(str, keys_seen(model))) == FAMILIES[name].sees
+    for layout in layouts_of(model):
+        tokens, logits = decoded(model, [layout], Augmentation(alpha=0))
+        made = network(name).generate(
+            layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=STEPS,
+            min_new_tokens=STEPS, do_sample=False, output_logits=True, return_dict_in_generate=True,
+            eos_token_id=None,
+        )  # fmt: skip
+        assert made.sequences[0, len(layout) :].tolist() == tokens[0].tolist()
+        wanted = torch.stack(made.logits, dim=1).double()
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kind"), WORKING)
+@torch.no_grad()
+def test_cached_decoding_with_the_bias_is_one_pass(load, name, kind):
+    model = load(name, kind)
+    layout, atol = layouts_of(model)[0], FAMILIES[name].atol
+    tokens, logits = decoded(model, [layout], RULE)
+    ids = torch.cat([layout.tensor, tokens[:, :-1]], dim=1)
+    with augmented(model, RULE, layout):
+        wanted = model(ids)[:, len(layout) - 1 :]
+    torch.testing.assert_close(logits, wanted, atol=atol, rtol=0)
+    plain = decoded(model, [layout], None)[1]
+    assert (logits - plain)[:, 0].abs().max() > 1e-3, "the bias acts"
+
+
+@pytest.mark.parametrize(("name", "kind"), WORKING)
+def test_a_batch_is_its_rows_alone(load, name, kind):
+    model = load(name, kind)
+    layouts = layouts_of(model)
+    together = decoded(model, layouts, RULE)[1]
+    for row, layout in enumerate(layouts):
+        alone = decoded(model, [layout], RULE)[1][0]
+        torch.testing.assert_close(together[row], alone, atol=FAMILIES[name].atol, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "kind"), WORKING)
+@torch.no_grad()
+def test_the_trace_is_the_attentions_of_transformers(load, network, name, kind):
+    model = load(name, kind)
+    layout, text = layouts_of(model)[0], list(range(40, 40 + STEPS))
+    trace = teacher_forced(model, layout, [text])
+    ids = torch.tensor([[*layout.ids, *text[:-1]]])
+    patterns = network(name)(ids, output_attentions=True, use_cache=False).attentions
+    attending = [layer for layer, sees in enumerate(FAMILIES[name].sees) if sees != "none"]
+    assert len(patterns) == len(attending)
+    spans = {"bos": layout.bos, "prefix": layout.prefix, "prompt": layout.prompt}
+    spans["generated"] = (layout.prompt.stop, ids.shape[1])
+    for part, (start, stop) in spans.items():
+        found = trace[part].to_numpy()[0, 0]  # step layer head
+        assert found.shape[1] == len(FAMILIES[name].sees)
+        for layer, pattern in zip(attending, patterns, strict=True):
+            # head query key -> query head
+            wanted = pattern[0, :, len(layout) - 1 :, start:stop].sum(2).T
+            np.testing.assert_allclose(found[:, layer], wanted, atol=1e-5, err_msg=f"{part} {layer}")
+        left = [layer for layer in range(found.shape[1]) if layer not in attending]
+        assert np.isnan(found[:, left]).all()
