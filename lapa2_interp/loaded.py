@@ -37,8 +37,9 @@ class TransformersModel:
     hook_dict: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
-        config, self.original_model, self.tokenizer = network.config, network, tokenizer
-        n_kv_heads, d_head = kv_size(config)
+        self.original_model, self.tokenizer = network, tokenizer
+        config = network.config.get_text_config()  # of a model that reads images, too
+        n_kv_heads, d_head, _ = max(kv_sizes(config))
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
             n_heads=config.num_attention_heads,
@@ -81,19 +82,17 @@ def context_of(config: Any) -> int:
     return UNNAMED
 
 
-def kv_size(config: Any) -> tuple[int, int]:
-    """KV heads of a layer, and numbers of a head; the largest, where layers differ (Gemma 4)."""
-    sizes = []
+def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
+    """KV heads of the layers, and numbers of a key and of a value; one entry where all are alike in
+    the configuration."""
+    found = []
     for each in getattr(config, "per_layer_config", None) or [config]:
         heads = each.num_attention_heads
-        d_head = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
-        sizes.append(
-            (
-                getattr(each, "num_key_value_heads", None) or heads,
-                d_head or each.hidden_size // heads,
-            )
-        )
-    return max(n for n, _ in sizes), max(d for _, d in sizes)
+        key = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
+        key = key or each.hidden_size // heads
+        value = each.v_head_dim if getattr(each, "kv_lora_rank", None) else key
+        found.append((getattr(each, "num_key_value_heads", None) or heads, key, value))
+    return found
 
 
 KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
@@ -191,7 +190,8 @@ def size_of(model: Model) -> tuple[int, int]:
     """Layers, and heads of a layer; also of a bare transformers model."""
     if hasattr(model, "cfg"):
         return model.cfg.n_layers, model.cfg.n_heads
-    return model.config.num_hidden_layers, model.config.num_attention_heads
+    config = model.config.get_text_config()
+    return config.num_hidden_layers, config.num_attention_heads
 
 
 def kv_heads(model: Model) -> int:

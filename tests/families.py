@@ -6,7 +6,10 @@ that the tests' texts exceed them.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,10 @@ SIZE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+IMAGES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 NO_INTERFACE = "computes its attention without transformers' attention interface"
 DELEGATED = "its scores hook fires after the softmax"
 S, F, L, C = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
@@ -27,6 +34,12 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "head_dim": 8, "layer_types": [L, F, L, F], "num_hidden_layers": 4,
+}  # fmt: skip
+GEMMA_3 = {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": [S, F, S]}
+GEMMA_4 = {
+    **WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 257, "num_kv_shared_layers": 2,
+    "layer_types": [S, F, S, F],
 }  # fmt: skip
 
 
@@ -37,15 +50,17 @@ class Family(NamedTuple):
         model_type: As in transformers' configurations.
         settings: Beside `SIZE`; None leaves one of `SIZE` out.
         sees: By layer, which keys its queries see.
+        inside: The type of the model that has this one as its text model, beside one for images.
         refused: By class that refuses it, a part of the error.
         atol: How far logits may lie apart in float64. Experts' routers, sinks and recurrent layers
             compute in float32 whatever the dtype.
     """
 
     model_type: str
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
     sees: tuple[str, ...] = ("full",) * 3
-    refused: dict[str, str] = {}
+    inside: str = ""
+    refused: Mapping[str, str] = MappingProxyType({})
     atol: float = 1e-9
 
 
@@ -59,20 +74,15 @@ FAMILIES = {
         {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": [S, F, S]},
         ("sliding 16", "full", "sliding 16"),
     ),
-    "Gemma 3": Family(
-        "gemma3_text",
-        {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": [S, F, S]},
-        ("sliding 16", "full", "sliding 16"),
+    "Gemma 3": Family("gemma3_text", GEMMA_3, ("sliding 16", "full", "sliding 16")),
+    "Gemma 3 with images": Family(
+        "gemma3_text", GEMMA_3, ("sliding 16", "full", "sliding 16"), inside="gemma3"
     ),
     "Gemma 4": Family(
-        "gemma4_text",
-        {
-            **WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
-            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 257,
-            "num_kv_shared_layers": 2, "layer_types": [S, F, S, F],
-        },
-        ("sliding 16", "full", "sliding 16", "full"),
-        {BRIDGE: DELEGATED},
+        "gemma4_text", GEMMA_4, ("sliding 16", "full") * 2, refused={BRIDGE: DELEGATED}
+    ),
+    "Gemma 4 with images": Family(
+        "gemma4_text", GEMMA_4, ("sliding 16", "full") * 2, "gemma4", {BRIDGE: DELEGATED}
     ),
     "Phi-3": Family(
         "phi3",
@@ -120,7 +130,7 @@ FAMILIES = {
             "attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0],
         },
         ("chunked 16",) * 3 + ("full",),
-        {BRIDGE: DELEGATED},
+        refused={BRIDGE: DELEGATED},
     ),
     "Qwen3-Next": Family(
         "qwen3_next",
@@ -150,12 +160,42 @@ def save_family(name: str, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family = FAMILIES[name]
-    settings = {key: value for key, value in (SIZE | family.settings).items() if value is not None}
+    settings = {
+        key: value for key, value in {**SIZE, **family.settings}.items() if value is not None
+    }
+    config = AutoConfig.for_model(family.model_type, **settings)
+    if family.inside:
+        both = {"text_config": config.to_dict(), "vision_config": IMAGES}
+        config = AutoConfig.for_model(family.inside, **both)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        network = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family.model_type, **settings)
-        )
+        network = AutoModelForCausalLM.from_config(config)
     network.save_pretrained(folder)
     tiny_tokenizer("tiny-gpt2").save_pretrained(folder)
     return folder
+
+
+SAID = {NO_INTERFACE: "no: attention outside transformers' interface",
+        DELEGATED: "no: its hook fires after the softmax"}  # fmt: skip
+
+
+def table() -> str:
+    """The table in Markdown, as it stands in docs/models.md."""
+    rows = [
+        "| family | model type | layers | TransformerBridge | TransformersModel |",
+        "|---" * 5 + "|",
+    ]
+    for name, family in FAMILIES.items():
+        kinds = {re.sub(r" \d+", "", each) for each in family.sees}
+        layers = ", ".join(kind for kind in ("full", "sliding", "chunked", "none") if kind in kinds)
+        works = [SAID.get(family.refused.get(kind, ""), "yes") for kind in (BRIDGE, PLAIN)]
+        rows.append(
+            f"| {name} | `{family.inside or family.model_type}` | {layers} | {' | '.join(works)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":  # PYTHONPATH=. python tests/families.py
+    page = Path(__file__).parent.parent / "docs" / "models.md"
+    before, mark, _ = page.read_text("utf-8").partition("| family |")
+    page.write_text(before + table(), "utf-8")

@@ -33,7 +33,14 @@ from lapa2_interp.attention.interface import Visitor, by_name, visited
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, attention_layers, is_bridge, network_of, plain_network, size_of
+from lapa2_interp.loaded import (
+    Model,
+    attention_layers,
+    is_bridge,
+    network_of,
+    plain_network,
+    size_of,
+)
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"

@@ -93,7 +93,11 @@ def _of_every_query(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     are not asked for, if these are given as a number, and not if they are given as indices.
     """
     keep = kwargs.get("logits_to_keep")
-    if not isinstance(keep, int) or not keep or not hasattr(network.config, "kv_sharing_modes"):
+    if (
+        not isinstance(keep, int)
+        or not keep
+        or not hasattr(network.config.get_text_config(), "kv_sharing_modes")
+    ):
         return {}
     read = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     return {"logits_to_keep": torch.arange(max(read.shape[1] - keep, 0), read.shape[1])}

@@ -30,6 +30,17 @@ SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.flo
 """How far logits may lie apart that are computed in another order; those of another attention
 function lie further apart."""
 
+_IN_BOTH = (
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
+    "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5", "Granite 4",
+)  # fmt: skip
+LIVE = {
+    "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
+    "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
+}
+"""Families of models that work, by class: what tests/test_families.py loads and compares with
+transformers (docs/models.md)."""
+
 
 @dataclass(frozen=True)
 class Liveness:
@@ -109,7 +120,9 @@ def probe(model: Model) -> Liveness:
             )  # the bridge warns of discarded edits; here that becomes the finding
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
-        return Liveness(0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})")
+        return Liveness(
+            0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})"
+        )
     return _judge(plain, edited, scores, patterns, layers)
 
 
@@ -169,9 +182,9 @@ def assert_live(model: Model, name: str) -> Liveness:
         if is_bridge(model) and plain_network(model) is None:
             takes = model.original_model._can_set_attn_implementation()
             other = ", or --model-class TransformersModel, which needs no hooks" if takes else ""
+        kind = type(model).__name__
         raise DeadHookError(
-            f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture"
-            " whose hook_attn_scores is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma"
-            f" 2, Phi, Bloom){other}"
+            f"{name}: {found.problem}, so an augmentation would do nothing; families that work as"
+            f" {kind}: {', '.join(LIVE.get(kind, LIVE['TransformerBridge']))}{other}"
         )
     return found

@@ -180,10 +180,9 @@ def probe(
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
     shift = found.liveness.logit_shift
-    print(
-        f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to"
-        f" {shift:.3g}"
-    )
+    n = len(found.attention_layers)
+    where = f"all {n} layers" if n == card.n_layers else f"the {n} layers with attention"
+    print(f"scores hook      live in {where}: editing it moves the logits by up to {shift:.3g}")
     print(
         "interface        "
         + (

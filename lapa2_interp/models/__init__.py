@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
@@ -454,13 +455,15 @@ def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
 def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
     from transformer_lens.model_bridge import TransformerBridge
 
-    return TransformerBridge.boot_transformers(
-        name,
-        hf_model=network,
-        tokenizer=_without_reload(tokenizer, name),
-        dtype=dtype,
-        device=device,
-    )
+    # For models that read images, too, transformer-lens would have pip install torchvision.
+    with mock.patch("subprocess.check_call", side_effect=OSError):
+        return TransformerBridge.boot_transformers(
+            name,
+            hf_model=network,
+            tokenizer=_without_reload(tokenizer, name),
+            dtype=dtype,
+            device=device,
+        )
 
 
 def _transformers_model(

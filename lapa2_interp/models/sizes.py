@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.loaded import context_of, kv_size
+from lapa2_interp.loaded import context_of, kv_sizes
 from lapa2_interp.models import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
@@ -68,7 +68,7 @@ def model_size(name: str | Path) -> Size:
     try:
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-        kv_heads, d_head = kv_size(text)
+        kv_heads, d_head, _ = max(kv_sizes(text))
         return Size(
             parameters,
             text.num_hidden_layers,
