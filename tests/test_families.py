@@ -181,14 +181,14 @@ def test_a_sink_takes_its_share_and_laws_that_read_scores_refuse_it(load):
         layout = layouts_of(model)[0]
         trace = teacher_forced(model, layout, [[40, 41]])
         total = sum(trace[part] for part in ("bos", "prefix", "prompt", "generated"))
-        assert 0.1 < float(total.mean()) < 0.95
+        assert 0.01 < float((1 - total).max()) < 1
         with pytest.raises(DeadHookError, match="learned sink"):
-            teacher_forced(model, layout, [[40]], Augmentation(law="target", tau=0.5))
+            teacher_forced(model, layout, [[40]], Augmentation(alpha=1.0, law="target", tau=0.5))
 
 
 def test_probe_names_the_layers_with_attention(folder, capsys):
     assert main(["probe", str(folder("Granite 4")), "--model-class", PLAIN]) == 0
-    assert "live in the 1 layers with attention" in capsys.readouterr().out
+    assert "live in layers 1 (the others have no attention): editing" in capsys.readouterr().out
 
 
 @torch.no_grad()

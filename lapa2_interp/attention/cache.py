@@ -279,7 +279,8 @@ def layers_of(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]
     Layers without keys of their own (recurrent ones, and those that read another layer's) have
     what transformers gives them.
     """
-    layers = DynamicCache(config=network_of(model).config.get_text_config()).layers
+    network: Any = network_of(model)
+    layers = DynamicCache(config=network.config.get_text_config()).layers
     return [
         of_keys() if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states") else each
         for each in layers

@@ -180,8 +180,10 @@ def probe(
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
     shift = found.liveness.logit_shift
-    n = len(found.attention_layers)
-    where = f"all {n} layers" if n == card.n_layers else f"the {n} layers with attention"
+    where = f"all {card.n_layers} layers"
+    if len(found.attention_layers) < card.n_layers:
+        where = f"layers {', '.join(map(str, found.attention_layers))}"
+        where += " (the others have no attention)"
     print(f"scores hook      live in {where}: editing it moves the logits by up to {shift:.3g}")
     print(
         "interface        "
