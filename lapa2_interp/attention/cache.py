@@ -383,7 +383,7 @@ class BridgeRows:
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
-            elif not layer.is_croppable:
+            elif not getattr(layer, "is_croppable", False):  # not in the first transformers 5
                 raise LayoutError(
                     "phase 'query' reads tokens twice, and the recurrent layers of"
                     f" {type(network_of(self.model)).__name__} cannot forget one; use phase"
