@@ -59,17 +59,14 @@ class TransformersModel:
                 f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
                 f" {type(network).__name__}; load_model loads one by its name"
             )
-        config, self.original_model, self.tokenizer = (
-            network.config,
-            network,
-            tokenizer_of(tokenizer),
-        )
-        n_heads = config.num_attention_heads
+        self.original_model, self.tokenizer = network, tokenizer_of(tokenizer)
+        config = network.config.get_text_config()  # of a model that reads images, too
+        n_kv_heads, d_head, _ = max(kv_sizes(config))
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
-            n_heads=n_heads,
-            n_key_value_heads=getattr(config, "num_key_value_heads", None) or n_heads,
-            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
+            n_heads=config.num_attention_heads,
+            n_key_value_heads=n_kv_heads,
+            d_head=d_head,
             d_vocab=config.vocab_size,
             n_ctx=context_of(config),
             dtype=network.dtype,
@@ -160,6 +157,19 @@ def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
         )
 
 
+def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
+    """KV heads of the layers, and numbers of a key and of a value; one entry where all are alike in
+    the configuration."""
+    found = []
+    for each in getattr(config, "per_layer_config", None) or [config]:
+        heads = each.num_attention_heads
+        key = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
+        key = key or each.hidden_size // heads
+        value = each.v_head_dim if getattr(each, "kv_lora_rank", None) else key
+        found.append((getattr(each, "num_key_value_heads", None) or heads, key, value))
+    return found
+
+
 KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
     {
         "full_attention": "full",
@@ -236,6 +246,11 @@ def unless_full(seen: tuple[KeysSeen, ...]) -> tuple[KeysSeen, ...]:
     return () if set(seen) == {FULL} else seen
 
 
+def attention_layers(model: Model) -> list[int]:
+    """The layers that have attention: all, but for hybrids with recurrent or convolutional ones."""
+    return [layer for layer, each in enumerate(keys_seen(model)) if each.kind != "none"]
+
+
 def window_of(model: Model) -> int | None:
     """The smallest sliding window or chunk of a model's layers; None where every layer sees all
     keys."""
@@ -299,7 +314,8 @@ def size_of(model: Model) -> tuple[int, int]:
     """Layers, and heads of a layer; also of a bare transformers model."""
     if hasattr(model, "cfg"):
         return model.cfg.n_layers, model.cfg.n_heads
-    return model.config.num_hidden_layers, model.config.num_attention_heads
+    config = model.config.get_text_config()
+    return config.num_hidden_layers, config.num_attention_heads
 
 
 def kv_heads(model: Model) -> int:

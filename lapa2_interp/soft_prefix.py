@@ -24,8 +24,21 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
-from lapa2_interp.files import read_text, sealed, unsealed, whole_file, write_text
-from lapa2_interp.loaded import Model, kv_heads, model_card
+from lapa2_interp.files import (
+    read_text,
+    sealed,
+    unsealed,
+    whole_file,
+    write_text,
+)
+from lapa2_interp.loaded import (
+    Model,
+    keys_seen_by,
+    kv_heads,
+    kv_sizes,
+    model_card,
+    network_of,
+)
 from lapa2_interp.stats import Interval
 
 if TYPE_CHECKING:
@@ -234,12 +247,38 @@ class SoftPrefix:
 
 
 def kv_shape(model: Model, n_slots: int) -> Shape:
-    """The shape a soft prefix of a model has."""
+    """The shape a soft prefix of a model has.
+
+    Raises:
+        PrefixError: Its layers do not all have keys and values, of one shape.
+    """
+    network: Any = network_of(model)
+    if hasattr(network, "config"):
+        kv_shape_of(network.config.get_text_config(), n_slots)
     return Shape(
         n_layers=model.cfg.n_layers,
         n_kv_heads=kv_heads(model),
         n_slots=n_slots,
         d_head=model.cfg.d_head,
+    )
+
+
+def kv_shape_of(config: Any, n_slots: int) -> Shape:
+    """The shape a soft prefix has for a transformers configuration.
+
+    Raises:
+        PrefixError: As `kv_shape`.
+    """
+    (n_kv_heads, d_head, d_value), *others = sorted(set(kv_sizes(config)))
+    hybrid = any(each.kind == "none" for each in keys_seen_by(config))
+    own = "reuse" not in (getattr(config, "kv_sharing_modes", None) or ())
+    if others or d_value != d_head or not own or hybrid:
+        raise PrefixError(
+            "a soft prefix has keys and values of one shape in every layer, and the layers of a"
+            f" {config.model_type} model have others or none; use a hard prefix"
+        )
+    return Shape(
+        n_layers=config.num_hidden_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head
     )
 
 

@@ -51,6 +51,7 @@ OF_BRIDGES = (
     "circuits",
     "direct",
     "fading",
+    "families",
     "gradients",
     "mass",
     "patching",
@@ -60,7 +61,8 @@ OF_BRIDGES = (
     "study",
     "view",
 )
-"""Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge."""
+"""Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge. The
+table of families is that of the newest transformer-lens."""
 OF_BOTH = ("hooked", "interface", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""

@@ -23,13 +23,12 @@ from lapa2_interp.prefixes.training import (
     Job,
     Parameters,
     contrastive_loss,
-    kv_shape_of,
     read_start,
     tokenise,
     train_set,
 )
 from lapa2_interp.progress import no_progress
-from lapa2_interp.soft_prefix import cards, load_prefix
+from lapa2_interp.soft_prefix import cards, kv_shape_of, load_prefix
 from lapa2_interp.tasks import Attribute
 from lapa2_interp.tasks.corpora import pieces, read_corpus
 

@@ -12,17 +12,17 @@ a soft prefix those slots are masked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lapa2_interp.attention.cached_heads import CachedHeads
-from lapa2_interp.attention.rotary import same_factors, watch
+from lapa2_interp.attention.rotary import watch
 from lapa2_interp.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import (
@@ -206,14 +206,12 @@ def soft_inputs(
     Raises:
         LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
-    from transformers.cache_utils import DynamicCache
-
     check_loaded(model)
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
     check_one_side(short_context_of(model), 0, len(layouts[0]), "texts read in one pass")
-    cache = DynamicCache()
+    cache = Cache(layers=layers_of(model, DynamicLayer))
     soft = soft_slots(model, layouts, prefixes)
     if soft is not None:
         for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
@@ -293,6 +291,21 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
+def layers_of(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
+    """The layers of a cache: new ones where a layer of the model holds keys and values and nothing
+    else.
+
+    Layers without keys of their own (recurrent ones, and those that read another layer's) have
+    what transformers gives them.
+    """
+    network: Any = network_of(model)
+    layers = DynamicCache(config=network.config.get_text_config()).layers
+    return [
+        of_keys() if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states") else each
+        for each in layers
+    ]
+
+
 def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
     """Refuse rows whose padding stands between soft slots and text where a sliding window would
     count it.
@@ -361,7 +374,8 @@ class BridgeRows:
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:
         check_readable(self.model, layouts)
-        layers = [SlotLayer(len(layouts[0])) for _ in range(self.model.cfg.n_layers)]
+        capacity = len(layouts[0])
+        layers = layers_of(self.model, lambda: SlotLayer(capacity))
         soft = soft_slots(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):
@@ -369,8 +383,11 @@ class BridgeRows:
         self.cache = Cache(layers=layers)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        layers = [layer.expand(index, capacity) for layer in self.cache.layers]
-        self.cache = same_factors(self.cache, Cache(layers=layers))
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, SlotLayer):
+                self.cache.layers[i] = layer.expand(index, capacity)
+            else:
+                layer.reorder_cache(index)
         room = self.mask.new_ones((len(index), capacity - self.mask.shape[1]))
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
@@ -386,7 +403,14 @@ class BridgeRows:
     def crop(self, n: int) -> None:
         """Forget the last `n` tokens of each row."""
         for layer in self.cache.layers:
-            layer.used -= n
+            if isinstance(layer, SlotLayer):
+                layer.used -= n
+            elif not getattr(layer, "is_croppable", False):  # not in the first transformers 5
+                raise LayoutError(
+                    "phase 'query' reads tokens twice, and the recurrent layers of"
+                    f" {type(network_of(self.model)).__name__} cannot forget one; use phase"
+                    " 'last_query'"
+                )
         self.positions = self.positions - n
 
 

@@ -29,14 +29,18 @@ def make_softmax_exact(model: Model) -> None:
             return self.latest
 
     for block in model.blocks:
+        if not hasattr(getattr(block, "attn", None), "hook_attn_scores"):
+            continue  # a layer without attention
         scores_point = block.attn.hook_attn_scores
         scores_point.__class__ = Remembering
 
         def refine(
             _point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point
         ) -> torch.Tensor:
-            exact = scores_point.latest.softmax(dim=-1)
-            del scores_point.latest
+            latest = vars(scores_point).pop("latest", None)
+            if latest is None or latest.shape != given[0].shape:  # it did not fire before: dead
+                return given[0]
+            exact = latest.softmax(dim=-1)
             agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
             return torch.where(agree, exact, given[0])
 

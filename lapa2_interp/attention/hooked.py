@@ -45,6 +45,7 @@ from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
 from lapa2_interp.loaded import (
     Model,
+    attention_layers,
     is_bridge,
     keys_seen,
     network_of,
@@ -346,7 +347,7 @@ def without_sinks(model: Model) -> Iterator[None]:
         return
     hooks = [
         (PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
-        for layer in range(model.cfg.n_layers)
+        for layer in attention_layers(model)
     ]
     with attached(model, hooks):
         yield
@@ -366,7 +367,7 @@ def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator
         with visited(plain, visitor, lambda _given: 0):
             yield
         return
-    layers = range(model.cfg.n_layers)
+    layers = attention_layers(model)
     hooks: list[tuple[str, Callable]] = [
         (SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
         for layer in layers

@@ -75,9 +75,27 @@ def visited(
     def before(given: dict[str, Any]) -> None:
         visitor.first = begin(given)
         given[NAME] = (*given.get(NAME, ()), visitor)
+        given.update(_of_every_query(network, given))
 
     with opened(network, before, visitor.watch, layers, attention=True):
         yield
+
+
+def _of_every_query(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with which every layer of a pass has every query.
+
+    Where layers share keys (Gemma 4), those behind the last keys leave out the queries whose logits
+    are not asked for, if these are given as a number, and not if they are given as indices.
+    """
+    keep = kwargs.get("logits_to_keep")
+    if (
+        not isinstance(keep, int)
+        or not keep
+        or not hasattr(network.config.get_text_config(), "kv_sharing_modes")
+    ):
+        return {}
+    read = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    return {"logits_to_keep": torch.arange(max(read.shape[1] - keep, 0), read.shape[1])}
 
 
 def attend(
@@ -89,13 +107,17 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Float[Tensor, " head"] | None = None,
     lapa2: tuple[Visitor, ...] = (),
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention with visitors between scores and softmax.
 
+    Args:
+        s_aux: Scores of a learned sink, which takes a share beside the keys (gpt-oss).
+
     Returns:
-        The heads' outputs [row query head d_head], and the pattern.
+        The heads' outputs [row query head d_head], and the pattern, without a sink's share.
 
     Raises:
         DeadHookError: The model asks for what this function does not compute, or no pass of the
@@ -103,7 +125,7 @@ def attend(
     """
     if not lapa2 and hasattr(module, "layer_idx"):
         raise DeadHookError(OUTSIDE)
-    unknown = [name for name in ("s_aux", "position_bias", "sinks") if others.get(name) is not None]
+    unknown = [name for name in ("position_bias", "sinks") if others.get(name) is not None]
     if unknown or (dropout and module.training):
         raise DeadHookError(
             f"{type(module).__name__} asks for {unknown[0] if unknown else 'dropout'} in its"
@@ -121,7 +143,11 @@ def attend(
     for visitor in lapa2:
         if visitor.edit is not None:
             scores = visitor.edit(module.layer_idx, scores, visitor.first)
+    if s_aux is not None:
+        sinks = s_aux[None, :, None, None].expand(len(scores), -1, scores.shape[2], -1)
+        scores = torch.cat([scores, sinks], dim=3)
     pattern = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
+    pattern = pattern if s_aux is None else pattern[..., :-1]
     for visitor in lapa2:
         if visitor.read is not None:
             visitor.read(module.layer_idx, pattern, visitor.first)

@@ -12,6 +12,7 @@ Two passes over a short sequence, the second with +3 on one key's score in every
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +23,29 @@ from torch import Tensor
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.errors import DeadHookError, ModelError
-from lapa2_interp.loaded import Model, check_loaded, is_bridge, plain_network
+from lapa2_interp.loaded import (
+    Model,
+    attention_layers,
+    check_loaded,
+    is_bridge,
+    plain_network,
+)
 
 EDIT = 3.0
 SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
 """How far logits may lie apart that are computed in another order; those of another attention
 function lie further apart."""
+
+_IN_BOTH = (
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
+    "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5", "Granite 4",
+)  # fmt: skip
+LIVE = {
+    "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
+    "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
+}
+"""Families of models that work, by class: what tests/test_families.py loads and compares with
+transformers (docs/models.md)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,9 @@ def probe(model: Model) -> Liveness:
         ModelError: Its logits are NaN without any edit.
     """
     check_loaded(model)
-    n_layers = model.cfg.n_layers
+    layers = attention_layers(model)
+    if not layers:
+        return Liveness(0.0, "none of its layers has attention")
     ids = torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
     scores: dict[int, Tensor] = {}
     patterns: dict[int, Tensor] = {}
@@ -69,7 +89,6 @@ def probe(model: Model) -> Liveness:
     def read(tensor: Tensor, hook: Any) -> None:
         patterns[_layer(hook.name)] = tensor[..., -1, :].float()
 
-    layers = range(n_layers)
     plain = model(ids).float()
     if plain.isnan().any():
         raise ModelError(
@@ -97,7 +116,7 @@ def probe(model: Model) -> Liveness:
                 "its attention is not that of transformers' eager function: logits differ by"
                 f" {(again - plain).abs().max():.1g} without any edit",
             )
-        return _judge(plain, edited, scores, patterns, n_layers)
+        return _judge(plain, edited, scores, patterns, layers)
     hooks = [(SCORES.format(layer), edit) for layer in layers] + [
         (PATTERN.format(layer), read) for layer in layers
     ]
@@ -108,8 +127,10 @@ def probe(model: Model) -> Liveness:
             )  # the bridge warns of discarded edits; here that becomes the finding
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
-        return Liveness(0.0, f"it has no {SCORES.format(0)} ({type(error).__name__}: {error})")
-    return _judge(plain, edited, scores, patterns, n_layers)
+        return Liveness(
+            0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})"
+        )
+    return _judge(plain, edited, scores, patterns, layers)
 
 
 def _judge(
@@ -117,10 +138,10 @@ def _judge(
     edited: Tensor,
     scores: dict[int, Tensor],
     patterns: dict[int, Tensor],
-    n_layers: int,
+    layers: Sequence[int],
 ) -> Liveness:
     """What the two passes show; scores and patterns are those of the edited one, by layer."""
-    layers, shift = range(n_layers), (edited - plain).abs().max().item()
+    shift = (edited - plain).abs().max().item()
 
     def follows(layer: int) -> bool:
         if layer not in scores or layer not in patterns:
@@ -168,9 +189,9 @@ def assert_live(model: Model, name: str) -> Liveness:
         if is_bridge(model) and plain_network(model) is None:
             takes = model.original_model._can_set_attn_implementation()
             other = ", or --model-class TransformersModel, which needs no hooks" if takes else ""
+        kind = type(model).__name__
         raise DeadHookError(
-            f"{name}: {found.problem}, so an augmentation would do nothing; use an architecture"
-            " whose hook_attn_scores is live (GPT-2, GPT-NeoX/Pythia, Llama, Mistral, Qwen2, Gemma"
-            f" 2, Phi, Bloom){other}"
+            f"{name}: {found.problem}, so an augmentation would do nothing; families that work as"
+            f" {kind}: {', '.join(LIVE.get(kind, LIVE['TransformerBridge']))}{other}"
         )
     return found

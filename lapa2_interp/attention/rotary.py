@@ -8,7 +8,7 @@ stands in front of every pass, at the network, and at its base model for what re
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ LONG = "lapa2_long"
 """On a cache: whether its keys were computed under the factors of long texts."""
 
 READ = ("input_ids", "inputs_embeds")
-
-Kept = TypeVar("Kept")
 
 
 def watch(network: Any) -> None:
@@ -41,13 +39,6 @@ def watch(network: Any) -> None:
         hooks = part._forward_pre_hooks.values()
         if not any(getattr(each, "func", None) is _check for each in hooks):
             part.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def same_factors(cache: Any, copy: Kept) -> Kept:
-    """The copy of a cache, marked as the cache is."""
-    if hasattr(cache, LONG):
-        setattr(copy, LONG, getattr(cache, LONG))
-    return copy
 
 
 def _check(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:

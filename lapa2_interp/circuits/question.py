@@ -24,6 +24,7 @@ from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.errors import CircuitError, DataError, one_of
 from lapa2_interp.loaded import (
     Model,
+    attention_layers,
     check_one_side,
     model_card,
     packed_model,
@@ -75,10 +76,15 @@ class Question:
 
         Raises:
             CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
-                context; as `make_cases`.
+                context; a model some of whose layers have no attention; as `make_cases`.
             LayoutError: A text crosses a switch of the model's rotary factors.
         """
         model = model_of(model)
+        if len(attending := attention_layers(model)) < model.cfg.n_layers:
+            raise CircuitError(
+                "circuits are read from models with attention in every layer, and this one has it"
+                f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
+            )
         question = cls._of(model, about, **settings)
         for case in question.cases:
             if (n := case.layouts[0].n_live + case.n - 1) > model.cfg.n_ctx:

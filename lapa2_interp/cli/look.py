@@ -192,10 +192,11 @@ def probe(
     if card.keys_seen:
         print(f"keys seen        {layers_in_words(card.keys_seen)}")
     shift = found.liveness.logit_shift
-    print(
-        f"scores hook      live in all {card.n_layers} layers: editing it moves the logits by up to"
-        f" {shift:.3g}"
-    )
+    where = f"all {card.n_layers} layers"
+    if len(found.attention_layers) < card.n_layers:
+        where = f"layers {', '.join(map(str, found.attention_layers))}"
+        where += " (the others have no attention)"
+    print(f"scores hook      live in {where}: editing it moves the logits by up to {shift:.3g}")
     print(
         "interface        "
         + (

@@ -34,7 +34,9 @@ from lapa2_interp.decoding.barring import Barred
 from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import NOTHING, draw
 from lapa2_interp.errors import EmptyDistributionError, ModelError
-from lapa2_interp.layout.texts import continuation
+from lapa2_interp.layout.texts import (
+    continuation,
+)
 from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
 from lapa2_interp.methods import LogProbs, PrepareKit, Start
 from lapa2_interp.models import takes_model
@@ -180,9 +182,9 @@ def _made(
     for trial in range(plan.method.trials):
         batch = plan.batch([group[place] for place in places], trial)
         ending = Ending.at(batch.steps)
-        recorder = (
-            None if kind == "none" else Recorder(*size, kind, plan.cell.patterns, keys_seen(model))
-        )
+        recorder = None
+        if kind != "none":
+            recorder = Recorder(*size, kind, plan.cell.patterns, keys_seen(model))
         progress = bar if trial == 0 else no_progress()
         drawn = _decode(model, plan, batch, ending, recorder, progress)
         tokens = torch.stack(list(drawn), dim=1)  # sample step

@@ -18,7 +18,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ParamSpec,
+    TypeVar,
+)
+from unittest import (
+    mock,
+)
 
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live
@@ -153,6 +161,10 @@ def load_model(
             # Some adapters change the network that they wrap, so it is read before.
             wanted = _log_probs(network, network)
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+            model.eval()
+            if dtype == "float64" and model_class == "TransformerBridge":
+                make_softmax_exact(model)
+            found = _log_probs(model, network)
         except ModelError:
             raise
         except Exception as error:  # each architecture's adapter fails in its own way
@@ -161,14 +173,11 @@ def load_model(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
                 f" {_reason(error) or type(error).__name__}{hint}"
             ) from error
-        model.eval()
-    if dtype == "float64" and model_class == "TransformerBridge":
-        make_softmax_exact(model)
     model.cfg.default_prepend_bos = (
         True  # text given as a string starts as a layout does, on every architecture
     )
     assert_live(model, name)
-    _check_same(_log_probs(model, network), wanted, name, model_class, dtype)
+    _check_same(found, wanted, name, model_class, dtype)
     packing = choose_packing(network_of(model), pack, workers)
     card = make_card(model, name, weights, architecture, network.generation_config, packing)
     keep_card(model, card)
@@ -309,6 +318,8 @@ def load_transformers(
         except Exception as error:  # damaged files raise errors of half a dozen libraries
             raise ModelError(_not_loadable(name, error)) from error
         weights = provenance(name, network.config)
+    if dtype == "float64" and network._can_set_experts_implementation():
+        network.set_experts_implementation("eager")  # the default's kernels have no float64
     watch(network)
     return network.eval(), tokenizer, weights
 
@@ -468,13 +479,15 @@ def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
 def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
     from transformer_lens.model_bridge import TransformerBridge
 
-    return TransformerBridge.boot_transformers(
-        name,
-        hf_model=network,
-        tokenizer=_without_reload(tokenizer, name),
-        dtype=dtype,
-        device=device,
-    )
+    # For models that read images, too, transformer-lens would have pip install torchvision.
+    with mock.patch("subprocess.check_call", side_effect=OSError):
+        return TransformerBridge.boot_transformers(
+            name,
+            hf_model=network,
+            tokenizer=_without_reload(tokenizer, name),
+            dtype=dtype,
+            device=device,
+        )
 
 
 def _transformers_model(

@@ -9,7 +9,7 @@ import torch
 
 from lapa2_interp.attention.liveness import Liveness, assert_live, probe
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import ModelCard, TransformersModel, model_card
+from lapa2_interp.loaded import ModelCard, TransformersModel, attention_layers, model_card
 from lapa2_interp.models import load_model, load_transformers
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
@@ -23,12 +23,14 @@ class Probe:
         card: What was loaded.
         liveness: How far an edit of the scores moves the logits.
         plain: The same of the plain transformers model, through its attention interface.
+        attention_layers: The layers that have attention.
         logit_difference: Largest difference from the logits of transformers, over `tokens` tokens.
     """
 
     card: ModelCard
     liveness: Liveness
     plain: Liveness
+    attention_layers: list[int]
     logit_difference: float
     tokens: int
 
@@ -57,4 +59,5 @@ def probe_model(
         theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()
     difference = float((ours - theirs).abs().max())
     bare = probe(TransformersModel(plain, tokenizer, name))
-    return Probe(card, assert_live(loaded, name), bare, difference, ids.shape[1])
+    live, layers = assert_live(loaded, name), attention_layers(loaded)
+    return Probe(card, live, bare, layers, difference, ids.shape[1])

@@ -14,6 +14,7 @@ from lapa2_interp.layout import (
 from lapa2_interp.loaded import (
     context_of,
     keys_seen_by,
+    kv_sizes,
     short_context,
     unless_full,
 )
@@ -71,14 +72,13 @@ def model_size(name: str | Path) -> Size:
     try:
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-        heads = text.num_attention_heads
-        d_head = getattr(text, "head_dim", None) or text.hidden_size // heads
+        kv_heads, d_head, _ = max(kv_sizes(text))
         return Size(
             parameters,
             text.num_hidden_layers,
-            heads,
+            text.num_attention_heads,
             context_of(text),
-            (getattr(text, "num_key_value_heads", None) or heads) * d_head,
+            kv_heads * d_head,
             text.vocab_size,
             unless_full(keys_seen_by(config)),
             short_context(text),

@@ -58,6 +58,7 @@ from lapa2_interp.soft_prefix import (
     Shape,
     SoftPrefix,
     Training,
+    kv_shape_of,
     load_prefix,
     prefix_files,
     save_prefix,
@@ -436,17 +437,6 @@ PLAN = ".plan"
 """In a finished set: what it was trained from."""
 CHECK_ROWS = 192
 """Rows (texts x prefixes) behind each held-out loss."""
-
-
-def kv_shape_of(config: Any, n_slots: int) -> Shape:
-    """The shape a soft prefix has for a transformers configuration."""
-    heads = config.num_attention_heads
-    return Shape(
-        n_layers=config.num_hidden_layers,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        n_slots=n_slots,
-        d_head=getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
 
 
 def train_set(

@@ -1,0 +1,201 @@
+"""The table of families: tiny random models of every architecture that the package is said to take.
+
+Their weights are large enough that attention is far from uniform, and their windows short enough
+that the tests' texts exceed them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from lapa2_interp.models.tiny import tiny_tokenizer
+
+BRIDGE, PLAIN = "TransformerBridge", "TransformersModel"
+SIZE = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+IMAGES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+NO_INTERFACE = "computes its attention without transformers' attention interface"
+DELEGATED = "its scores hook fires after the softmax"
+S, F, L, C = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
+WINDOW = {"sliding_window": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "head_dim": 8, "layer_types": [L, F, L, F], "num_hidden_layers": 4,
+}  # fmt: skip
+GEMMA_3 = {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": [S, F, S]}
+GEMMA_4 = {
+    **WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 257, "num_kv_shared_layers": 2,
+    "layer_types": [S, F, S, F],
+}  # fmt: skip
+
+
+class Family(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        model_type: As in transformers' configurations.
+        settings: Beside `SIZE`; None leaves one of `SIZE` out.
+        sees: By layer, which keys its queries see.
+        inside: The type of the model that has this one as its text model, beside one for images.
+        refused: By class that refuses it, a part of the error.
+        atol: How far logits may lie apart in float64. Experts' routers, sinks and recurrent layers
+            compute in float32 whatever the dtype.
+    """
+
+    model_type: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+    sees: tuple[str, ...] = ("full",) * 3
+    inside: str = ""
+    refused: Mapping[str, str] = MappingProxyType({})
+    atol: float = 1e-9
+
+
+FAMILIES = {
+    "Llama": Family("llama"),
+    "Qwen2": Family("qwen2"),
+    "Qwen3": Family("qwen3", {"head_dim": 8}),
+    "Mistral": Family("mistral", WINDOW, ("sliding 16",) * 3),
+    "Gemma 2": Family(
+        "gemma2",
+        {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": [S, F, S]},
+        ("sliding 16", "full", "sliding 16"),
+    ),
+    "Gemma 3": Family("gemma3_text", GEMMA_3, ("sliding 16", "full", "sliding 16")),
+    "Gemma 3 with images": Family(
+        "gemma3_text", GEMMA_3, ("sliding 16", "full", "sliding 16"), inside="gemma3"
+    ),
+    "Gemma 4": Family(
+        "gemma4_text", GEMMA_4, ("sliding 16", "full") * 2, refused={BRIDGE: DELEGATED}
+    ),
+    "Gemma 4 with images": Family(
+        "gemma4_text", GEMMA_4, ("sliding 16", "full") * 2, "gemma4", {BRIDGE: DELEGATED}
+    ),
+    "Phi-3": Family(
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0,
+                "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3],
+            },
+        },
+    ),
+    "GPT-2": Family("gpt2", {"num_key_value_heads": None, "intermediate_size": None}),
+    "GPT-NeoX": Family("gpt_neox", {"num_key_value_heads": None}),
+    "Bloom": Family("bloom", {"num_key_value_heads": None}, refused={PLAIN: NO_INTERFACE}),
+    "MPT": Family("mpt", {"num_key_value_heads": None}, refused={PLAIN: NO_INTERFACE}),
+    "Falcon": Family("falcon", {"num_key_value_heads": None}, refused={PLAIN: NO_INTERFACE}),
+    "OLMo 2": Family("olmo2"),
+    "OLMo 3": Family(
+        "olmo3", {**WINDOW, "layer_types": [S, S, F]}, ("sliding 16", "sliding 16", "full")
+    ),
+    "Cohere 2": Family(
+        "cohere2", {**WINDOW, "layer_types": [S, S, F]}, ("sliding 16", "sliding 16", "full")
+    ),
+    "DeepSeek-V3": Family(
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        atol=1e-5,
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        {**WINDOW, **EXPERTS, "head_dim": 8, "layer_types": [S, F, S]},
+        ("sliding 16", "full", "sliding 16"),
+        atol=1e-5,
+    ),
+    "Llama 4": Family(
+        "llama4_text",
+        {
+            "head_dim": 8, "intermediate_size_mlp": 64, "num_hidden_layers": 4,
+            "num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0],
+        },
+        ("chunked 16",) * 3 + ("full",),
+        refused={BRIDGE: DELEGATED},
+    ),
+    "Qwen3-Next": Family(
+        "qwen3_next",
+        {
+            **LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        ("none", "full") * 2,
+        atol=1e-4,
+    ),
+    "Qwen3.5": Family("qwen3_5_text", LINEAR, ("none", "full") * 2, atol=1e-4),
+    "Granite 4": Family(
+        "granitemoehybrid",
+        {
+            **EXPERTS, "shared_intermediate_size": 16, "mamba_n_heads": 8, "mamba_d_head": 8,
+            "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2, "layer_types": [L, F, L],
+            "position_embedding_type": "nope", "attention_multiplier": 0.35,
+        },
+        ("none", "full", "none"),
+        atol=1e-5,
+    ),
+}  # fmt: skip
+
+
+def save_family(name: str, folder: Path) -> Path:
+    """A model of a family, as any model of it is saved."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = FAMILIES[name]
+    settings = {
+        key: value for key, value in {**SIZE, **family.settings}.items() if value is not None
+    }
+    config = AutoConfig.for_model(family.model_type, **settings)
+    if family.inside:
+        both = {"text_config": config.to_dict(), "vision_config": IMAGES}
+        config = AutoConfig.for_model(family.inside, **both)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        network = AutoModelForCausalLM.from_config(config)
+    network.save_pretrained(folder)
+    tiny_tokenizer("tiny-gpt2").save_pretrained(folder)
+    return folder
+
+
+SAID = {NO_INTERFACE: "no: attention outside transformers' interface",
+        DELEGATED: "no: its hook fires after the softmax"}  # fmt: skip
+
+
+def table() -> str:
+    """The table in Markdown, as it stands in docs/models.md."""
+    rows = [
+        "| family | model type | layers | TransformerBridge | TransformersModel |",
+        "|---" * 5 + "|",
+    ]
+    for name, family in FAMILIES.items():
+        kinds = {re.sub(r" \d+", "", each) for each in family.sees}
+        layers = ", ".join(kind for kind in ("full", "sliding", "chunked", "none") if kind in kinds)
+        works = [SAID.get(family.refused.get(kind, ""), "yes") for kind in (BRIDGE, PLAIN)]
+        rows.append(
+            f"| {name} | `{family.inside or family.model_type}` | {layers} | {' | '.join(works)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":  # PYTHONPATH=. python tests/families.py
+    page = Path(__file__).parent.parent / "docs" / "models.md"
+    before, mark, _ = page.read_text("utf-8").partition("| family |")
+    page.write_text(before + table(), "utf-8")
