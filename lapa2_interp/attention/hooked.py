@@ -175,8 +175,7 @@ def augmented(
         if observer is not None:
             observer.observe(layer, pattern, first)
 
-    every = [layer for layer, seen in enumerate(keys_seen(model)) if seen.kind != "none"]
-    looked = every if observer is not None else [each for each in every if each in bias.layers]
+    looked = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
         with visited(plain, Visitor(edit, look), read.begin, looked):
             yield
@@ -191,11 +190,7 @@ def augmented(
 
     if not is_bridge(model):
         looked = sorted({0, *looked})  # where its first query is told, and so which ids are its
-    hooks = [
-        (SCORES.format(layer), partial(on_scores, layer=layer))
-        for layer in every
-        if layer in bias.layers
-    ]
+    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
     hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in looked]
     with attached(model, hooks, read.begin):
         yield
