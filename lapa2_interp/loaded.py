@@ -17,13 +17,8 @@ from lapa2_interp.errors import (
     LayoutError,
     ModelError,
 )
-from lapa2_interp.layout import (
-    FULL,
-    KeysSeen,
-    KeysSeenKind,
-    text_markers,
-    tokenizer_of,
-)
+from lapa2_interp.layout import text_markers, tokenizer_of
+from lapa2_interp.layout.keys_seen import FULL, KeysSeen, KeysSeenKind
 from lapa2_interp.packed import Packing, choose_packing, packed
 
 if TYPE_CHECKING:

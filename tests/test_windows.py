@@ -24,7 +24,8 @@ from lapa2_interp.attention.hooked import on_scores
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import AugmentationError, LayoutError, ModelError, TraceError
-from lapa2_interp.layout import FULL, KeysSeen, layers_in_words, left_pad
+from lapa2_interp.layout import left_pad
+from lapa2_interp.layout.keys_seen import FULL, KeysSeen, layers_in_words
 from lapa2_interp.loaded import keys_seen, keys_seen_by, model_card
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.paper.propositions import by_alpha

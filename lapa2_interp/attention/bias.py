@@ -28,7 +28,8 @@ from torch.nn.functional import pad
 
 from lapa2_interp.augmentation import CAP, Augmentation, share_steps
 from lapa2_interp.errors import AugmentationError, LayoutError
-from lapa2_interp.layout import FULL, NONE, KeysSeen, Layout, kinds_of
+from lapa2_interp.layout import Layout
+from lapa2_interp.layout.keys_seen import FULL, NONE, KeysSeen, kinds_of
 
 Capped = Callable[[int, Tensor, int], None]
 """Told of a layer, which biases were cut at +-CAP [row head query], and the first query's slot."""

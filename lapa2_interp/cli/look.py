@@ -98,7 +98,8 @@ def layout(
         trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
-    from lapa2_interp.layout import BLOCKED, FULL, Layout, explain, kinds_of, layers_in_words
+    from lapa2_interp.layout import BLOCKED, Layout, explain
+    from lapa2_interp.layout.keys_seen import FULL, kinds_of, layers_in_words
     from lapa2_interp.loaded import keys_seen_by
     from lapa2_interp.models import load_tokenizer
     from lapa2_interp.models.sizes import load_config
@@ -175,7 +176,7 @@ def probe(
             hooks, through transformers' attention interface.
         trust_remote_code: Run code that comes with the model.
     """
-    from lapa2_interp.layout import layers_in_words
+    from lapa2_interp.layout.keys_seen import layers_in_words
     from lapa2_interp.machine import tell_if_slow
     from lapa2_interp.models.probe import probe_model
 

@@ -16,11 +16,8 @@ import numpy as np
 from lapa2_interp.augmentation import Augmentation, Joint, several
 from lapa2_interp.cell import Cell
 from lapa2_interp.errors import LayoutError
-from lapa2_interp.layout import (
-    KeysSeen,
-    Layout,
-    kinds_of,
-)
+from lapa2_interp.layout import Layout
+from lapa2_interp.layout.keys_seen import KeysSeen, kinds_of
 from lapa2_interp.loaded import (
     check_one_side,
 )

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.errors import ModelError
-from lapa2_interp.layout import (
-    KeysSeen,
-)
+from lapa2_interp.layout.keys_seen import KeysSeen
 from lapa2_interp.loaded import (
     context_of,
     keys_seen_by,

@@ -11,13 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.errors import TraceError
-from lapa2_interp.layout import (
-    FULL,
-    NONE,
-    KeysSeen,
-    Layout,
-    kinds_of,
-)
+from lapa2_interp.layout import Layout
+from lapa2_interp.layout.keys_seen import FULL, NONE, KeysSeen, kinds_of
 from lapa2_interp.trace import NEAREST, SUMS, TraceKind
 
 if TYPE_CHECKING:
