@@ -18,15 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import (
-    Path,
-)
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    get_args,
-)
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -55,13 +48,8 @@ from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, find, for_task, load_task, name_of
 from lapa2_interp.methods import get as get_method
-from lapa2_interp.models import (
-    name_of as model_name,
-)
-from lapa2_interp.recipes import (
-    Named,
-    named_rules,
-)
+from lapa2_interp.models import name_of as model_name
+from lapa2_interp.recipes import Named, named_rules
 from lapa2_interp.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks import MethodSettings, Prompts, Task
 from lapa2_interp.trace import TraceKind

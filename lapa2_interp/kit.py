@@ -25,24 +25,9 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import plan
 from lapa2_interp.errors import LayoutError, ScoringError
-from lapa2_interp.files import (
-    alone_with,
-    cache_folder,
-    keep_file,
-    read_text,
-    sealed,
-    unsealed,
-)
-from lapa2_interp.layout.texts import (
-    continuation,
-    decode,
-)
-from lapa2_interp.loaded import (
-    Model,
-    check_weights_read,
-    identity,
-    model_card,
-)
+from lapa2_interp.files import alone_with, cache_folder, keep_file, read_text, sealed, unsealed
+from lapa2_interp.layout.texts import continuation, decode
+from lapa2_interp.loaded import Model, check_weights_read, identity, model_card
 from lapa2_interp.machine import kind_of
 from lapa2_interp.methods import Method
 from lapa2_interp.progress import no_progress

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp.errors import (
-    LayoutError,
-    ModelError,
-)
+from lapa2_interp.errors import LayoutError, ModelError
 from lapa2_interp.layout import text_markers, tokenizer_of
 from lapa2_interp.layout.keys_seen import FULL, KeysSeen, KeysSeenKind
 from lapa2_interp.packed import Packing, choose_packing, packed

@@ -24,21 +24,8 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp.errors import PrefixError, first_problem
-from lapa2_interp.files import (
-    read_text,
-    sealed,
-    unsealed,
-    whole_file,
-    write_text,
-)
-from lapa2_interp.loaded import (
-    Model,
-    keys_seen_by,
-    kv_heads,
-    kv_sizes,
-    model_card,
-    network_of,
-)
+from lapa2_interp.files import read_text, sealed, unsealed, whole_file, write_text
+from lapa2_interp.loaded import Model, keys_seen_by, kv_heads, kv_sizes, model_card, network_of
 from lapa2_interp.stats import Interval
 
 if TYPE_CHECKING:

@@ -30,16 +30,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.blocks import (
-    attached,
-)
-from lapa2_interp.attention.interface import (
-    Visitor,
-    visited,
-)
-from lapa2_interp.attention.rotary import (
-    watch,
-)
+from lapa2_interp.attention.blocks import attached
+from lapa2_interp.attention.interface import Visitor, visited
+from lapa2_interp.attention.rotary import watch
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.layout import Layout
@@ -52,9 +45,7 @@ from lapa2_interp.loaded import (
     plain_network,
     size_of,
 )
-from lapa2_interp.recipes import (
-    named_rules,
-)
+from lapa2_interp.recipes import named_rules
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"

@@ -23,13 +23,7 @@ from torch import Tensor
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.errors import DeadHookError, ModelError
-from lapa2_interp.loaded import (
-    Model,
-    attention_layers,
-    check_loaded,
-    is_bridge,
-    plain_network,
-)
+from lapa2_interp.loaded import Model, attention_layers, check_loaded, is_bridge, plain_network
 
 EDIT = 3.0
 SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}

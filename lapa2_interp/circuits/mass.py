@@ -23,12 +23,8 @@ from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
 from lapa2_interp.errors import CircuitError
 from lapa2_interp.loaded import Model
-from lapa2_interp.models import (
-    takes_model,
-)
-from lapa2_interp.trace.tables import (
-    of_layer_type,
-)
+from lapa2_interp.models import takes_model
+from lapa2_interp.trace.tables import of_layer_type
 
 CLOSE = 1e-3
 """How far the attention that is reached may lie from the one that is asked for, as a share of it.

@@ -30,9 +30,7 @@ from lapa2_interp.loaded import (
     packed_model,
     short_context_of,
 )
-from lapa2_interp.models import (
-    model_of,
-)
+from lapa2_interp.models import model_of
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 

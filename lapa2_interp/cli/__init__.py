@@ -35,13 +35,7 @@ from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
 from lapa2_interp.cli.words import words
 from lapa2_interp.errors import Lapa2Error, on_command_line
-from lapa2_interp.progress import (
-    Stopped,
-    drawing,
-    harmless_output,
-    one_line,
-    stopped_by_sigterm,
-)
+from lapa2_interp.progress import Stopped, drawing, harmless_output, one_line, stopped_by_sigterm
 
 app = App(
     name="lapa2",

@@ -34,12 +34,7 @@ def grids(
     from lapa2_interp.paper.estimates import scoring_seconds
     from lapa2_interp.paper.power import detects
     from lapa2_interp.progress import shown_time
-    from lapa2_interp.runs.estimates import (
-        estimate,
-        machine_memory,
-        machine_workers,
-        shown_size,
-    )
+    from lapa2_interp.runs.estimates import estimate, machine_memory, machine_workers, shown_size
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
     found = [

@@ -18,9 +18,7 @@ from lapa2_interp.cell import Cell
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout
 from lapa2_interp.layout.keys_seen import KeysSeen, kinds_of
-from lapa2_interp.loaded import (
-    check_one_side,
-)
+from lapa2_interp.loaded import check_one_side
 from lapa2_interp.methods import Branch, Method, Prepared, assign
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from lapa2_interp.cell import TOP_K
 from lapa2_interp.decoding.sampling import draw, uniforms
 from lapa2_interp.errors import LayoutError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.layout.texts import (
-    decode,
-)
+from lapa2_interp.layout.texts import decode
 from lapa2_interp.loaded import (
     Model,
     check_one_side,
@@ -31,9 +29,7 @@ from lapa2_interp.loaded import (
     packed_model,
     short_context_of,
 )
-from lapa2_interp.models import (
-    takes_model,
-)
+from lapa2_interp.models import takes_model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.recipes import named_rules
 from lapa2_interp.trace.recorder import Recorder

@@ -34,9 +34,7 @@ from lapa2_interp.decoding.barring import Barred
 from lapa2_interp.decoding.plan import Batch, Plan, plan
 from lapa2_interp.decoding.sampling import NOTHING, draw
 from lapa2_interp.errors import EmptyDistributionError, ModelError
-from lapa2_interp.layout.texts import (
-    continuation,
-)
+from lapa2_interp.layout.texts import continuation
 from lapa2_interp.loaded import Model, keys_seen, model_card, packed_model
 from lapa2_interp.methods import LogProbs, PrepareKit, Start
 from lapa2_interp.models import takes_model

@@ -23,19 +23,9 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.layout import Layout, left_pad
-from lapa2_interp.loaded import (
-    Model,
-    check_one_side,
-    keys_seen,
-    packed_model,
-    short_context_of,
-)
-from lapa2_interp.models import (
-    takes_model,
-)
-from lapa2_interp.recipes import (
-    named_rules,
-)
+from lapa2_interp.loaded import Model, check_one_side, keys_seen, packed_model, short_context_of
+from lapa2_interp.models import takes_model
+from lapa2_interp.recipes import named_rules
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.trace import TraceKind
 from lapa2_interp.trace.recorder import Recorder

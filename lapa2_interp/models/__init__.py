@@ -18,15 +18,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ParamSpec,
-    TypeVar,
-)
-from unittest import (
-    mock,
-)
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from unittest import mock
 
 from lapa2_interp.attention.exact_softmax import make_softmax_exact
 from lapa2_interp.attention.liveness import assert_live

@@ -27,16 +27,8 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp.errors import RunError
-from lapa2_interp.files import (
-    check_file,
-    is_page,
-    parse_json,
-    read_text,
-    write_text,
-)
-from lapa2_interp.layout.texts import (
-    pieces,
-)
+from lapa2_interp.files import check_file, is_page, parse_json, read_text, write_text
+from lapa2_interp.layout.texts import pieces
 from lapa2_interp.models import reading_tokenizer
 from lapa2_interp.page import embedded, template
 from lapa2_interp.paper.claims import (

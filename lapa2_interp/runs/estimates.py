@@ -24,13 +24,8 @@ import numpy as np
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import run_plan
 from lapa2_interp.decoding.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
-from lapa2_interp.errors import (
-    RunError,
-)
-from lapa2_interp.loaded import (
-    Model,
-    short_context_of,
-)
+from lapa2_interp.errors import RunError
+from lapa2_interp.loaded import Model, short_context_of
 from lapa2_interp.machine import (
     clock_of,
     cores,

@@ -25,16 +25,8 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp import __version__
-from lapa2_interp.cell import (
-    BUILT_IN_TASKS,
-    CELL,
-    Cell,
-    Key,
-    same_label,
-)
-from lapa2_interp.decoding.loop import (
-    join_traces,
-)
+from lapa2_interp.cell import BUILT_IN_TASKS, CELL, Cell, Key, same_label
+from lapa2_interp.decoding.loop import join_traces
 from lapa2_interp.errors import (
     DamagedError,
     Lapa2Error,

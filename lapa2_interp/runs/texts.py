@@ -18,14 +18,8 @@ from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import APART, KEYS
 from lapa2_interp.tasks import Task
-from lapa2_interp.tasks.corpora import (
-    READERS,
-    read_table,
-)
-from lapa2_interp.tasks.segmentation import (
-    between,
-    spans,
-)
+from lapa2_interp.tasks.corpora import READERS, read_table
+from lapa2_interp.tasks.segmentation import between, spans
 
 
 def read_texts(

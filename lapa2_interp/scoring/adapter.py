@@ -37,10 +37,7 @@ from torch import Tensor, nn
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.files import sealed, whole_file, write_text
 from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import (
-    check_weights_read,
-    short_context,
-)
+from lapa2_interp.loaded import check_weights_read, short_context
 from lapa2_interp.models import load_transformers, move
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.packed import packed

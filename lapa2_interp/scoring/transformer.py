@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lapa2_interp.attention.rotary import (
-    watch,
-)
-from lapa2_interp.errors import (
-    ModelError,
-    ScoringError,
-    one_of,
-)
+from lapa2_interp.attention.rotary import watch
+from lapa2_interp.errors import ModelError, ScoringError, one_of
 from lapa2_interp.files import sha256_of
 from lapa2_interp.layout import text_markers
 from lapa2_interp.loaded import context_of, short_context

@@ -19,14 +19,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp.errors import TaskError, first_problem, one_of, worst_problem
-from lapa2_interp.files import (
-    parse_json,
-    parse_toml,
-    read_text,
-)
-from lapa2_interp.tasks.segmentation import (
-    words,
-)
+from lapa2_interp.files import parse_json, parse_toml, read_text
+from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
 

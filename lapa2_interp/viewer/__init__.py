@@ -31,14 +31,7 @@ from lapa2_interp.methods import find
 from lapa2_interp.page import embedded, template
 from lapa2_interp.runs.read import Run, load_run
 from lapa2_interp.viewer.packing import FLOOR, Bits, pack, precision, quantised
-from lapa2_interp.viewer.reading import (
-    MASSES,
-    Found,
-    HeadValues,
-    choose,
-    read_again,
-    read_study,
-)
+from lapa2_interp.viewer.reading import MASSES, Found, HeadValues, choose, read_again, read_study
 
 HERE = Path(__file__).parent
 MODULE, STYLE = HERE / "view.js", HERE / "view.css"
