@@ -22,7 +22,15 @@ from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, mak
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.errors import CircuitError, DataError, one_of
-from lapa2_interp.loaded import Model, attention_layers, model_card, packed_model
+from lapa2_interp.loaded import (
+    Model,
+    attention_layers,
+    kv_sizes,
+    model_card,
+    network_of,
+    packed_model,
+    plain_network,
+)
 from lapa2_interp.soft_prefix import SoftPrefix
 from lapa2_interp.tasks import Task
 
@@ -66,13 +74,22 @@ class Question:
 
         Raises:
             CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
-                context; a model some of whose layers have no attention; as `make_cases`.
+                context; a model some of whose layers have no attention, or whose hooks have no
+                heads; as `make_cases`.
         """
         if len(attending := attention_layers(model)) < model.cfg.n_layers:
             raise CircuitError(
                 "circuits are read from models with attention in every layer, and this one has it"
                 f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
             )
+        network: Any = network_of(model)
+        if plain_network(model) is None and hasattr(network, "config"):
+            config = network.config.get_text_config()
+            if any(key != value for _, key, value in kv_sizes(config)):
+                raise CircuitError(
+                    f"hook_z of a {config.model_type} model is not by head, as its keys and values"
+                    " differ in size; load it as TransformersModel, for what needs no hooks"
+                )
         question = cls._of(model, about, **settings)
         for case in question.cases:
             if (n := case.layouts[0].n_live + case.n - 1) > model.cfg.n_ctx:
