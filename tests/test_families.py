@@ -175,6 +175,13 @@ def test_what_cannot_act_in_a_hybrid_is_told_why(load):
             Question.of(model, "sentiment")
 
 
+def test_heads_are_not_read_where_hooks_have_none(load):
+    """TransformerLens cuts the heads' outputs of MLA by the size of rotary keys."""
+    question = Question.of(load("DeepSeek-V3", PLAIN), "sentiment", prompts=["A"], tokens=2)
+    with pytest.raises(CircuitError, match="hook_z .* is not by head.*TransformersModel"):
+        Question.of(load("DeepSeek-V3", BRIDGE), question)
+
+
 def test_a_sink_takes_its_share_and_laws_that_read_scores_refuse_it(load):
     for kind in CLASSES:
         model = load("gpt-oss", kind)

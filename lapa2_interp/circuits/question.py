@@ -26,8 +26,11 @@ from lapa2_interp.loaded import (
     Model,
     attention_layers,
     check_one_side,
+    kv_sizes,
     model_card,
+    network_of,
     packed_model,
+    plain_network,
     short_context_of,
 )
 from lapa2_interp.models import model_of
@@ -67,15 +70,20 @@ class Question:
     def of(cls, model: Model, about: About, **settings: Any) -> Question:
         """A question from what a user gives.
 
-        Args:
-            about: A question, a case or several, or a task by name or value.
-            settings: For a task, as `make_cases`. For cases, words={name: token ids} says which
-                words tell the attributes apart.
+                Args:
+                    about: A question, a case or several, or a task by name or value.
+                    settings: For a task, as `make_cases`. For cases, words={name: token ids} says which
+                        words tell the attributes apart.
 
-        Raises:
-            CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
-                context; a model some of whose layers have no attention; as `make_cases`.
-            LayoutError: A text crosses a switch of the model's rotary factors.
+                Raises:
+                    CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
+        <<<<<<< HEAD
+                        context; a model some of whose layers have no attention; as `make_cases`.
+                    LayoutError: A text crosses a switch of the model's rotary factors.
+        =======
+                        context; a model some of whose layers have no attention, or whose hooks have no
+                        heads; as `make_cases`.
+        >>>>>>> families
         """
         model = model_of(model)
         if len(attending := attention_layers(model)) < model.cfg.n_layers:
@@ -83,6 +91,14 @@ class Question:
                 "circuits are read from models with attention in every layer, and this one has it"
                 f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
             )
+        network: Any = network_of(model)
+        if plain_network(model) is None and hasattr(network, "config"):
+            config = network.config.get_text_config()
+            if any(key != value for _, key, value in kv_sizes(config)):
+                raise CircuitError(
+                    f"hook_z of a {config.model_type} model is not by head, as its keys and values"
+                    " differ in size; load it as TransformersModel, for what needs no hooks"
+                )
         question = cls._of(model, about, **settings)
         for case in question.cases:
             if (n := case.layouts[0].n_live + case.n - 1) > model.cfg.n_ctx:
