@@ -131,7 +131,7 @@ def opened(
         running, watch.running = watch.running, False
         (cache, held), watch.cache = watch.cache, (None, 0)
         if running and cache is not None:
-            check_kept(network, cache.get_seq_length() > held)
+            check_kept(network, bool(cache.get_seq_length() > held))
         missing = [each for each in places if each not in watch.seen]
         if running and missing:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]

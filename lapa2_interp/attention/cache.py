@@ -347,7 +347,7 @@ class BridgeRows:
             past_key_values=self.cache,
             logits_to_keep=keep,
         )[:, -keep:]
-        check_kept(network, self.cache.get_seq_length() == used)
+        check_kept(network, bool(self.cache.get_seq_length() == used))
         return logits
 
     def prompt_pass(

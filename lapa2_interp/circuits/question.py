@@ -70,20 +70,16 @@ class Question:
     def of(cls, model: Model, about: About, **settings: Any) -> Question:
         """A question from what a user gives.
 
-                Args:
-                    about: A question, a case or several, or a task by name or value.
-                    settings: For a task, as `make_cases`. For cases, words={name: token ids} says which
-                        words tell the attributes apart.
+        Args:
+            about: A question, a case or several, or a task by name or value.
+            settings: For a task, as `make_cases`. For cases, words={name: token ids} says which
+                words tell the attributes apart.
 
-                Raises:
-                    CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
-        <<<<<<< HEAD
-                        context; a model some of whose layers have no attention; as `make_cases`.
-                    LayoutError: A text crosses a switch of the model's rotary factors.
-        =======
-                        context; a model some of whose layers have no attention, or whose hooks have no
-                        heads; as `make_cases`.
-        >>>>>>> families
+        Raises:
+            CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
+                context; a model some of whose layers have no attention, or whose hooks have no
+                heads; as `make_cases`.
+            LayoutError: A text crosses a switch of the model's rotary factors.
         """
         model = model_of(model)
         if len(attending := attention_layers(model)) < model.cfg.n_layers:
