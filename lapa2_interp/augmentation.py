@@ -280,10 +280,9 @@ class Augmentation(BaseModel):
 
         Raises:
             AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
-                Or as `within`.
         """
-        with np.errstate(over="ignore"):
-            return self.within(self._bias(l, n))
+        with np.errstate(over="ignore"):  # what overflows is refused where it would act: `within`
+            return self._bias(l, n)
 
     def within(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
         """The same biases, if they are of use.

@@ -134,8 +134,10 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
     data = ItemData(load_run(run), "item", ("grid",), ("echo",))
     scores = data.scores(data.cells, metrics=["echo"])
     assert scores.groupby("variant")["scorer"].unique().map(list).to_dict() == {
-        "prefix Very serene: / Very {attribute}:": ["echo (calm: serene calm; angry: angry)"],
-        "prefix A {attribute} text:": ["echo (calm: calm; angry: angry)"],
+        "prefix Very serene: / Very {attribute}:": [
+            "echo (calm: serene calm; angry: angry, words or graphemes)"
+        ],
+        "prefix A {attribute} text:": ["echo (calm: calm; angry: angry, words or graphemes)"],
     }
 
 
@@ -369,7 +371,7 @@ def test_a_column_of_numbers_is_no_text(tmp_path, capsys):
     file.write_text('{"text": 3}\n')
     assert lapa2("score --scorers distinct --out", tmp_path / "out", file) == 2
     assert (
-        "has no text in column 'text', found '3'; give --column"
+        "has no text in column 'text', found '3'; give texts there, or --column"
         in capsys.readouterr().err.splitlines()[-1]
     )
 

@@ -283,7 +283,7 @@ def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
     [
         ({"threads": 5}, "needs 5 CPU where the largest has 4"),
         ({"threads": 5, "workers": 1}, "needs 5 CPU where the largest has 4"),
-        ({"device": "auto"}, "has no GPU for device 'auto'; give --device cpu"),
+        ({"device": "auto"}, "has no GPU for device 'auto'; give device='cpu'"),
         ({"device": "cuda:1"}, "allowed: cpu, cuda, auto"),
         ({"gpus_per_worker": 1.5}, "found 1.5"),
         ({"workers": 0}, "found 0"),

@@ -27,7 +27,7 @@ from lapa2_interp.circuits.knockout import Unit, knock_out, units_everything
 from lapa2_interp.circuits.metrics import lex
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import control
-from lapa2_interp.errors import CircuitError
+from lapa2_interp.errors import CircuitError, ModelError
 from lapa2_interp.layout import Span
 from lapa2_interp.models.planted import planted
 
@@ -602,7 +602,7 @@ def test_what_has_no_gradient_is_refused():
             CircuitError, match="TransformerBridge, not from a TransformersModel; load"
         ):
             call(load("tiny-gpt2", model_class="TransformersModel"), cases)
-        with pytest.raises(CircuitError, match="TransformerBridge, not from a object"):
+        with pytest.raises(ModelError, match="a object is no model of TransformerLens"):
             call(object(), cases)
         with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
             call(load("tiny-gpt2", "bfloat16"), cases)

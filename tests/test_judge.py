@@ -623,7 +623,7 @@ def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
     found = {}
     with pytest.raises(
         ScoringError,
-        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* max_cost 0\.0084 or more",
+        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* max_cost=0\.0084 or more",
     ):
         for piece in judge.scored([item(str(number)) for number in range(40)]):
             found.update(piece)
@@ -804,7 +804,7 @@ def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):
         ({"temperature": -1.0}, "temperature is -1"),
         ({"input_price": 2.5}, "prices are 2.5 for input and None"),
         ({"input_price": -1.0, "output_price": 1.0}, "prices are -1.0 for input"),
-        ({"max_cost": 1.0}, "limited to 1 US dollars.*--judge-prices IN OUT"),
+        ({"max_cost": 1.0}, "limited to 1 US dollars.*judge_prices"),
         ({"max_cost": -1.0, "input_price": 1, "output_price": 1}, "limited to -1 US dollars"),
         ({"input_price": float("inf"), "output_price": 1.0}, "prices are inf for input"),
         ({"base_url": "http://a b/v1"}, "base_url 'http://a b/v1'"),

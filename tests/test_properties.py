@@ -202,9 +202,9 @@ def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of
     folder, vocab = of_words
     model = load_model(folder, device="cpu", dtype="float32")
     task = load_task("sentiment").model_copy(
-        update={"attributes": {"a": Attribute(prefix="w1"), "b": Attribute(prefix="w0")}}
+        update={"attributes": {"a": Attribute(prefix="w0"), "b": Attribute(prefix="w0 w0")}}
     )
-    made = generate(model, method, task, "a", ["w1 w0"], length=12, samples=3, seed=1, top_k=vocab)
+    made = generate(model, method, task, "a", ["w0 w1"], length=12, samples=3, seed=1, top_k=vocab)
     tokens = np.stack(made.samples["tokens"])
     assert tokens.min() >= 0
     assert tokens.max() < vocab
@@ -212,11 +212,11 @@ def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of
     assert (made.trace["prefix"] <= 1).all()
     if method.name == "prefix":
         for row in made.samples.itertuples():
-            layout = Layout.of(model.tokenizer, "w1", "w1 w0")
+            layout = Layout.of(model.tokenizer, "w0", "w0 w1")
             ids = torch.tensor([[*layout.ids, *row.tokens]])
             with torch.no_grad():
                 logits = model(ids)[0, len(layout) - 1 : -1]
-            uniform = torch.from_numpy(uniforms(1, "w1 w0", row.sample, row.n_tokens))
+            uniform = torch.from_numpy(uniforms(1, "w0 w1", row.sample, row.n_tokens))
             assert draw(logits, uniform, top_k=vocab).tolist() == list(row.tokens)
 
 
@@ -224,7 +224,7 @@ def test_a_token_without_an_embedding_is_named(of_words):
     """A tokenizer that knows more words than its model."""
     folder, vocab = of_words
     model = load_model(folder, device="cpu", dtype="float32")
-    layout = Layout.of(model.tokenizer, "w1", "w1 w0")
+    layout = Layout.of(model.tokenizer, "w0", "w0 w1")
     wrong = replace(layout, ids=(*layout.ids[:-1], vocab))
     told = f"token {vocab} has no embedding: the model has {vocab} tokens"
     for found, text in ((wrong, [0]), (layout, [0, vocab]), (layout, [vocab])):

@@ -235,7 +235,9 @@ def test_one_augmentation_has_the_key_it_had_alone():
     assert both.columns["law"] == "log"
     assert math.isnan(both.columns["alpha"])
     assert isinstance(json.loads(both.model_dump_json())["augmentation"], list)
-    with pytest.raises(AugmentationError, match="several of them, or None; found"):
+    with pytest.raises(
+        AugmentationError, match="several of them, recipes as one text .* or None; found"
+    ):
         cell_of(model, *about, ("lapa2",), length=4)
 
 

@@ -682,7 +682,7 @@ def test_parts_cover_the_text(gpt2_tokenizer):
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", "has no rows"),
-        ("a.csv", b"txt,label\nx,y\n", "has no column 'text'; found txt, label; give --column"),
+        ("a.csv", b"txt,label\nx,y\n", "has no column 'text'; found txt, label; give column"),
         ("a.csv", "text\nh\u00f6\n".encode("latin-1"), "is not UTF-8"),
         ("a.jsonl", b"not json", "cannot read"),
         *[

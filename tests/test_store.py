@@ -201,7 +201,7 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "done").touch()
     with (
-        pytest.raises(RunError, match="is finished; choose another --out"),
+        pytest.raises(RunError, match="is finished; choose another place"),
         new_folder(tmp_path / "other", finished=lambda folder: True),
     ):
         pass
@@ -276,7 +276,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
         raise error
 
     monkeypatch.setattr("lapa2_interp.runs.generate.run_plan", full)
-    with pytest.raises(ModelError, match="does not hold 4 rows at once; .*--max-rows N"):
+    with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
         generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
 
 
@@ -358,7 +358,7 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(RunError, match="cannot write .*choose another --out"),
+        pytest.raises(RunError, match="cannot write .*choose another place"),
         new_folder(tmp_path / "file" / "run"),
     ):
         pass
@@ -455,7 +455,7 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert len(run.select(alpha=[0, "0.5"]).plan) == 4
     with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
         run.select(method="1")
-    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*--only max_len"):
+    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*max_length=14"):
         read_attention(run)
     assert len(read_attention(run, {"max_length": "14"}).samples) == 2
     line = ["score", str(tmp_path / "run"), "--scorers", "repetition", "--out"]
@@ -565,7 +565,7 @@ def test_an_old_folder_is_not_filled(old, run):
 def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, text):
     run.save(tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text(text)
-    with pytest.raises(RunError, match="--force replaces it"):
+    with pytest.raises(RunError, match="force=True replaces it"):
         run.save(tmp_path / "run")
     assert len(run.save(tmp_path / "run", force=True).plan) == 4
 
