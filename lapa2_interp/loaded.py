@@ -377,7 +377,9 @@ def model_card(model: Model) -> ModelCard:
     if card is not None and getattr(model, "lapa2_state", None) == state:
         return card
     if card is None:
-        card = make_card(model, model.cfg.model_name, hash_in_memory(model))
+        spread = any(each.is_meta for each in network_of(model).parameters())
+        weights = "not hashed: in part not in memory" if spread else hash_in_memory(model)
+        card = make_card(model, model.cfg.model_name, weights)
     elif hasattr(model, "lapa2_state"):
         card = card.model_copy(update={"weights": hash_in_memory(model)})
     return keep_card(model, card)

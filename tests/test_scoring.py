@@ -351,14 +351,20 @@ def test_a_classifier_that_was_trained_again_has_another_version(classifier):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_folder_whose_tokenizer_or_configuration_changed_has_another_version(classifier, name):
+def test_a_folder_whose_tokenizer_or_configuration_changed_has_another_version(
+    classifier, name, tmp_path
+):
     file = Path(classifier) / name
     before = [Classifier(classifier).version, _beside(classifier)]
     assert before[0].endswith(before[1])
     file.write_text(file.read_text() + "\n")
     assert Classifier(classifier).version != before[0]
     assert _beside("smollm2-135m") == _beside("owner/model") == "", "keys of names stay"
-    assert _beside(classifier) in Perplexity(classifier).version
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    network.save_pretrained(tmp_path / "causal")
+    tokenizer.save_pretrained(tmp_path / "causal")
+    folder = str(tmp_path / "causal")
+    assert _beside(folder) in Perplexity(folder).version
 
 
 def test_a_text_that_is_no_unicode_is_left_out(classifier):

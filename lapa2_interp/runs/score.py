@@ -318,7 +318,7 @@ def _gaps(source: Path) -> str:
         return ""
     run = load_run(source)
     left = len(run.plan) - len(run.finished)
-    if not left:
+    if not left or not run.finished:  # where nothing is, an error says so
         return ""
     return (
         f"{left} of {counted(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`): nothing"
