@@ -78,7 +78,7 @@ def read(model, layout, text, edges, bar):
             if inside.any():
                 means = [values[inside].mean(axis=0) for values in (share, odds)]
                 rows += [
-                    {"alpha": alpha, "l": low, "layer": layer, "head": head}
+                    {"alpha": alpha, "l_kv": low, "layer": layer, "head": head}
                     | {"share": means[0][layer, head], "log_odds": means[1][layer, head]}
                     | {"law": law[inside].mean(), "at": 1 / (1 / keys[inside]).mean()}
                     for layer, head in np.ndindex(*means[0].shape)
@@ -102,7 +102,9 @@ with progress_bar(n_steps, "reading", "step") as bar:
         own = {"text": f"{key} {made.prompt} {made.sample}", "prompt": made.prompt}
         rows += [own | row for row in found]
 heads = pd.DataFrame(rows)
-means = heads.groupby(["l", "alpha", "layer", "head"], as_index=False)[["share", "log_odds", "law"]]
+means = heads.groupby(["l_kv", "alpha", "layer", "head"], as_index=False)[
+    ["share", "log_odds", "law"]
+]
 means = means.mean()
 write_text(bench.out / "tables" / "deep.heads.csv", means.to_csv(index=False, float_format="%.6g"))
 
@@ -113,11 +115,13 @@ write_text(bench.out / "tables" / "deep.heads.csv", means.to_csv(index=False, fl
 # %%
 ends = dict(pairwise(edges))
 prompt_of = heads.drop_duplicates("text").set_index("text")["prompt"]
-lengths = heads.groupby(["text", "l"])["at"].first()
-by_text = heads.groupby(["text", "l", "alpha"])["share"].mean().unstack("alpha")
-odds = heads.pivot_table(index=["text", "l", "layer", "head"], columns="alpha", values="log_odds")
-law = heads[heads["alpha"] == ALPHA].set_index(["text", "l", "layer", "head"])["law"]
-left = ((odds[ALPHA] - odds[0.0]) / law).groupby(["text", "l", "layer"]).mean().rename("left")
+lengths = heads.groupby(["text", "l_kv"])["at"].first()
+by_text = heads.groupby(["text", "l_kv", "alpha"])["share"].mean().unstack("alpha")
+odds = heads.pivot_table(
+    index=["text", "l_kv", "layer", "head"], columns="alpha", values="log_odds"
+)
+law = heads[heads["alpha"] == ALPHA].set_index(["text", "l_kv", "layer", "head"])["law"]
+left = ((odds[ALPHA] - odds[0.0]) / law).groupby(["text", "l_kv", "layer"]).mean().rename("left")
 
 
 def prompts(values):
@@ -127,25 +131,25 @@ def prompts(values):
 
 def slope(shares, least, most):
     """Of ln share against ln l, from one window to another, text by text."""
-    one, two = (lengths.xs(l, level="l") for l in (least, most))
+    one, two = (lengths.xs(l, level="l_kv") for l in (least, most))
     return np.log(shares[most] / shares[least]) / np.log(two / one)
 
 
 def row(quantity, l, values, **more):
     found = mean_interval(values.to_numpy(), prompts(values))
-    return {"quantity": quantity, "l": l, "upto": ends[l] - 1, **more} | {
+    return {"quantity": quantity, "l_kv": l, "upto": ends[l] - 1, **more} | {
         "mean": found.mean, "low": found.low, "high": found.high, "n": found.n
     }  # fmt: skip
 
 
 table = []
-for l, part in by_text.groupby("l"):
+for l, part in by_text.groupby("l_kv"):
     for alpha in (0.0, ALPHA):
         table.append(row("share", l, part[alpha], alpha=alpha))
         if l > edges[0]:
-            found = slope(by_text[alpha].unstack("l"), l // 2, l).dropna()
+            found = slope(by_text[alpha].unstack("l_kv"), l // 2, l).dropna()
             table.append(row("slope", l, found, alpha=alpha))
-for (l, layer), part in left.groupby(["l", "layer"]):
+for (l, layer), part in left.groupby(["l_kv", "layer"]):
     table.append(row("part of the law that is left", l, part, layer=layer))
 table = pd.DataFrame(table)
 table[["model", "task", "method", "arm"]] = [name, "sentiment", "prefix", "baseline"]
@@ -168,7 +172,7 @@ def judge(text, quantity, expected, values, against, margin=0.0, whose="ours"):
 
 
 for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):
-    shares = by_text[alpha].unstack("l")
+    shares = by_text[alpha].unstack("l_kv")
     for least, most in pairwise(dict.fromkeys((first, starts[len(starts) // 2], last))):
         text = f"from l = {least} to {most} attention falls as l^{alpha - 1:g}: {words}"
         slopes = slope(shares, least, most)
@@ -182,19 +186,19 @@ judge("later layers take a part of the law back", "part of the law", "less", lat
 bands = np.minimum(left.index.get_level_values("layer") * 3 // model.cfg.n_layers, 2)
 names = ["layer 0", *(f"{where} third" for where in ("lower", "middle", "upper"))]
 where = np.where(left.index.get_level_values("layer") == 0, 0, bands + 1)
-wide = left.groupby([left.index.get_level_values("l"), where]).mean().unstack()
+wide = left.groupby([left.index.get_level_values("l_kv"), where]).mean().unstack()
 wide.columns = [f"law left, {names[i]}" for i in wide.columns]
-shown = pd.DataFrame({"l": [f"{low}-{ends[low] - 1}" for low in wide.index]})
+shown = pd.DataFrame({"l_kv": [f"{low}-{ends[low] - 1}" for low in wide.index]})
 for quantity in ("share", "slope"):
     for alpha in (0.0, ALPHA):
-        part = table[(table["quantity"] == quantity) & (table["alpha"] == alpha)].set_index("l")
+        part = table[(table["quantity"] == quantity) & (table["alpha"] == alpha)].set_index("l_kv")
         shown[f"{quantity}, alpha {alpha:g}"] = [
             "" if l not in part.index
             else f"{part.loc[l, 'mean']:.2g} [{part.loc[l, 'low']:.2g}, {part.loc[l, 'high']:.2g}]"
             for l in wide.index
         ]  # fmt: skip
 shown = shown.join(wide.round(2).reset_index(drop=True))
-at_end = means[(means["l"] == last) & (means["alpha"] == 0)].nlargest(8, "share")
+at_end = means[(means["l_kv"] == last) & (means["alpha"] == 0)].nlargest(8, "share")
 best = ", ".join(f"{int(x.layer)}.{int(x.head)} {x.share:.3f}" for x in at_end.itertuples())
 notes = [
     f"{len(texts)} texts, read in {bench.data.dtype}. Slope: of ln share against ln l, from the"

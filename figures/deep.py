@@ -19,7 +19,7 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     figure = new_figure(7.2, 2.8)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1, 0.9))
     shares = table[table["quantity"] == "share"]
-    shares = shares.assign(middle=np.sqrt(shares["l"] * shares["upto"]))
+    shares = shares.assign(middle=np.sqrt(shares["l_kv"] * shares["upto"]))
     for colour, (alpha, part) in zip(COLOURS, shares.groupby("alpha"), strict=False):
         band(left, part, "middle", colour, lw=1, marker="o", ms=3, label=f"alpha {alpha:g}")
         first = part.iloc[0]
@@ -28,18 +28,18 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     left.set_xscale("log")
     left.set_yscale("log")
     kept = table[table["quantity"] == "part of the law that is left"]
-    starts = sorted(set(kept["l"]))
+    starts = sorted(set(kept["l_kv"]))
     for number, l in enumerate(dict.fromkeys((starts[0], starts[len(starts) // 2], starts[-1]))):
         colour = COLOURS[(number + 2) % len(COLOURS)]
-        band(middle, kept[kept["l"] == l], "layer", colour, lw=1, label=f"l from {l}")
+        band(middle, kept[kept["l_kv"] == l], "layer", colour, lw=1, label=f"l from {l}")
     middle.axhline(1, color="#999999", lw=0.8, zorder=0)
-    last = heads[(heads["l"] == heads["l"].max()) & (heads["alpha"] == 0)]
+    last = heads[(heads["l_kv"] == heads["l_kv"].max()) & (heads["alpha"] == 0)]
     grid = last.pivot_table(index="layer", columns="head", values="share").to_numpy()
     image = right.imshow(np.log10(np.maximum(grid, 1e-6)), aspect="auto", cmap="viridis")
     bar = figure.colorbar(image, ax=right)
     bar.set_label("log10 of the attention", fontsize=7)
     bar.ax.tick_params(labelsize=6)
-    plain_axes(left, "l", "attention on the prefix")
+    plain_axes(left, "l_kv", "attention on the prefix")
     left.set_title("dotted: the derived law", fontsize=7)
     plain_axes(middle, "layer", "part of the law that is left")
     plain_axes(right, "head", "layer")

@@ -76,7 +76,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
         keys = np.arange(low, min(high, found["edges"][-1]))
         own = found["lengths"][first, low]
         assert own == pytest.approx(1 / (1 / keys).mean(), rel=0.02), "its texts may end earlier"
-        shares[low] = 3.0 / found["lengths"].xs(low, level="l")  # the mean of 3/l
+        shares[low] = 3.0 / found["lengths"].xs(low, level="l_kv")  # the mean of 3/l
     slope = found["slope"](pd.DataFrame(shares), *found["edges"][:2])
     assert slope.tolist() == pytest.approx([-1] * len(slope)), "also where the last window is wider"
     rows, heads = table(run, "deep"), table(run, "deep.heads")
@@ -96,7 +96,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
         law = 0.5 * np.log((keys[inside] - 1) / layout.l_pre)  # the paper's l has no BOS
         gain = np.log(two / (1 - two)) - np.log(one / (1 - one))
         gains.append(gain.mean(axis=(0, 2)) / law.mean())
-    rows = rows[rows["l"] == 64]
+    rows = rows[rows["l_kv"] == 64]
     share = rows[rows["quantity"] == "share"].set_index("alpha")["mean"]
     assert share.tolist() == pytest.approx(np.mean(shares, axis=0), rel=1e-5)
     left = rows[rows["quantity"] == "part of the law that is left"]
