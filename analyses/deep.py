@@ -120,7 +120,7 @@ by_text = heads.groupby(["text", "l_kv", "alpha"])["share"].mean().unstack("alph
 odds = heads.pivot_table(
     index=["text", "l_kv", "layer", "head"], columns="alpha", values="log_odds"
 )
-law = heads[heads["alpha"] == ALPHA].set_index(["text", "l_kv", "layer", "head"])["law"]
+law = heads[heads["alpha"] == ALPHA].set_index(each_head)["law"]
 left = ((odds[ALPHA] - odds[0.0]) / law).groupby(["text", "l_kv", "layer"]).mean().rename("left")
 
 
