@@ -117,9 +117,8 @@ ends = dict(pairwise(edges))
 prompt_of = heads.drop_duplicates("text").set_index("text")["prompt"]
 lengths = heads.groupby(["text", "l_kv"])["at"].first()
 by_text = heads.groupby(["text", "l_kv", "alpha"])["share"].mean().unstack("alpha")
-odds = heads.pivot_table(
-    index=["text", "l_kv", "layer", "head"], columns="alpha", values="log_odds"
-)
+each_head = ["text", "l_kv", "layer", "head"]
+odds = heads.pivot_table(index=each_head, columns="alpha", values="log_odds")
 law = heads[heads["alpha"] == ALPHA].set_index(each_head)["law"]
 left = ((odds[ALPHA] - odds[0.0]) / law).groupby(["text", "l_kv", "layer"]).mean().rename("left")
 
