@@ -92,13 +92,10 @@ def attention_curves(
                 ls=":",
                 label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}",
             )
-    plain_axes(
-        axes,
-        "generation step t",
-        f"attention on {name.replace('_', ' ')}\n(mean over layers and heads)",
-    )
+    mean = f"mean over layers{' of a type' * several} and heads"
+    plain_axes(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n({mean})")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=4)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2 if several else 4)
     return figure
 
 
