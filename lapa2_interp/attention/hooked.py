@@ -41,8 +41,8 @@ from lapa2_interp.attention.rotary import (
     watch,
 )
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
-from lapa2_interp.errors import DeadHookError, LayoutError
-from lapa2_interp.layout import Layout
+from lapa2_interp.errors import DeadHookError, LayoutError, ModelError
+from lapa2_interp.layout import KeysSeen, Layout
 from lapa2_interp.loaded import (
     Model,
     attention_layers,
@@ -58,6 +58,10 @@ from lapa2_interp.recipes import (
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
+HIDDEN = -3e4
+"""Scores below are masked: transformers adds the smallest number of a dtype. A knock-out is -inf."""
+SIGHT_CHECKED = 64
+"""Tokens between checks of which keys a query sees, where a pass reads one."""
 
 
 @runtime_checkable
@@ -154,6 +158,7 @@ def augmented(
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal changed
         _check_keys(scores, first)
+        read.check_sight(layer, bias.seen[layer], scores, first)
         if scores.shape[3] < bias.last_key and not read.is_ours:
             raise LayoutError(
                 f"the span ends at slot {bias.last_key} but the forward pass has"
@@ -274,6 +279,34 @@ class _Read:
                 f"row {row} reads {self._shown(found[row, query])} in slot {self.first + query},"
                 f" where its layout has {self._shown(wanted[row, query])}; feed the layout's own"
                 " ids (layout.tensor), or give check_ids=False to augment other tokens"
+            )
+
+    def check_sight(
+        self, layer: int, seen: KeysSeen, scores: Float[Tensor, "row head query key"], first: int
+    ) -> None:
+        """Refuse a layer whose masked scores begin at another key than its type says, in passes of
+        several queries and every so many tokens: l would count other keys than it sees.
+
+        Raises:
+            ModelError: They do.
+        """
+        last = first + scores.shape[2] - 1
+        if not hasattr(network_of(self.model), "config") or (
+            scores.shape[2] == 1 and last % SIGHT_CHECKED
+        ):
+            return
+        wanted = self._of_rows(
+            torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
+        )
+        of_last = scores[:, 0, -1, : last + 1]  # row key
+        found = ((of_last > HIDDEN) | of_last.isneginf()).int().argmax(1).cpu()
+        if wanted is not None and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel():
+            row = int(wrong[0])
+            raise ModelError(
+                f"layer {layer} is of type {seen} by the model's configuration, and its query in"
+                f" slot {last} sees keys from slot {found[row]} on, not from {wanted[row]}; if no"
+                " hook of yours hides keys there, this model's masks are not known here and it"
+                " cannot be augmented in texts of this length"
             )
 
     def _shown(self, token: Tensor) -> str:
