@@ -37,9 +37,17 @@ SPELLED = {
     "marks without a letter": ("a \u0301b", ["a", "\u0301", "b"]),
     "emoji": (
         "\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469\u200d\U0001f467ok\u2764\ufe0f",
-        ["\U0001f44d\U0001f3fd", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "ok", "\u2764\ufe0f"],
+        [
+            "\U0001f44d\U0001f3fd",
+            "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+            "ok",
+            "\u2764\ufe0f",
+        ],
     ),
-    "flags": ("\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7", ["\U0001f1e9\U0001f1ea", "\U0001f1eb\U0001f1f7"]),
+    "flags": (
+        "\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7",
+        ["\U0001f1e9\U0001f1ea", "\U0001f1eb\U0001f1f7"],
+    ),
     "directions": ("\u202bשל\u200fום\u202c \u2066a\u2069", ["שלום", "a"]),
     "soft hyphens and byte-order marks": ("\ufeffve\u00adry very", ["very", "very"]),
     "mixed": ("iPhone手机 2024年!", ["iPhone", "手", "机", "2024", "年", "!"]),
@@ -150,7 +158,15 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lapa2_interp.decoding.barring.token_texts", lambda _: tuple(made))
         patch.setattr("lapa2_interp.decoding.barring.REPLACEMENT", "no check of bytes")
-        before = ["cafe", "caf", "cafe\u0301", "caf\u200f", "the caf\u00e9", "Re\u0301sume", "r\u00e9sum"]
+        before = [
+            "cafe",
+            "caf",
+            "cafe\u0301",
+            "caf\u200f",
+            "the caf\u00e9",
+            "Re\u0301sume",
+            "r\u00e9sum",
+        ]
         barred = Barred(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
         for step in range(2):
             refused = barred.refuse(torch.zeros(len(before), len(tokenizer))) < 0

@@ -41,8 +41,8 @@ from lapa2_interp.attention.rotary import (
     watch,
 )
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
-from lapa2_interp.errors import DeadHookError, LayoutError, ModelError
-from lapa2_interp.layout import KeysSeen, Layout
+from lapa2_interp.errors import DeadHookError, LayoutError, ModelError, TraceError
+from lapa2_interp.layout import KeysSeen, Layout, layers_in_words
 from lapa2_interp.loaded import (
     Model,
     attention_layers,
@@ -116,7 +116,9 @@ def augmented(
     Raises:
         AugmentationError: Layers or heads the model does not have, or a bias beyond all use.
         ModelError: The model is none of these, or compiled, or in training mode with gradient
-            checkpointing; or a block or pass is another thread's or a copy's.
+            checkpointing; or a block or pass is another thread's or a copy's; or its queries see
+            other keys than its configuration says.
+        TraceError: A recorder was made for layers that see other keys.
         DeadHookError: A pass did not come by the augmentation, since hooks or attention function
             were changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
@@ -151,6 +153,12 @@ def augmented(
         may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
+    if (told := getattr(observer, "keys_seen", None)) is not None and told != bias.seen:
+        raise TraceError(
+            f"the recorder is for a model of layers {layers_in_words(told)}, and this one's are"
+            f" {layers_in_words(bias.seen)}; give Recorder(..., seen=keys_seen(model)), of"
+            " lapa2_interp.loaded"
+        )
     read = _Read(model, layouts, check_ids)
     changed: float = math.inf  # the slot of a query that is not clean
     unchecked = set(bias.reading_layers)
@@ -300,7 +308,10 @@ class _Read:
         )
         of_last = scores[:, 0, -1, : last + 1]  # row key
         found = ((of_last > HIDDEN) | of_last.isneginf()).int().argmax(1).cpu()
-        if wanted is not None and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel():
+        if (
+            wanted is not None
+            and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel()
+        ):
             row = int(wrong[0])
             raise ModelError(
                 f"layer {layer} is of type {seen} by the model's configuration, and its query in"

@@ -64,7 +64,11 @@ class Echo(Scorer):
         if item.attribute not in self.words:
             raise ScoringError(one_of("attribute", item.attribute, self.words))
         own = self.words[item.attribute]
-        return Skipped(NO_WORDS) if own is None else (float(own.search(normal(item.text)) is not None),)
+        return (
+            Skipped(NO_WORDS)
+            if own is None
+            else (float(own.search(normal(item.text)) is not None),)
+        )
 
 
 class Masked(Scorer):
