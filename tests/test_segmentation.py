@@ -168,7 +168,7 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
             "r\u00e9sum",
         ]
         barred = Barred(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
-        for step in range(2):
+        for _ in range(2):
             refused = barred.refuse(torch.zeros(len(before), len(tokenizer))) < 0
             found = [{made[i] for i in row.nonzero()[:, 0].tolist()} for row in refused]
             whole = {"\u00e9", "e\u0301"}

@@ -59,7 +59,7 @@ from lapa2_interp.recipes import (
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
 HIDDEN = -3e4
-"""Scores below are masked: transformers adds the smallest number of a dtype. A knock-out is -inf."""
+"""Scores below are masked: transformers adds a dtype's smallest number. A knock-out is -inf."""
 SIGHT_CHECKED = 64
 """Tokens between checks of which keys a query sees, where a pass reads one."""
 
