@@ -220,6 +220,8 @@ def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
     if kinds is None:
         windowed = window and getattr(config, "use_sliding_window", None) is not False
         kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    if config.model_type == "minimax" and window:  # its window is that of its "full" layers
+        kinds = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
     found = []
     for layer, kind in enumerate(kinds):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -107,6 +108,15 @@ def test_blocks_that_are_thrown_at_or_forgotten_leave_nothing(kind):
     assert torch.equal(read(model, layout.tensor), plain)
     with augmented(model, (WEAK, WEAK), layout):
         torch.testing.assert_close(read(model, layout.tensor), twice)
+
+
+@contextmanager
+def an_error_in(module):
+    handle = module.register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def in_thread(function):
@@ -226,6 +236,19 @@ def test_what_passes_the_block_by_is_an_error():
 
 
 @torch.no_grad()
+def test_a_pass_that_raised_an_error_is_over():
+    """Also where a block goes on behind it: a call of an inner module is no part of a pass."""
+    model, layout = loaded("TransformerBridge")
+    inner = model.original_model.transformer
+    with augmented(model, STRONG, layout):
+        wanted = read(model, layout.tensor)
+        with an_error_in(inner.h[1]), pytest.raises(ZeroDivisionError):
+            read(model, layout.tensor)
+        with pytest.raises(DeadHookError, match="outside a pass"):
+            inner(layout.tensor)
+        assert torch.equal(read(model, layout.tensor), wanted)
+
+
 def test_compiled_models_are_refused_or_right():
     layout = loaded(PLAIN)[1]
     for part in (lambda net: net, lambda net: net.transformer.h[1]):

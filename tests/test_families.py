@@ -15,11 +15,19 @@ from lapa2_interp.attention.liveness import LIVE
 from lapa2_interp.circuits.question import Question
 from lapa2_interp.cli import main
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.errors import CircuitError, DeadHookError, LayoutError, ModelError, PrefixError
+from lapa2_interp.errors import (
+    CircuitError,
+    DeadHookError,
+    LayoutError,
+    ModelError,
+    PrefixError,
+    TraceError,
+)
 from lapa2_interp.layout import left_pad
 from lapa2_interp.loaded import keys_seen
 from lapa2_interp.models import load_transformers
 from lapa2_interp.soft_prefix import kv_shape
+from lapa2_interp.trace.recorder import Recorder
 
 CLASSES = (BRIDGE, PLAIN)
 PROMPTS = ("The lake", "A book is on the")
@@ -191,6 +199,19 @@ def test_a_sink_takes_its_share_and_laws_that_read_scores_refuse_it(load):
         assert 0.01 < float((1 - total).max()) < 1
         with pytest.raises(DeadHookError, match="learned sink"):
             teacher_forced(model, layout, [[40]], Augmentation(alpha=1.0, law="target", tau=0.5))
+
+
+@pytest.mark.parametrize("name", ["Granite 4", "Gemma 2"])
+def test_a_recorder_must_know_which_keys_layers_see(load, name):
+    model = load(name, PLAIN)
+    layout, size = layouts_of(model)[0], (model.cfg.n_layers, model.cfg.n_heads)
+    with (
+        pytest.raises(TraceError, match=r"layers full: 0-2, and .*seen=keys_seen\(model\)"),
+        augmented(model, RULE, layout, Recorder(*size)),
+    ):
+        pass
+    with augmented(model, RULE, layout, Recorder(*size, seen=list(keys_seen(model)))):
+        pass
 
 
 def test_probe_names_the_layers_with_attention(folder, capsys):

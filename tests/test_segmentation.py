@@ -32,7 +32,24 @@ SPELLED = {
     "Hebrew": ("שָׁלוֹם", ["שָׁלוֹם"]),
     "Persian": ("می\u200cخواهم", ["می\u200cخواهم"]),
     "Korean": ("안녕 하세요", ["안녕", "하세요"]),
-    "decomposed": ("cafe\u0301s nai\u0308ve", ["cafe\u0301s", "nai\u0308ve"]),
+    "decomposed": ("cafe\u0301s nai\u0308ve", ["caf\u00e9s", "na\u00efve"]),
+    "decomposed Korean": ("\u1112\u1161\u11ab\u1100\u116e\u11a8", ["\ud55c\uad6d"]),
+    "marks without a letter": ("a \u0301b", ["a", "\u0301", "b"]),
+    "emoji": (
+        "\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469\u200d\U0001f467ok\u2764\ufe0f",
+        [
+            "\U0001f44d\U0001f3fd",
+            "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+            "ok",
+            "\u2764\ufe0f",
+        ],
+    ),
+    "flags": (
+        "\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7",
+        ["\U0001f1e9\U0001f1ea", "\U0001f1eb\U0001f1f7"],
+    ),
+    "directions": ("\u202bשל\u200fום\u202c \u2066a\u2069", ["שלום", "a"]),
+    "soft hyphens and byte-order marks": ("\ufeffve\u00adry very", ["very", "very"]),
     "mixed": ("iPhone手机 2024年!", ["iPhone", "手", "机", "2024", "年", "!"]),
     "Thai before Latin": ("ที่very", ["ที่", "very"]),
     "English": (
@@ -107,6 +124,11 @@ class Seen(Scorer):
         ("अच्छ", "अच्छ!", "अच्छा", "...!"),
         ("very", "很VERY好", "every", "很...好"),
         ("very", "ที่very", "very\u0301", "ที่..."),
+        ("caf\u00e9", "a Cafe\u0301!", "a cafe", "a ...!"),
+        ("i\u0307stanbul", "\u0130stanbul", "Istanbul", "..."),
+        ("i\u0307stanbul", "I\u0307STANBUL", "Istanbul", "..."),
+        ("ma\u00dfe", "Ma\u00dfe", "Masse", "..."),
+        ("סרט", "\u202bס\u200fרט\u202c", "הסרט", "..."),
     ],
 )
 def test_a_word_is_found_in_its_script(word, says, says_not, hidden):
@@ -127,6 +149,31 @@ def test_what_barring_cannot_read_is_refused():
     barred = Barred(tokenizer, ("very",), ["很", "e\u0301"])
     refused = barred.refuse(torch.zeros(2, len(tokenizer))) < 0
     assert refused[:, tokenizer.convert_tokens_to_ids("very")].tolist() == [True, False]
+
+
+def test_a_mark_in_a_token_of_its_own_is_barred():
+    tokenizer = load_tokenizer("tiny-gpt2")
+    spelled = [*map(chr, range(97, 123)), "\u0301", "\u00e9", " ", "\u200f", "e\u0301"]
+    made = spelled + ["?"] * (len(tokenizer) - len(spelled))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lapa2_interp.decoding.barring.token_texts", lambda _: tuple(made))
+        patch.setattr("lapa2_interp.decoding.barring.REPLACEMENT", "no check of bytes")
+        before = [
+            "cafe",
+            "caf",
+            "cafe\u0301",
+            "caf\u200f",
+            "the caf\u00e9",
+            "Re\u0301sume",
+            "r\u00e9sum",
+        ]
+        barred = Barred(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
+        for _ in range(2):
+            refused = barred.refuse(torch.zeros(len(before), len(tokenizer))) < 0
+            found = [{made[i] for i in row.nonzero()[:, 0].tolist()} for row in refused]
+            whole = {"\u00e9", "e\u0301"}
+            assert found == [{"\u0301"}, whole, set(), whole, set(), {"\u0301"}, whole]
+            barred.advance([spelled.index("\u200f")] * len(before))
 
 
 def test_word_lists_keep_marks_at_their_letters():

@@ -355,6 +355,43 @@ def test_types_of_layers_are_read_from_configurations():
         keys_seen_by(config)
 
 
+def test_every_model_with_a_window_hides_what_its_configuration_says():
+    """Of MiniMax the layers called full have the window."""
+    size = {"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model("minimax", **SIZE | size, sliding_window=WINDOW)
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    seen = keys_seen_by(network.config)
+    attends = [layer for layer, each in enumerate(seen) if each.kind != "none"]
+    found = network(torch.arange(40)[None], output_attentions=True, use_cache=False).attentions
+    assert len(attends) == 1
+    for layer in attends:
+        assert (found[layer][0, 0, -1] > 0).sum() == WINDOW == seen[layer].size
+
+
+@pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
+def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_class, monkeypatch):
+    """In a prompt, and in decoding within 64 tokens; not where all queries see all keys."""
+    model = load("mistral", model_class)
+    config = model.original_model.config
+    monkeypatch.setattr(config, "layer_types", ["full_attention"] * 2, raising=False)
+    branch, rule = Layout.of(model.tokenizer, "Go:", " on"), Augmentation(alpha=1)
+    long = left_pad([branch, Layout.of(model.tokenizer, PREFIX, PROMPT)])
+    message = "layer 0 is of type full .* sees keys from slot 7 on, not from 0;"
+    ids, mask = padded_ids(long, "cpu")
+    with augmented(model, rule, long), pytest.raises(ModelError, match="layer 0 is of type full"):
+        model(ids, attention_mask=mask)
+    teacher_forced(model, branch, [[70] * 4], rule)
+    with pytest.raises(ModelError, match=message):
+        teacher_forced(model, branch, [[70] * 13], rule)
+    with pytest.raises(ModelError, match="in slot 64 sees keys from slot 53 on, not from 0"):
+        teacher_forced(model, branch, [[70] * 90], rule, chunk=1)
+    knocked = Augmentation(alpha=1, law="cut", span="bos", phase="every_query")
+    with pytest.raises(LayoutError, match="sees no key"):
+        teacher_forced(model, branch, [[70] * 4], knocked)
+    with augmented(model, Augmentation(alpha=1, law="cut", span="bos"), branch):
+        teacher_forced(model, branch, [[70] * 4], rule)
+
+
 def test_propositions_refuse_what_a_window_hides(load):
     model = load("gemma3_text", "TransformersModel")
     branch = Layout.of(model.tokenizer, "Go:", " on")

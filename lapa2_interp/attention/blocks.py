@@ -130,6 +130,8 @@ def opened(
     def after(module: Any, args: tuple, output: Any) -> None:
         running, watch.running = watch.running, False
         (cache, held), watch.cache = watch.cache, (None, 0)
+        if output is None:  # the pass has raised an error
+            return
         if running and cache is not None:
             check_kept(network, bool(cache.get_seq_length() > held))
         missing = [each for each in places if each not in watch.seen]
@@ -144,7 +146,7 @@ def opened(
         undo.enter_context(_counted(network, attention))
         for each in starts:
             undo.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
-        undo.callback(end.register_forward_hook(after).remove)
+        undo.callback(end.register_forward_hook(after, always_call=True).remove)
         yield
 
 

@@ -34,8 +34,8 @@ from lapa2_interp.attention.blocks import attached
 from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.attention.rotary import watch
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
-from lapa2_interp.errors import DeadHookError, LayoutError
-from lapa2_interp.layout import Layout
+from lapa2_interp.errors import DeadHookError, LayoutError, ModelError, TraceError
+from lapa2_interp.layout import KeysSeen, Layout, layers_in_words
 from lapa2_interp.loaded import (
     Model,
     attention_layers,
@@ -49,6 +49,10 @@ from lapa2_interp.recipes import named_rules
 
 SCORES = "blocks.{}.attn.hook_attn_scores"
 PATTERN = "blocks.{}.attn.hook_pattern"
+HIDDEN = -3e4
+"""Scores below are masked: transformers adds a dtype's smallest number. A knock-out is -inf."""
+SIGHT_CHECKED = 64
+"""Tokens between checks of which keys a query sees, where a pass reads one."""
 
 
 @runtime_checkable
@@ -103,7 +107,9 @@ def augmented(
     Raises:
         AugmentationError: Layers or heads the model does not have, or a bias beyond all use.
         ModelError: The model is none of these, or compiled, or in training mode with gradient
-            checkpointing; or a block or pass is another thread's or a copy's.
+            checkpointing; or a block or pass is another thread's or a copy's; or its queries see
+            other keys than its configuration says.
+        TraceError: A recorder was made for layers that see other keys.
         DeadHookError: A pass did not come by the augmentation, since hooks or attention function
             were changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
@@ -138,6 +144,12 @@ def augmented(
         may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
+    if (told := getattr(observer, "keys_seen", None)) is not None and told != bias.seen:
+        raise TraceError(
+            f"the recorder is for a model of layers {layers_in_words(told)}, and this one's are"
+            f" {layers_in_words(bias.seen)}; give Recorder(..., seen=keys_seen(model)), of"
+            " lapa2_interp.loaded"
+        )
     read = _Read(model, layouts, check_ids)
     changed: float = math.inf  # the slot of a query that is not clean
     unchecked = set(bias.reading_layers)
@@ -145,6 +157,7 @@ def augmented(
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal changed
         _check_keys(scores, first)
+        read.check_sight(layer, bias.seen[layer], scores, first)
         if scores.shape[3] < bias.last_key and not read.is_ours:
             raise LayoutError(
                 f"the span ends at slot {bias.last_key} but the forward pass has"
@@ -265,6 +278,37 @@ class _Read:
                 f"row {row} reads {self._shown(found[row, query])} in slot {self.first + query},"
                 f" where its layout has {self._shown(wanted[row, query])}; feed the layout's own"
                 " ids (layout.tensor), or give check_ids=False to augment other tokens"
+            )
+
+    def check_sight(
+        self, layer: int, seen: KeysSeen, scores: Float[Tensor, "row head query key"], first: int
+    ) -> None:
+        """Refuse a layer whose masked scores begin at another key than its type says, in passes of
+        several queries and every so many tokens: l would count other keys than it sees.
+
+        Raises:
+            ModelError: They do.
+        """
+        last = first + scores.shape[2] - 1
+        if not hasattr(network_of(self.model), "config") or (
+            scores.shape[2] == 1 and last % SIGHT_CHECKED
+        ):
+            return
+        wanted = self._of_rows(
+            torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
+        )
+        of_last = scores[:, 0, -1, : last + 1]  # row key
+        found = ((of_last > HIDDEN) | of_last.isneginf()).int().argmax(1).cpu()
+        if (
+            wanted is not None
+            and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel()
+        ):
+            row = int(wrong[0])
+            raise ModelError(
+                f"layer {layer} is of type {seen} by the model's configuration, and its query in"
+                f" slot {last} sees keys from slot {found[row]} on, not from {wanted[row]}; if no"
+                " hook of yours hides keys there, this model's masks are not known here and it"
+                " cannot be augmented in texts of this length"
             )
 
     def _shown(self, token: Tensor) -> str:

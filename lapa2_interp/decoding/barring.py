@@ -10,6 +10,7 @@ word.
 from __future__ import annotations
 
 import functools
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lapa2_interp.errors import TaskError
 from lapa2_interp.layout.texts import REPLACEMENT
-from lapa2_interp.tasks.segmentation import beginning, end, unspaced
+from lapa2_interp.tasks.segmentation import beginning, end, normal, unspaced
 from lapa2_interp.tasks.segmentation import words as words_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Barred:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, words: Sequence[str], texts: Sequence[str]
     ) -> None:
-        self.words, self.spelled = tuple(words), token_texts(tokenizer)
+        self.spelled = token_texts(tokenizer)
         for word in words:
             spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
             if unspaced(word) or any(REPLACEMENT in self._text(token) for token in spelling):
@@ -60,7 +61,9 @@ class Barred:
                     " or letters that this tokenizer spells in several tokens; set"
                     " bar_prefix_words = false, and see the scorer echo"
                 )
-        self.ends = [end(text.lower()) for text in texts]
+        # A letter may come before its mark, in a token of its own.
+        self.words = tuple(dict.fromkeys(each for word in words for each in _forms(word)))
+        self.ends = [end(normal(text).lower()) for text in texts]
         self.inside, self.beginning = _tokens_with(self.spelled, self.words)
         self._known: dict[str, Int[Tensor, " token"]] = {}
 
@@ -71,7 +74,8 @@ class Barred:
             before: The unfinished word that the text ends with, in small letters; "" if none.
         """
         if before not in self._known:
-            rests = [word[len(before) :] for word in self.words if word.startswith(before)]
+            forms = [(word, form) for word in self.words for form in _forms(before)]
+            rests = {word[len(form) :] for word, form in forms if word.startswith(form)}
             found = [token for rest in rests for token in self.beginning.get(rest, ())]
             self._known[before] = torch.tensor([*self.inside, *found], dtype=torch.long)
         return self._known[before]
@@ -86,13 +90,18 @@ class Barred:
     def advance(self, tokens: Sequence[int]) -> None:
         """Go on behind the token that each sample has drawn."""
         self.ends = [
-            end(before + self._text(token).lower())
+            end(normal(before + self._text(token)).lower())
             for before, token in zip(self.ends, tokens, strict=True)
         ]
 
     def _text(self, token: int) -> str:
         """The text of a token; of an id that pads the vocabulary, none."""
         return self.spelled[token] if token < len(self.spelled) else ""
+
+
+def _forms(word: str) -> tuple[str, str]:
+    """A word with its marks in its letters, and behind them."""
+    return unicodedata.normalize("NFC", word), unicodedata.normalize("NFD", word)
 
 
 @functools.lru_cache(maxsize=16)
@@ -105,8 +114,9 @@ def _tokens_with(
     inside: list[int] = []
     beginnings: dict[str, tuple[int, ...]] = {}
     for token, text in enumerate(spelled):
-        first = beginning(text.lower())
-        if set(words_of(text[len(first) :])) & set(words):
+        read = normal(text).lower()
+        first = beginning(read)
+        if set(words_of(read[len(first) :])) & set(words):
             inside.append(token)
         elif first in wanted:
             beginnings[first] = (*beginnings.get(first, ()), token)

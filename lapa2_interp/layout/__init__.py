@@ -475,6 +475,11 @@ class Layout:
             n = np.maximum(n, 1)
         return np.where(acts, augmentation.bias(l, n), 0.0)
 
+    def first_in_sight(self, query: int, seen: KeysSeen) -> int:
+        """The first live slot that a query sees in layers of this kind."""
+        first = int(seen.first(np.array([query]), self.pad)[0])
+        return first if first < self.soft else max(first, self.bos.start)
+
     def in_sight(
         self, queries: Int[np.ndarray, " query"], seen: KeysSeen
     ) -> Int[np.ndarray, " query"]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from lapa2_interp.errors import ScoringError, one_of
 from lapa2_interp.scoring import Item, Score, Scorer, Skipped
 from lapa2_interp.tasks import Task
-from lapa2_interp.tasks.segmentation import COUNTING, saying
+from lapa2_interp.tasks.segmentation import COUNTING, normal, saying
 
 NO_WORDS = "its prefix has no word of its own"
 MASK = "..."
@@ -64,7 +64,11 @@ class Echo(Scorer):
         if item.attribute not in self.words:
             raise ScoringError(one_of("attribute", item.attribute, self.words))
         own = self.words[item.attribute]
-        return Skipped(NO_WORDS) if own is None else (float(own.search(item.text) is not None),)
+        return (
+            Skipped(NO_WORDS)
+            if own is None
+            else (float(own.search(normal(item.text)) is not None),)
+        )
 
 
 class Masked(Scorer):
@@ -88,7 +92,10 @@ class Masked(Scorer):
 
     def masked(self, item: Item) -> Item:
         """The item as the classifier sees it."""
-        return replace(item, text=self.hidden.sub(MASK, item.text)) if self.hidden else item
+        text = normal(item.text)
+        if self.hidden is None or not self.hidden.search(text):
+            return item
+        return replace(item, text=self.hidden.sub(MASK, text))
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         if self.hidden is None:

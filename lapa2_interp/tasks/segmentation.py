@@ -2,11 +2,13 @@
 
 Words stand between spaces and signs, with marks kept at their letters. Scripts that write no spaces
 between words (Han, kana, and those of South East Asia: Thai, Lao, Khmer, Burmese) count by
-graphemes: what a reader takes for one character.
+graphemes: what a reader takes for one character. A sign is one grapheme, too, such as an emoji of
+several characters. What a reader cannot tell apart counts as the same (`normal`).
 """
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 
 import regex
@@ -22,12 +24,20 @@ WORD = rf"{BEGIN}{INSIDE}*"
 GRAPHEME = rf"(?={UNSPACED})\X\p{{M}}*"
 SIGN = rf"[^\p{{L}}\p{{N}}\p{{M}}_{SPACE}]"
 
+UNSEEN = r"[\p{Bidi_Control}\u00ad\u2060\ufeff]"  # directions, soft hyphens, joiners of words
+
+_UNSEEN = regex.compile(UNSEEN, regex.V1)
 _UNSPACED = regex.compile(UNSPACED, regex.V1)
 _WORDS = regex.compile(rf"{WORD}|(?:{GRAPHEME})+", regex.V1)
-_COUNTED = regex.compile(rf"{GRAPHEME}|{WORD}|[^{SPACE}\u200b]", regex.V1)
+_COUNTED = regex.compile(rf"{GRAPHEME}|{WORD}|(?=[^{SPACE}\u200b])\X", regex.V1)
 _SPANS = regex.compile(rf"{SIGN}*{GRAPHEME}{SIGN}*|(?:(?!{UNSPACED})[^{SPACE}])+", regex.V1)
 _BEGINNING, _END = regex.compile(rf"{INSIDE}*", regex.V1), regex.compile(rf"{WORD}\Z", regex.V1)
 _LETTERS = regex.compile(rf"(?=\P{{M}})[{INSIDE}--[\p{{Nd}}_]]{{3,}}", regex.V1)
+
+
+def normal(text: str) -> str:
+    """A text as it is read: letters and marks composed, and no characters that are never seen."""
+    return unicodedata.normalize("NFC", _UNSEEN.sub("", text))
 
 
 def unspaced(text: str) -> bool:
@@ -38,17 +48,17 @@ def unspaced(text: str) -> bool:
 def words(text: str) -> list[str]:
     """The words of a text in small letters; of scripts without spaces, what stands between
     signs."""
-    return _WORDS.findall(text.lower())
+    return _WORDS.findall(normal(text).lower())
 
 
 def counted(text: str) -> list[str]:
     """Words, graphemes of scripts without spaces, and signs, in order."""
-    return _COUNTED.findall(text)
+    return _COUNTED.findall(normal(text))
 
 
 def letter_runs(text: str) -> list[str]:
     """Runs of three letters and more, in small letters and of scripts with spaces."""
-    return _LETTERS.findall(text.lower())
+    return _LETTERS.findall(normal(text).lower())
 
 
 def spans(text: str) -> list[tuple[int, int]]:
@@ -76,10 +86,14 @@ def end(text: str) -> str:
 
 
 def saying(wanted: Iterable[str]) -> regex.Pattern[str]:
-    """Finds words of `words` in a text, in any letter case: whole, or anywhere in a script without
-    spaces."""
+    """Finds words of `words` in a `normal` text, in any letter case: whole, or anywhere in a script
+    without spaces."""
+    spelled = []
+    for word in wanted:
+        large = normal(word.upper())  # of some letters in another number of characters
+        spelled += [word, large] if large.lower() == word else [word]
     found = [
         regex.escape(word) if unspaced(word) else rf"(?<!{WORD}){regex.escape(word)}(?!{INSIDE})"
-        for word in wanted
+        for word in spelled
     ]
     return regex.compile(rf"(?V1i-f){'|'.join(found)}")

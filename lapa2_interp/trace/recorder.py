@@ -46,8 +46,8 @@ class Recorder:
         patterns: Sequence[tuple[int, int]] = (),
         seen: Sequence[KeysSeen] | None = None,
     ) -> None:
-        self.seen = tuple(seen or [FULL] * n_layers)
-        self.attending = [layer for layer, each in enumerate(self.seen) if each != NONE]
+        self.keys_seen = tuple(seen or [FULL] * n_layers)
+        self.attending = [layer for layer, each in enumerate(self.keys_seen) if each != NONE]
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
                 raise TraceError(
@@ -59,7 +59,7 @@ class Recorder:
                     f"layer {layer} has no attention; layers with attention:"
                     f" {', '.join(map(str, self.attending))}"
                 )
-        self.kinds = kinds_of(self.seen)
+        self.kinds = kinds_of(self.keys_seen)
         self.has_windows = self.kinds != [FULL]
         self.kind = kind
         self.patterns = tuple(patterns)
@@ -173,7 +173,7 @@ class Recorder:
 
     def _layers_of_kinds(self) -> list[list[int]]:
         """By kind of layer, where its layers stand among those with attention."""
-        kinds = [self.seen[layer] for layer in self.attending]
+        kinds = [self.keys_seen[layer] for layer in self.attending]
         return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
 
     def _of_samples(
@@ -211,8 +211,10 @@ class Recorder:
         by_kind = ("layer_type",) if self.has_windows else ()
         heads = ("layer", "head") if self.kind == "full" else by_kind
         sums = unstack(self.steps)  # branch sample step *heads sum
-        if self.kind == "full" and len(self.attending) < len(self.seen):
-            whole = np.full((*sums.shape[:3], len(self.seen), *sums.shape[4:]), np.float32(np.nan))
+        if self.kind == "full" and len(self.attending) < len(self.keys_seen):
+            whole = np.full(
+                (*sums.shape[:3], len(self.keys_seen), *sums.shape[4:]), np.float32(np.nan)
+            )
             whole[:, :, :, self.attending] = sums
             sums = whole
         elif self.kind == "pooled" and not by_kind:
@@ -234,7 +236,7 @@ class Recorder:
             tokens if by_kind else tokens[:, :, :, 0],
         )
         if by_kind:
-            kinds = self.seen if self.kind == "full" else self.kinds
+            kinds = self.keys_seen if self.kind == "full" else self.kinds
             slots = len(layouts[0]) - 1 + np.arange(n_seen)
             in_sight = np.stack(
                 [[each.in_sight(slots, kind) for kind in kinds] for each in layouts]
@@ -268,8 +270,8 @@ class Recorder:
         }
         if by_kind:
             coords["layer_type"] = [str(each) for each in self.kinds]
-        if self.kind == "full" and (by_kind or len(self.attending) < len(self.seen)):
-            coords["layer_sees"] = ("layer", [str(each) for each in self.seen])
+        if self.kind == "full" and (by_kind or len(self.attending) < len(self.keys_seen)):
+            coords["layer_sees"] = ("layer", [str(each) for each in self.keys_seen])
         if self.rows:
             coords["key"] = np.arange(data["pattern"][1].shape[-1])
             for i, name in enumerate(("pair_layer", "pair_head")):
