@@ -9,7 +9,7 @@ import torch
 from conftest import MODEL_CLASSES, load, soft_prefix
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from lapa2_interp import Augmentation, Layout, augmented
+from lapa2_interp import Augmentation, Layout, augmented, generate
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import on_scores
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
@@ -107,6 +107,20 @@ def test_blocks_that_are_thrown_at_or_forgotten_leave_nothing(kind):
     assert torch.equal(read(model, layout.tensor), plain)
     with augmented(model, (WEAK, WEAK), layout):
         torch.testing.assert_close(read(model, layout.tensor), twice)
+
+
+@every_class
+def test_a_run_is_not_made_in_an_open_block(kind):
+    """Its key and manifest would say "baseline" of texts made under the block."""
+    model, _ = loaded(kind)
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 12, "alpha": 0}
+    alone = list(generate(model, **asked).samples()["text"])
+    with (
+        augmented(model, STRONG, Layout.of(model.tokenizer, "Very positive:", "The lake")),
+        pytest.raises(ModelError, match="is open on this model.*leave the block first"),
+    ):
+        generate(model, **asked)
+    assert list(generate(model, **asked).samples()["text"]) == alone
 
 
 def in_thread(function):

@@ -148,6 +148,19 @@ def opened(
         yield
 
 
+def check_closed(model: Model) -> None:
+    """Refuse a model in an open block, where what is made is said to be the model's own.
+
+    Raises:
+        ModelError: A block is open.
+    """
+    if network_of(model) in _open:
+        raise ModelError(
+            "a block such as augmented(...) is open on this model, and would act on texts that a run"
+            " says are made without it; leave the block first, or give augmentation=... here"
+        )
+
+
 def _check_thread(network: Any) -> None:
     if (blocks := _open.get(network)) is not None and blocks.thread != get_ident():
         raise ModelError(OTHER_THREAD)
