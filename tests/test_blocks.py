@@ -1,5 +1,6 @@
 """Blocks on a model: in any order, from one thread, and never passed by without a word."""
 
+import asyncio
 import copy
 import gc
 import threading
@@ -161,6 +162,26 @@ def test_a_second_thread_is_refused_while_a_block_is_open(kind):
             return read(model, layout.tensor)
 
     assert torch.equal(in_thread(alone), wanted)  # one after the other
+
+
+@every_class
+def test_a_second_task_is_refused_while_a_block_is_open(kind):
+    """Tasks take turns in one thread, so that both biases would act on either's pass."""
+    model, layout = loaded(kind)
+
+    async def one():
+        with augmented(model, STRONG, layout):
+            await asyncio.sleep(0)
+            return read(model, layout.tensor)
+
+    async def both():
+        return await asyncio.gather(one(), one(), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    with augmented(model, STRONG, layout):
+        assert torch.equal(first, read(model, layout.tensor))
+    assert isinstance(second, ModelError)
+    assert "asyncio task" in str(second)
 
 
 @every_class
