@@ -2,8 +2,8 @@
 
 A block is open from `with` to its end. Blocks on one model may be nested and closed in any order,
 by an exception or by the garbage collector; all of them belong to one thread, and in it to one task
-of asyncio. What could pass a block by without a word is an error: a copy of the model, a compiled one, a call of an inner module,
-hooks that were taken away.
+of asyncio. What could pass a block by without a word is an error: a copy of the model, a compiled
+one, a call of an inner module, hooks that were taken away.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NAME = "lapa2"
 """Name of our attention function in transformers, and of the argument that its visitors are."""
 
 OTHER_THREAD = (
-    "a block such as augmented(...) is open on this model in another thread or asyncio task, so that"
-    " its change would act here, too; open and leave a model's blocks in the one that runs the model"
+    "a block such as augmented(...) is open on this model in another thread or asyncio task, so"
+    " that its change would act here, too; open and leave a model's blocks in the one that runs it"
 )
 COPY = (
     "this model is a copy that was made inside a block such as augmented(...), with the block's"
@@ -157,8 +157,8 @@ def check_closed(model: Model) -> None:
     """
     if network_of(model) in _open:
         raise ModelError(
-            "a block such as augmented(...) is open on this model, and would act on texts that a run"
-            " says are made without it; leave the block first, or give augmentation=... here"
+            "a block such as augmented(...) is open on this model, and would act on texts that a"
+            " run says are made without it; leave the block first, or give augmentation=... here"
         )
 
 
