@@ -111,6 +111,10 @@ class Task(BaseModel):
                         f"{kind}'s name has letters and no NUL, slash or backslash, and no dot in"
                         f" front, since it names files; found {name!r}"
                     )
+                if not name.isprintable() or name != name.strip() or len(name) > 200:
+                    raise ValueError(
+                        f"{kind}'s name is one line of at most 200 letters, found {name[:60]!r}"
+                    )
         for method, settings in self.methods.items():
             for attribute in settings.texts:
                 if attribute not in self.attributes:
@@ -265,7 +269,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     read = _prompt_of_json if kind == ".jsonl" else str
     prompts = []
     # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+    for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
         try:
             prompts += [read(line)] if line.strip() else []
         except ValueError:
