@@ -51,6 +51,7 @@ from lapa2_interp.errors import (
     one_of,
 )
 from lapa2_interp.files import sha256_of
+from lapa2_interp.layout.texts import check_long
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, find, for_task, load_task, name_of
@@ -236,6 +237,7 @@ class Cell(BaseModel):
         for text in texts:
             if not isinstance(text, str):
                 raise LayoutError(f"prompts must be texts, found {text!r}")
+            check_long("prompt", text)
             if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
                 raise LayoutError(
                     f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"

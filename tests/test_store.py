@@ -12,7 +12,7 @@ import pytest
 import xarray as xr
 from conftest import LOWEST, load, run_of, unpack
 
-from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
+from lapa2_interp import Augmentation, Cell, Layout, generate, load_run, load_task
 from lapa2_interp.cell import CELL, _with_slot
 from lapa2_interp.cli import main
 from lapa2_interp.errors import (
@@ -261,6 +261,15 @@ def test_an_attribute_has_a_name(name):
 def test_a_prompt_with_a_nul_is_refused_before_the_first_token():
     with pytest.raises(LayoutError, match="has a NUL, which a trace cannot name"):
         Cell.of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
+
+
+def test_a_text_of_millions_of_letters_is_refused_before_a_tokenizer_takes_all_memory():
+    with pytest.raises(
+        LayoutError, match="the prompt 'xxxx.* has 5000000 letters, and 4194304 are"
+    ):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["x" * 5_000_000], dtype="float32")
+    with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
+        Layout.of(load("tiny-gpt2").tokenizer, "x" * 5_000_000, "The lake")
 
 
 def test_a_prompt_that_is_no_unicode_is_one_sentence():
