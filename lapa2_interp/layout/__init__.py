@@ -199,8 +199,8 @@ class Layout:
 
         Raises:
             LayoutError: Prefix or prompt tokenise to nothing, begin with BOS, or have millions of
-                letters; a soft prefix beside a hard one; the tokenizer has no offsets; or a doubled BOS is asked of one
-                that adds none.
+                letters; a soft prefix beside a hard one; the tokenizer has no offsets; or a doubled
+                BOS is asked of one that adds none.
         """
         tokenizer = tokenizer_of(tokenizer)
         start = text_markers(tokenizer).start

@@ -26,8 +26,8 @@ def check_long(name: str, text: str) -> None:
     """
     if len(text) > LONGEST:
         raise LayoutError(
-            f"the {name} {text[:20]!r}... has {len(text)} letters, and {LONGEST} are allowed; give a"
-            " shorter text, or a file with one on each line"
+            f"the {name} {text[:20]!r}... has {len(text)} letters, and {LONGEST} are allowed; give"
+            " a shorter text, or a file with one on each line"
         )
 
 
