@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -362,6 +363,22 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
     with pytest.raises(RunError, match=f"{name} is (missing or )?damaged"):
         read_cell(file.parent)
     assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
+    """The shell would stay in the old one, which is gone."""
+    (tmp_path / "deep").mkdir()
+    for here in (tmp_path, tmp_path / "deep"):
+        monkeypatch.chdir(here)
+        with (
+            pytest.raises(
+                RunError, match="is the folder you are in, .*give a folder in it, such as"
+            ),
+            new_folder(Path() if here == tmp_path else tmp_path),
+        ):
+            pytest.fail("entered")
+    with new_folder(Path("run")):
+        pass
 
 
 def test_places_that_cannot_be_written(tmp_path):
