@@ -174,7 +174,7 @@ def built_in() -> list[str]:
     return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
 
 
-def read_task(name: str) -> Task:
+def read_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is
     not checked.
 
@@ -184,7 +184,7 @@ def read_task(name: str) -> Task:
         TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or
             field.
     """
-    path = Path(name)
+    name, path = str(name), Path(name)
     if name in built_in():
         text = (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
         return _parsed(name, path.stem, text)
