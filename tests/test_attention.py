@@ -523,7 +523,7 @@ for call in calls:
         "prompts must be a list of at least one text, found 'The lake'",
         "method must be a name, or come from methods.get or for_task, found 3",
         "unknown method 'prefixx'; allowed: none, prefix",
-        "augmentation must be an Augmentation, several of them, or None; found 0.5",
+        "augmentation must be an Augmentation, several of them, recipes as one text",
         "give alpha 1, or an augmentation that has its own, not both",
         "unknown trace 'ful'; allowed: none, pooled, full; did you mean 'full'?",
         "unknown eos policy 'Stop'; allowed: keep, stop, block",
