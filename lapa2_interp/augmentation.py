@@ -185,6 +185,8 @@ class Augmentation(BaseModel):
     def _fill_from_profile(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
+        if isinstance(given := fields.get("alpha"), bool):
+            raise ValueError(f"alpha is a number, found {given}; 0 is off")
         if WRITTEN in fields and "length_rule" not in fields:
             fields = {
                 ("length_rule" if name == WRITTEN else name): value

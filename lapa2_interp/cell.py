@@ -44,6 +44,7 @@ from lapa2_interp.errors import (
     one_of,
 )
 from lapa2_interp.files import sha256_of
+from lapa2_interp.layout.texts import check_long
 from lapa2_interp.loaded import Model, model_card
 from lapa2_interp.machine import Dtype, resolve_dtype
 from lapa2_interp.methods import Branch, Method, Soft, assign, find, for_task, load_task, name_of
@@ -122,9 +123,9 @@ class Cell(BaseModel):
         *,
         method: str | Method = "prefix",
         parameters: Mapping[str, Any] | None = None,
-        task: str | Task = "sentiment",
+        task: str | Path | Task = "sentiment",
         attribute: str,
-        prompts: Sequence[str] | None = None,
+        prompts: Iterable[str] | None = None,
         augmentation: Rules | str = None,
         alpha: float | int | None = None,
         label: str = "",
@@ -169,13 +170,19 @@ class Cell(BaseModel):
         Raises:
             Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
         """
-        if isinstance(prompts, str) or (prompts is not None and not prompts):
-            raise LayoutError(f"prompts must be a list of at least one text, found {prompts!r}")
-        if not isinstance(task, str | Task):
+        if prompts is not None:
+            listed = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
+            given = tuple(prompts) if listed else ()
+            if not given:
+                raise LayoutError(
+                    f"prompts must be a list of at least one text, found {str(prompts)!r}; a file's"
+                    " come from lapa2_interp.tasks.read_prompts(PATH)"
+                )
+        if not isinstance(task, str | Path | Task):
             raise TaskError(f"task must be a name, a path or a Task, found {task!r}")
         if not isinstance(attribute, str):
             raise TaskError(f"attribute must be one name, found {attribute!r}")
-        chosen_task = load_task(task) if isinstance(task, str) else task
+        chosen_task = task if isinstance(task, Task) else load_task(task)
         if isinstance(method, str):
             method = for_task(method, chosen_task, **(parameters or {}))
         elif not isinstance(method, Method):
@@ -220,10 +227,11 @@ class Cell(BaseModel):
             )
         assign(method, branches, rules)
         settings = chosen_task.methods.get(method.name, MethodSettings())
-        texts = chosen_task.prompts.texts if prompts is None else tuple(prompts)
+        texts = chosen_task.prompts.texts if prompts is None else given
         for text in texts:
             if not isinstance(text, str):
                 raise LayoutError(f"prompts must be texts, found {text!r}")
+            check_long("prompt", text)
             if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
                 raise LayoutError(
                     f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"

@@ -543,6 +543,11 @@ def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> 
             f"{out} is where a disk is mounted, and cannot be replaced; give a folder in it, such"
             f" as {out / 'run'}"
         )
+    if Path.cwd().is_relative_to(out):
+        raise RunError(
+            f"{out} is the folder you are in, and would be replaced under your feet; give a folder"
+            f" in it, such as {out / 'run'}"
+        )
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not finished(out):

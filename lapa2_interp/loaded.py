@@ -383,7 +383,9 @@ def model_card(model: Model) -> ModelCard:
         weights = "not hashed: in part not in memory" if spread else hash_in_memory(model)
         card = make_card(model, model.cfg.model_name, weights)
     elif hasattr(model, "lapa2_state"):
-        card = card.model_copy(update={"weights": hash_in_memory(model)})
+        first = next(each for each in network_of(model).parameters() if each.is_floating_point())
+        now = {"weights": hash_in_memory(model), "dtype": str(first.dtype).removeprefix("torch.")}
+        card = card.model_copy(update=now)
     return keep_card(model, card)
 
 
@@ -413,9 +415,10 @@ def check_loaded(model: Model) -> None:
 
 
 def _state(model: Model) -> int:
-    """A number that changes when a weight is replaced or written to, but not through `.data`."""
+    """A number that changes when a weight is replaced, written to or of another dtype, but not when
+    it is written to through `.data`."""
     weights = network_of(model).parameters()
-    return hash(tuple((id(p), -1 if p.is_inference() else p._version) for p in weights))
+    return hash(tuple((id(p), p.dtype, -1 if p.is_inference() else p._version) for p in weights))
 
 
 def hash_in_memory(model: Model) -> str:

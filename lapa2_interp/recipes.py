@@ -288,8 +288,8 @@ def read_recipes(text: str) -> Named:
     """
     found: list[Named] = []
     for part in text.split("+"):
-        name, _, rest = part.strip().partition(":")
-        given = {}
+        name, _, rest = part.partition(":")
+        name, given = name.strip(), {}
         for each in filter(None, rest.split(",")):
             key, mark, value = each.partition("=")
             key = key.strip()

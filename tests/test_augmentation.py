@@ -104,6 +104,7 @@ def test_layers_and_heads_intersect():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"alpha": True}, "alpha is a number, found True"),
         ({"alpha": -1}, "alpha.*greater than or equal to 0.*-1"),
         ({"alpha": float("nan")}, "alpha.*finite"),
         ({"alpha": float("inf")}, "alpha.*finite"),

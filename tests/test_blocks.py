@@ -1,5 +1,6 @@
 """Blocks on a model: in any order, from one thread, and never passed by without a word."""
 
+import asyncio
 import copy
 import gc
 import threading
@@ -10,7 +11,7 @@ import torch
 from conftest import MODEL_CLASSES, load, soft_prefix
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from lapa2_interp import Augmentation, Layout, augmented
+from lapa2_interp import Augmentation, Layout, augmented, generate
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import on_scores
 from lapa2_interp.decoding.teacher_forcing import teacher_forced
@@ -119,6 +120,20 @@ def an_error_in(module):
         handle.remove()
 
 
+@every_class
+def test_a_run_is_not_made_in_an_open_block(kind):
+    """Its key and manifest would say "baseline" of texts made under the block."""
+    model, _ = loaded(kind)
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 12, "alpha": 0}
+    alone = list(generate(model, **asked).samples()["text"])
+    with (
+        augmented(model, STRONG, Layout.of(model.tokenizer, "Very positive:", "The lake")),
+        pytest.raises(ModelError, match="is open on this model.*leave the block first"),
+    ):
+        generate(model, **asked)
+    assert list(generate(model, **asked).samples()["text"]) == alone
+
+
 def in_thread(function):
     """What a function returns or raises in another thread."""
     found = []
@@ -157,6 +172,26 @@ def test_a_second_thread_is_refused_while_a_block_is_open(kind):
             return read(model, layout.tensor)
 
     assert torch.equal(in_thread(alone), wanted)  # one after the other
+
+
+@every_class
+def test_a_second_task_is_refused_while_a_block_is_open(kind):
+    """Tasks take turns in one thread, so that both biases would act on either's pass."""
+    model, layout = loaded(kind)
+
+    async def one():
+        with augmented(model, STRONG, layout):
+            await asyncio.sleep(0)
+            return read(model, layout.tensor)
+
+    async def both():
+        return await asyncio.gather(one(), one(), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    with augmented(model, STRONG, layout):
+        assert torch.equal(first, read(model, layout.tensor))
+    assert isinstance(second, ModelError)
+    assert "asyncio task" in str(second)
 
 
 @every_class

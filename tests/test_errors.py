@@ -1,10 +1,13 @@
 """Errors name what the caller can write: parameters in Python, options on the command line."""
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from lapa2_interp import generate, load_run
+from lapa2_interp import Cell, generate, load_run
 from lapa2_interp.cli import main
-from lapa2_interp.errors import Lapa2Error, RunError, in_python, on_command_line
+from lapa2_interp.errors import Lapa2Error, LayoutError, RunError, in_python, on_command_line
+from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.score import score
 
 ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "length": 12}
@@ -52,6 +55,28 @@ def test_both_surfaces_have_their_words(tmp_path, capsys):
     assert "is finished; --force replaces it, or choose another --out" in capsys.readouterr().err
     assert main(["score", str(tmp_path / "run"), "--column", "words"]) == 2
     assert "lapa2: --column words belongs to a file" in capsys.readouterr().err
+
+
+def test_one_name_stands_where_several_may(tmp_path):
+    """And a path as text, and a list of any kind: none is read as its letters."""
+    (tmp_path / "mood.toml").write_text(
+        '[attributes.calm]\nprefix = "Very calm:"\n[prompts]\ntexts = ["The hill"]\n'
+    )
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        f'model = "tiny-gpt2"\ntask = "{tmp_path}/mood.toml"\nmethod = "prefix"\nlength = 20\n'
+        'samples = 1\ndtype = "float32"\n'
+    )
+    launch(str(grid), tmp_path / "run", workers=1, device="cpu")
+    scored = score(str(tmp_path / "run"), "distinct", out=str(tmp_path / "scores"))
+    assert set(scored.table["metric"]) == {"distinct-1", "distinct-2", "distinct-3"}
+    asked = {"task": tmp_path / "mood.toml", "attribute": "calm", "dtype": "float32", "length": 20}
+    for prompts in (pd.Series(["The lake", "The sea"]), np.array(["The lake", "The sea"])):
+        assert Cell.of("tiny-gpt2", prompts=prompts, **asked).prompts == ("The lake", "The sea")
+    assert Cell.of("tiny-gpt2", **asked).prompts == ("The hill",)
+    for prompts in ("The lake", [], {"The lake": 1}, grid):
+        with pytest.raises(LayoutError, match=r"list of at least one text.*read_prompts\(PATH\)"):
+            Cell.of("tiny-gpt2", prompts=prompts, **asked)
 
 
 def test_a_word_for_a_classifier_alone_scores_nothing(tmp_path):

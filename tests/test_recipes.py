@@ -338,6 +338,12 @@ def test_every_recipe_says_where_it_is_from():
         assert "arXiv" in chosen.source or chosen.source.startswith("ours"), name
 
 
+def test_white_space_in_a_recipe_says_nothing():
+    assert read_recipes(" instaboost : M = 5, steps = 0:16 ") == read_recipes(
+        "instaboost:M=5,steps=0:16"
+    )
+
+
 REFUSED = {
     "past": "unknown recipe 'past'.*did you mean 'pasta'",
     "pasta:beta=1": "unknown parameter of recipe pasta 'beta'; allowed: alpha, tokens",

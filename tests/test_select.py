@@ -2,6 +2,7 @@
 step."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from lapa2_interp import Augmentation, load_run, step_table
@@ -49,6 +50,15 @@ def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
         run.samples(methods="prefix")
 
 
+def test_values_may_come_in_any_list(run):
+    for several in (["baseline"], {"baseline"}, np.array(["baseline"]), pd.Series(["baseline"])):
+        assert list(run.select(arm=several).plan) == list(run.plan)[::2]
+    assert list(run.select(arm=(each for each in ["baseline"])).plan) == list(run.plan)[::2]
+    assert run.select().plan == run.plan
+    with pytest.raises(RunError, match="arm is an empty list; give a value, or leave arm out"):
+        run.select(arm=[])
+
+
 def test_one_key_is_a_key_and_not_its_letters(run):
     key = list(run.plan)[1]
     assert set(run.samples(key)["cell"]) == {key}
@@ -60,6 +70,8 @@ def test_one_key_is_a_key_and_not_its_letters(run):
     assert run.trace([key, key]).equals(run.trace(key))
     with pytest.raises(RunError, match="has no cell 5"):
         run.samples(5)
+    with pytest.raises(RunError, match=r"not a key; ask the run itself: run.select\(...\).samples"):
+        run.samples(run.select(method="prefix"))
     with pytest.raises(RunError, match="give keys, or values .method=prefix., not both"):
         run.samples(key, method="prefix")
 
@@ -98,8 +110,12 @@ def test_traces_that_do_not_fit_together_are_refused():
     run = make_cells(model, of)
     full, pooled, none = run.plan
     for other, word in ((pooled, "pooled"), (none, "none")):
-        with pytest.raises(RunError, match=f"{full} .*trace full. and {other} .*trace {word}"):
+        told = f"{full} .*trace full. and {other} .*trace {word}.* such as the key '{full}'"
+        with pytest.raises(RunError, match=told):
             run.trace([full, other])
+    apart = Cell.of(model, trace="pooled", **asked | {"attribute": "negative"})
+    with pytest.raises(RunError, match="choose cells alike, such as attribute='positive'"):
+        make_cells(model, [of[0], apart]).trace()
     assert run.trace(none) is None
     assert run.trace(pooled).sizes["sample"] == 2
     with pytest.raises(TraceError, match="no finished cell with a trace"):

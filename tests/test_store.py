@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ import pytest
 import xarray as xr
 from conftest import LOWEST, load, run_of, unpack
 
-from lapa2_interp import Augmentation, Cell, generate, load_run, load_task
+from lapa2_interp import Augmentation, Cell, Layout, generate, load_run, load_task
 from lapa2_interp.cell import CELL, _with_slot
 from lapa2_interp.cli import main
 from lapa2_interp.errors import (
@@ -263,6 +264,15 @@ def test_a_prompt_with_a_nul_is_refused_before_the_first_token():
         Cell.of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
 
 
+def test_a_text_of_millions_of_letters_is_refused_before_a_tokenizer_takes_all_memory():
+    with pytest.raises(
+        LayoutError, match="the prompt 'xxxx.* has 5000000 letters, and 4194304 are"
+    ):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["x" * 5_000_000], dtype="float32")
+    with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
+        Layout.of(load("tiny-gpt2").tokenizer, "x" * 5_000_000, "The lake")
+
+
 def test_a_prompt_that_is_no_unicode_is_one_sentence():
     with pytest.raises(LayoutError, match=r"the prompt 'a \\ud800' has half a character"):
         Cell.of("tiny-gpt2", attribute="positive", prompts=["a \ud800"], dtype="float32")
@@ -353,6 +363,22 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
     with pytest.raises(RunError, match=f"{name} is (missing or )?damaged"):
         read_cell(file.parent)
     assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
+    """The shell would stay in the old one, which is gone."""
+    (tmp_path / "deep").mkdir()
+    for here in (tmp_path, tmp_path / "deep"):
+        monkeypatch.chdir(here)
+        with (
+            pytest.raises(
+                RunError, match="is the folder you are in, .*give a folder in it, such as"
+            ),
+            new_folder(Path() if here == tmp_path else tmp_path),
+        ):
+            pytest.fail("entered")
+    with new_folder(Path("run")):
+        pass
 
 
 def test_places_that_cannot_be_written(tmp_path):

@@ -182,3 +182,6 @@ def test_a_line_of_prompts_ends_where_the_file_says(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_bytes('\ufeff{"prompt": "two\u2028lines"}\r\n{"prompt": "The sea"}\r\n'.encode())
     assert read_prompts(file) == ("two\u2028lines", "The sea")
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"The lake\rThe sea\r\n\nThe hill")
+    assert read_prompts(file) == ("The lake", "The sea", "The hill")

@@ -174,6 +174,14 @@ def test_names_of_tasks_and_attributes_are_no_paths(tmp_path, name, run):
         load_run(run)
 
 
+@pytest.mark.parametrize("name", ["ca\\nlm", "\\u001b[31mred", "a\\u202Eb", " calm", "x" * 201])
+def test_names_of_attributes_are_one_line(tmp_path, name):
+    """Tables and pages show them."""
+    (tmp_path / "mine.toml").write_text(TASK.replace("attributes.calm", f'attributes."{name}"'))
+    with pytest.raises(TaskError, match="an attribute's name is one line of at most 200"):
+        load_task(str(tmp_path / "mine.toml"))
+
+
 @pytest.mark.parametrize("name", ["sentiment", "topic", "detox"])
 def test_a_task_file_cannot_pose_as_a_built_in(tmp_path, name):
     mine, other = tmp_path / "mine.toml", tmp_path / f"{name}.toml"

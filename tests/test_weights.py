@@ -11,6 +11,7 @@ from conftest import cell_of, load
 from safetensors.torch import load_file, save_file
 
 from lapa2_interp import Augmentation, Layout, augmented, circuits, load_model, model_card
+from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import generate
 from lapa2_interp.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.kit import ModelKit
@@ -169,6 +170,19 @@ def test_weights_changed_in_memory_are_other_weights(folder):
     assert after.model_copy(update={"weights": before.weights}) == before
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
     assert len(generate(model, cell).samples) == 1
+
+
+@pytest.mark.parametrize("kind", ["TransformerBridge", "TransformersModel"])
+def test_another_dtype_is_other_weights(folder, kind):
+    """`.to` writes through `.data`; a run would be told, and its key made, for the old dtype."""
+    model = load_model(str(folder), device="cpu", model_class=kind)
+    before = model_card(model)
+    (model if kind == "TransformerBridge" else model.original_model).to(torch.bfloat16)
+    after = model_card(model)
+    assert (before.dtype, after.dtype) == ("float32", "bfloat16")
+    assert after.weights.endswith("(of the weights in memory, configuration and vocabulary)")
+    cell = Cell.of(model, attribute="positive", prompts=["The lake"], length=12)
+    assert cell.dtype == "bfloat16"
 
 
 def test_models_made_elsewhere_are_told_apart():

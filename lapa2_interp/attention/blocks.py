@@ -1,16 +1,17 @@
 """Blocks that change what a model's passes do, and the proof in every pass that they did.
 
 A block is open from `with` to its end. Blocks on one model may be nested and closed in any order,
-by an exception or by the garbage collector; all of them belong to one thread. What could pass a
-block by without a word is an error: a copy of the model, a compiled one, a call of an inner module,
-hooks that were taken away.
+by an exception or by the garbage collector; all of them belong to one thread, and in it to one task
+of asyncio. What could pass a block by without a word is an error: a copy of the model, a compiled
+one, a call of an inner module, hooks that were taken away.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
 from typing import Any
@@ -25,8 +26,8 @@ NAME = "lapa2"
 """Name of our attention function in transformers, and of the argument that its visitors are."""
 
 OTHER_THREAD = (
-    "a block such as augmented(...) is open on this model in another thread, so that its change"
-    " would act here, too; open and leave a model's blocks in the one thread that runs the model"
+    "a block such as augmented(...) is open on this model in another thread or asyncio task, so"
+    " that its change would act here, too; open and leave a model's blocks in the one that runs it"
 )
 COPY = (
     "this model is a copy that was made inside a block such as augmented(...), with the block's"
@@ -61,10 +62,10 @@ class Pass:
 
 @dataclass
 class _Blocks:
-    """The open blocks of a network: their thread, their number, and the attention functions from
-    before the first of those that change it."""
+    """The open blocks of a network: their thread and task, their number, and the attention
+    functions from before the first of those that change it."""
 
-    thread: int
+    runner: tuple[int, Any]
     number: int = 0
     usual: dict[str, Any] | None = None
 
@@ -150,8 +151,29 @@ def opened(
         yield
 
 
+def check_closed(model: Model) -> None:
+    """Refuse a model in an open block, where what is made is said to be the model's own.
+
+    Raises:
+        ModelError: A block is open.
+    """
+    if network_of(model) in _open:
+        raise ModelError(
+            "a block such as augmented(...) is open on this model, and would act on texts that a"
+            " run says are made without it; leave the block first, or give augmentation=... here"
+        )
+
+
+def _runner() -> tuple[int, Any]:
+    """The thread that runs here, and the task of asyncio; None outside of one."""
+    task = None
+    with suppress(RuntimeError):  # no loop runs
+        task = asyncio.current_task()
+    return get_ident(), task
+
+
 def _check_thread(network: Any) -> None:
-    if (blocks := _open.get(network)) is not None and blocks.thread != get_ident():
+    if (blocks := _open.get(network)) is not None and blocks.runner != _runner():
         raise ModelError(OTHER_THREAD)
 
 
@@ -166,7 +188,7 @@ def _counted(network: Any, attention: bool) -> Iterator[None]:
         )
     with _changing:
         _check_thread(network)
-        blocks = _open.setdefault(network, _Blocks(get_ident()))
+        blocks = _open.setdefault(network, _Blocks(_runner()))
         blocks.number += 1
         if not _uncompiled:  # a wrapper that torch.compile made of a model runs the model itself
             _uncompiled.append(torch.compiler.set_stance("force_eager"))

@@ -32,7 +32,7 @@ from lapa2_interp.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.errors import LayoutError, counted
 from lapa2_interp.layout.chat import Message, write_chat
 from lapa2_interp.layout.keys_seen import FULL, KeysSeen
-from lapa2_interp.layout.texts import decode, pieces, tokenizer_of
+from lapa2_interp.layout.texts import check_long, decode, pieces, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,15 +151,16 @@ class Layout:
                 that prepend BOS themselves.
 
         Raises:
-            LayoutError: Prefix or prompt tokenise to nothing, or begin with BOS; a soft prefix
-                beside a hard one; the tokenizer has no offsets; or a doubled BOS is asked of one
-                that adds none.
+            LayoutError: Prefix or prompt tokenise to nothing, begin with BOS, or have millions of
+                letters; a soft prefix beside a hard one; the tokenizer has no offsets; or a doubled
+                BOS is asked of one that adds none.
         """
         tokenizer = tokenizer_of(tokenizer)
         start = text_markers(tokenizer).start
         for name, text in (("prompt", prompt), ("prefix", prefix or "")):
             if not isinstance(text, str):
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
+            check_long(name, text)
             _check_start(tokenizer, start, name, text)
         if soft < 0 or (soft and prefix is not None):
             raise LayoutError(

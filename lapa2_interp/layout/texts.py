@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONGEST = 2**22
+"""Letters of a text, at most: a tokenizer takes a hundred times their memory, and no error of ours
+comes from where that ends."""
+
+
+def check_long(name: str, text: str) -> None:
+    """Refuse a text that no model reads, before it is tokenised.
+
+    Raises:
+        LayoutError: It has more than LONGEST letters.
+    """
+    if len(text) > LONGEST:
+        raise LayoutError(
+            f"the {name} {text[:20]!r}... has {len(text)} letters, and {LONGEST} are allowed; give"
+            " a shorter text, or a file with one on each line"
+        )
 
 
 def tokenizer_of(given: Any) -> Any:

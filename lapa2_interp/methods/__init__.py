@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import getattr_static
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -143,7 +144,7 @@ def for_task(name: str, task: Task, **parameters: Any) -> Method:
     return made
 
 
-def load_task(name: str) -> Task:
+def load_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
     What it says of a method MODULE:CLASS is checked by `for_task`: no file's code is imported here.

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from lapa2_interp.attention.blocks import check_closed
 from lapa2_interp.cell import Cell
 from lapa2_interp.decoding.loop import EmptyGenerationError, join_traces, run_plan
 from lapa2_interp.decoding.plan import Plan, plan
@@ -136,7 +137,9 @@ def make_cells(
 
     Raises:
         Lapa2Error: As `plan`.
+        ModelError: A block such as `augmented` is open on the model.
     """
+    check_closed(model)
     kit = kit or ModelKit(model)
     plans = {cell.key: plan(model, cell, kit) for cell in cells}
     if announce is not None:

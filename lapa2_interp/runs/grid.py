@@ -53,7 +53,7 @@ GRIDS = Path(__file__).parent / "grids"
 class FromFile(BaseModel):
     """Prompts that are in a file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     file: str
     n: Annotated[int, Field(ge=1)]
@@ -63,9 +63,10 @@ class FromFile(BaseModel):
 
 
 class Block(BaseModel):
-    """The keys of a grid file, each one value of its axis."""
+    """The keys of a grid file, each one value of its axis; strict, since `prompts = true` is no
+    number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str
     dtype: DtypeOrAuto = "float32"

@@ -28,7 +28,7 @@ ENGINES = ("local", "ray")
 
 
 def launch(
-    names: Sequence[str],
+    names: str | Sequence[str],
     out: str | Path,
     changes: Mapping[str, Any] | None = None,
     *,
@@ -48,7 +48,7 @@ def launch(
     """Make every cell of grids in a run folder, going on where an earlier call stopped.
 
     Args:
-        names: Built-in grids, or paths of .toml files.
+        names: Built-in grids, or paths of .toml files; one, or several.
         out: The run folder.
         changes: Values that replace a key in every block, such as {"samples": 1}.
         only: Make only cells with these settings (`Cell.columns`; a list: one of them), such as
@@ -62,7 +62,7 @@ def launch(
         GridError, ModelError: A grid is malformed, or a cell cannot be made.
         RunError: The folder holds something else or cannot be written, or the engine cannot start.
     """
-    out = Path(out)
+    out, names = Path(out), [names] if isinstance(names, str) else names
     if not names:
         raise GridError(
             "name a grid: `lapa2 sweep quick/sent_topic --out RUN` (`lapa2 grids` lists them)"

@@ -358,10 +358,12 @@ class Run:
         }
         first = keys[0]
         if other := [key for key in keys if shapes[key] != shapes[first]]:
+            mine, others = (self.plan[key].columns for key in (first, other[0]))
+            apart = [f"{name}={mine[name]!r}" for name in mine if mine[name] != others[name]]
             raise RunError(
                 f"the traces of cells {first} ({self._traced(first)}) and {other[0]}"
                 f" ({self._traced(other[0])}) do not fit together; choose cells alike, such as"
-                f" model={self.plan[first].model!r}"
+                f" {apart[0] if apart else f'the key {first!r}'}"
             )
         joined = join_traces(list(traces.values()), self.samples(keys))
         return joined if len(keys) == 1 else joined.drop_attrs(deep=False)  # each has a manifest
@@ -431,17 +433,20 @@ class Run:
         """
         table = self.cells
         chosen = pd.Series(True, index=table.index)
-        for column, value in wanted.items():
+        wanted = {column: as_list(value) for column, value in wanted.items()}
+        for column, values in wanted.items():
             if column not in table:
                 raise RunError(one_of("column", column, table.columns))
-            for each in as_list(value):
+            if not values:
+                raise RunError(f"{column} is an empty list; give a value, or leave {column} out")
+            for each in values:
                 if not is_any_of(table[column], [each]).any():
                     there = ", ".join(map(str, dict.fromkeys(table[column])))
                     raise RunError(
                         f"{self.name} has no cell with {column}={each}; {column} may be"
                         f" {there or 'nothing: there is no cell'}"
                     )
-            chosen &= is_any_of(table[column], as_list(value))
+            chosen &= is_any_of(table[column], values)
         if wanted and not chosen.any():
             raise RunError(f"{self.name} has no cell with {shown_only(wanted)} together")
         keys = set(table["key"][chosen]) if len(table) else set()
@@ -467,8 +472,9 @@ class Run:
             return chosen
         if wanted:
             raise RunError(f"give keys, or values ({shown_only(wanted)}), not both")
-        alone = isinstance(cells, str) or not isinstance(cells, Iterable)
-        keys: list[Any] = list(dict.fromkeys([cells] if alone else cells))
+        if isinstance(cells, Run):
+            raise RunError("a run is not a key; ask the run itself: run.select(...).samples()")
+        keys: list[Any] = list(dict.fromkeys(as_list(cells)))
         if missing := [key for key in keys if key not in finished]:
             raise RunError(self._not_there(missing[0]))
         return keys
@@ -533,8 +539,8 @@ def each_once(cells: Mapping[str, Cell]) -> list[str]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """What a column may have: one value, or one of several."""
-    return list(value) if isinstance(value, list | tuple | set) else [value]
+    """What a column may have: one value, or one of several (a list, an array, a column)."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
 def shown_only(only: Mapping[str, Any] | None) -> str:

@@ -63,10 +63,10 @@ class Scored:
 
 
 def score(
-    source: Path,
-    scorers: Sequence[str] = USUAL,
+    source: str | Path,
+    scorers: str | Sequence[str] = USUAL,
     *,
-    out: Path | None = None,
+    out: str | Path | None = None,
     force: bool = False,
     column: str = "text",
     attribute: str | None = None,
@@ -105,7 +105,8 @@ def score(
     """
     if parts < 1:
         raise ScoringError(f"--parts must be at least 1, found {parts}")
-    scorers = chosen_scorers(scorers, USUAL)
+    source = Path(source)
+    scorers = chosen_scorers([scorers] if isinstance(scorers, str) else scorers, USUAL)
     of_judge = {
         "judge-url": judge_url is not None,
         "judge-prices": judge_prices != (None, None),
@@ -156,7 +157,7 @@ def score(
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
     ours = holds_only("table.csv", "differences.csv", "scores.parquet", "table.md", "table.tex")
-    with new_folder(out, force, ours) as folder:
+    with new_folder(Path(out), force, ours) as folder:
         scored = _score(sets, scorers, cache, max_cost, notify)
         write_text(folder / "table.csv", as_csv(scored.table))
         write_text(folder / "differences.csv", as_csv(scored.differences))

@@ -105,6 +105,10 @@ class Task(BaseModel):
                         f"{kind}'s name has letters and no NUL, slash or backslash, and no dot in"
                         f" front, since it names files; found {name!r}"
                     )
+                if not name.isprintable() or name != name.strip() or len(name) > 200:
+                    raise ValueError(
+                        f"{kind}'s name is one line of at most 200 letters, found {name[:60]!r}"
+                    )
         for method, settings in self.methods.items():
             for attribute in settings.texts:
                 if attribute not in self.attributes:
@@ -164,7 +168,7 @@ def built_in() -> list[str]:
     return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
 
 
-def read_task(name: str) -> Task:
+def read_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is
     not checked.
 
@@ -174,7 +178,7 @@ def read_task(name: str) -> Task:
         TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or
             field.
     """
-    path = Path(name)
+    name, path = str(name), Path(name)
     if name in built_in():
         text = (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
         return _parsed(name, path.stem, text)
@@ -259,7 +263,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     read = _prompt_of_json if kind == ".jsonl" else str
     prompts = []
     # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+    for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
         try:
             prompts += [read(line)] if line.strip() else []
         except ValueError:
