@@ -457,7 +457,7 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
 
 @pytest.mark.parametrize(
     ("option", "value", "shown"),
-    [("address", "auto", "address auto"), ("gpus_per_worker", 2, "gpus_per_worker=2")],
+    [("address", "auto", "address auto"), ("gpus_per_worker", 2.0, "gpus_per_worker=2.0")],
 )
 def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value, shown):
     named = f"{shown} belongs to engine='ray'"

@@ -35,7 +35,8 @@ from lapa2_interp.attention.interface import Visitor, visited
 from lapa2_interp.attention.rotary import watch
 from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
 from lapa2_interp.errors import DeadHookError, LayoutError, ModelError, TraceError
-from lapa2_interp.layout import KeysSeen, Layout, layers_in_words
+from lapa2_interp.layout import Layout
+from lapa2_interp.layout.keys_seen import KeysSeen, layers_in_words
 from lapa2_interp.loaded import (
     Model,
     attention_layers,
