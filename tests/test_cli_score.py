@@ -89,7 +89,7 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
     """Its prefixes are known without --task; labels with a carriage return stay one cell."""
     task = Task(
         name="mood",
-        attributes={"calm\rish": {"prefix": "Very serene:"}, "angry": {"prefix": "Very angry:"}},
+        attributes={'calm, "ish"': {"prefix": "Very serene:"}, "angry": {"prefix": "Very angry:"}},
         prompts={"texts": ("The lake",)},
     )
     run = run_of(
@@ -103,7 +103,7 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
         manifest.write_text(json.dumps(unsealed(manifest.read_text())[0]))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
-    assert table["mean"].to_dict() == {"calm\rish": 1, "angry": 0, "all": 0.5}
+    assert table["mean"].to_dict() == {'calm, "ish"': 1, "angry": 0, "all": 0.5}
 
 
 def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):

@@ -163,7 +163,7 @@ def test_every_head_gets_the_mass_it_had_near():
         ({"metric": ["js", "kl"]}, "one metric at a time; found 2 metrics: js, kl"),
         ({"metric": {}}, "unknown metric 'none'"),
         ({"at_once": 0}, "at_once must be at least 1, or None for what fits; found 0"),
-        ({"file": "/"}, "/ is a folder; give a file in it"),
+        ({"file": "/"}, "/ is a folder; give a file"),
         ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
     ],
 )

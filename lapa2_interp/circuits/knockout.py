@@ -497,16 +497,13 @@ class Kept:
         if file is None:
             return
         path = Path(file)
-        if path.is_dir():
-            raise CircuitError(
-                f"{path} is a folder; give a file in it, such as {path / 'cut.jsonl'}"
-            )
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no file"
+            raise CircuitError(f"{path} is {kind}; give a file, such as {path / 'cut.jsonl'}")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._hold(path)
-        try:
-            lines = read_text(path).splitlines() if path.exists() else []
-        except ValueError as error:
-            raise CircuitError(f"cannot read {path}: {error}") from None
+        # A damaged line is made again, also where it is no text.
+        lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
         first = json.dumps({"question": key, "facts": facts or {}})
         if lines and (other := _differs(lines[0], key, facts or {})):
             self.close()

@@ -102,7 +102,10 @@ def read_json_lines(path: Path) -> pd.DataFrame:
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
             rows.append(row)
-    return pd.DataFrame(rows)
+    try:
+        return pd.DataFrame(rows)
+    except UnicodeEncodeError:  # half a surrogate pair, which no column of texts holds
+        return pd.DataFrame(rows, dtype=object)
 
 
 def _read_parquet(path: Path) -> pd.DataFrame:
