@@ -189,7 +189,7 @@ def check_file(file: Path) -> None:
         raise ValueError("it is a pipe, a socket or a device; give a file")
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, may_hold_nul: bool = False) -> str:
     """A text file in UTF-8, without the byte-order mark that some programs put in front.
 
     Raises:
@@ -207,7 +207,7 @@ def read_text(file: Path) -> str:
         raise ValueError(
             f"line {line}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
         ) from None
-    if "\0" in text:
+    if "\0" in text and not may_hold_nul:
         line = raw[: raw.index(0)].count(b"\n") + 1
         raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
     return text

@@ -362,7 +362,7 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
         ScoringError: Not there, not UTF-8, not a CSV, or without a column that is needed.
     """
     try:
-        content = read_text(path)
+        content = read_text(path, may_hold_nul=True)  # as texts of models may
     except OSError as error:
         raise ScoringError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -101,11 +101,16 @@ def read_json_lines(path: Path) -> pd.DataFrame:
                     raise ValueError("it must be a JSON object")
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
-            rows.append(row)
-    try:
-        return pd.DataFrame(rows)
-    except UnicodeEncodeError:  # half a surrogate pair, which no column of texts holds
-        return pd.DataFrame(rows, dtype=object)
+            # Half a surrogate pair is left out: no column of texts holds it.
+            rows.append(
+                {
+                    name: value.encode("utf-8", "ignore").decode()
+                    if isinstance(value, str)
+                    else value
+                    for name, value in row.items()
+                }
+            )
+    return pd.DataFrame(rows)
 
 
 def _read_parquet(path: Path) -> pd.DataFrame:
