@@ -201,7 +201,7 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
         raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
     raw = file.read_bytes()
     try:
-        text = raw.decode("utf-8-sig")
+        text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
         raise ValueError(
