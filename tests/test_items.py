@@ -13,6 +13,7 @@ import re
 import runpy
 import shutil
 import sys
+import tempfile
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -72,16 +73,23 @@ def shortened(score):
     return json.dumps([float(f"{value:.7g}") for value in score])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The stored run, with the float32 scores of models where the scripts keep scores."""
-    folder = unpack("small_run", tmp_path_factory.mktemp("small")) / "run"
-    known = pd.read_csv(SCORES, keep_default_na=False)
+def stored_run(place, known):
+    """The stored run, unpacked, with the scores of a file, if one is given."""
+    folder = unpack("small_run", place) / "run"
     with Cache(folder / "scores") as scores:
         scores.put(
             (key, Skipped(why) if why else tuple(json.loads(values)))
-            for key, values, why in known.itertuples(index=False)
+            for key, values, why in (
+                pd.read_csv(known, keep_default_na=False).itertuples(index=False) if known else ()
+            )
         )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The stored run, with the float32 scores of models where the scripts keep scores."""
+    folder = stored_run(tmp_path_factory.mktemp("small"), SCORES)
     with (
         pytest.MonkeyPatch.context() as patched
     ):  # a scorer names its weights, and so loads them, in every script
@@ -1338,25 +1346,29 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
     assert "Accuracy of the base methods against length" in printed
 
 
-def write_golden():
-    """Run all scripts on the stored run; keep their tables, and the scores they asked models for."""
-    import tempfile
+def make_tables(out, known=SCORES, asked=()):
+    """Run all scripts on the stored run, with the scores of a file where it has them; put their
+    tables into a folder. Returns the scores with the keys in `asked`."""
+    with tempfile.TemporaryDirectory() as place:
+        stored = stored_run(Path(place), known)
+        for each in ITEMS:
+            script("analyses", each, stored)
+            for made in (stored / "tables").glob(f"{each}.*csv"):
+                shutil.copy(made, out)
+        with Cache(stored / "scores") as scores:
+            return scores.get(sorted(asked))
 
+
+def write_golden():
+    """Write the golden tables, and the scores that the scripts asked models for."""
     asked = set()
     for each in MODELS:
         key = each.key
         each.key = lambda self, item, key=key: asked.add(found := key(self, item)) or found
-    with tempfile.TemporaryDirectory() as place:
-        stored = unpack("small_run", Path(place)) / "run"
-        for each in ITEMS:
-            script("analyses", each, stored)
-            for made in (stored / "tables").glob(f"{each}.*csv"):
-                shutil.copy(made, GOLDEN)
-        with Cache(stored / "scores") as scores:
-            known = sorted(scores.get(sorted(asked)).items())
+    known = make_tables(GOLDEN, None, asked)
     rows = [
         (key, "", found.reason) if isinstance(found, Skipped) else (key, shortened(found), "")
-        for key, found in known
+        for key, found in sorted(known.items())
     ]
     pd.DataFrame(rows, columns=["key", "values", "skipped"]).to_csv(SCORES, index=False)
 
