@@ -33,7 +33,7 @@ test-long: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "long and not slow and not alone and not drill" $(PARALLEL)
 
 # What happens to commands that are killed, stopped, starved of disk or given damaged files; a table of figures at the end.
-DRILLED = tests/test_drills*.py
+DRILLED = tests/faults/test_drills*.py
 drills: $(VENV)/.installed
 	mkdir -p results
 	rm -f results/drills.xml
@@ -48,7 +48,7 @@ soak: export SOAK := 3600
 soak: $(VENV)/.installed
 	mkdir -p results
 	rm -f results/soak.xml
-	$(VENV)/bin/python -m pytest -m drill --junitxml results/soak.xml tests/test_drills_soak.py; \
+	$(VENV)/bin/python -m pytest -m drill --junitxml results/soak.xml tests/faults/test_drills_soak.py; \
 		failed=$$?; [ ! -e results/soak.xml ] || $(VENV)/bin/python tests/drills.py results/soak.xml; exit $$failed
 
 # As on a processor without units for bfloat16 and AVX-512.
@@ -79,15 +79,15 @@ check: test test-long test-hooked lint types
 
 # The lower bounds of pyproject.toml: some tests on the oldest versions that it allows. Those of what they need are the newest, so old
 # packages warn that what they call will go.
-OF_LOWEST := augmentation laws layout store plots linear scoring interface prefixes models decoding
+OF_LOWEST := bias/test_augmentation bias/test_laws bias/test_layout runs/test_store _util/test_plots scoring/test_linear scoring/test_scoring models/test_interface prefixes/test_prefixes models/test_models generation/test_decoding
 test-lowest: export LAPA2_LOWEST := 1
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest -m "not slow and not drill" -W default::DeprecationWarning $(PARALLEL) $(OF_LOWEST:%=tests/test_%.py) \
+	$(LOWEST)/bin/python -m pytest -m "not slow and not drill" -W default::DeprecationWarning $(PARALLEL) $(OF_LOWEST:%=tests/%.py) \
 		tests/test_package.py::test_the_oldest_versions_are_the_lower_bounds
 
 # The wheel and the sdist: what is in them, and whether the wheel runs.
 dist-check: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m drill tests/test_drills_supply.py
+	$(VENV)/bin/python -m pytest -m drill tests/faults/test_drills_supply.py
 
 # Known weaknesses of what the locks name. pip-audit calls what no database knows harmless, so an old Jinja2, which has weaknesses, is
 # asked for first.

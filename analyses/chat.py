@@ -29,11 +29,11 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp.decoding.chat import continue_chats
-from lapa2_interp.files import as_csv, write_text
+from lapa2_interp._util.files import as_csv, write_text
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.bias.recipes import read_recipes
+from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
-from lapa2_interp.progress import progress_bar
-from lapa2_interp.recipes import read_recipes
 from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]

@@ -26,7 +26,9 @@ import sys
 import numpy as np
 
 from lapa2_interp import load_model, load_task, model_card
-from lapa2_interp.circuits import RAW, Question, control
+from lapa2_interp.circuits.cases import RAW
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.score import control
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 from lapa2_interp.stats import paired_difference

@@ -28,12 +28,12 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import Augmentation, Layout, load_model
-from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.errors import RunError
-from lapa2_interp.files import write_text
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.progress import progress_bar
 from lapa2_interp.stats import mean_interval, paired_difference
 
 sys.excepthook = in_one_line

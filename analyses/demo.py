@@ -25,15 +25,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp.errors import Lapa2Error
-from lapa2_interp.machine import cores
+from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp.models.machine import cores
 from lapa2_interp.paper.scripts import ScriptOptions, count
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from lapa2_interp.cell import Cell
-    from lapa2_interp.loaded import Model
+    from lapa2_interp.generation.cell import Cell
+    from lapa2_interp.models.card import Model
     from lapa2_interp.runs.grid import Grid
     from lapa2_interp.runs.worker import Worker
 
@@ -98,8 +98,8 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
 """  # noqa: E501
     )
     _stage(1, f"the model, {model}")
-    from lapa2_interp.files import write_text
-    from lapa2_interp.models import load_tokenizer
+    from lapa2_interp._util.files import write_text
+    from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.runs.sweep import load_grids
     from lapa2_interp.runs.worker import Worker
 
@@ -164,7 +164,7 @@ def _count(grid: Grid) -> int:
 
 
 def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
-    from lapa2_interp.errors import RunError, counted
+    from lapa2_interp._util.errors import RunError, counted
     from lapa2_interp.runs.local import InProcess
     from lapa2_interp.runs.sweep import sweep
 
@@ -184,9 +184,9 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
     import hashlib
     import json
 
-    from lapa2_interp import __version__
-    from lapa2_interp.files import keep_file, write_netcdf
-    from lapa2_interp.progress import progress_bar
+    from lapa2_interp._util.files import keep_file, write_netcdf
+    from lapa2_interp._util.progress import progress_bar
+    from lapa2_interp._util.version import __version__
     from lapa2_interp.runs.manifest import read_manifest
 
     weights = read_manifest(out / "cells" / cell.key).model.weights
@@ -214,11 +214,11 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
             wrote it reads as they are.
         length: Tokens, at most.
     """
-    from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.decoding.teacher_forcing import teacher_forced
-    from lapa2_interp.layout import Layout
-    from lapa2_interp.loaded import model_card
-    from lapa2_interp.methods import load_task
+    from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.bias.layout import Layout
+    from lapa2_interp.generation.teacher_forcing import teacher_forced
+    from lapa2_interp.methods.registry import load_task
+    from lapa2_interp.models.card import model_card
     from lapa2_interp.models.smollm2 import SMOLLM2
     from lapa2_interp.paper.propositions import by_alpha
 

@@ -23,11 +23,11 @@ import sys
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.attention.tables import layer_types, pooled, step_table
+from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
-from lapa2_interp.theory import DecayFit, fit_decay
-from lapa2_interp.trace.tables import layer_types, pooled, step_table
 
 sys.excepthook = in_one_line
 bench = open_bench("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")

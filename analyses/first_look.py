@@ -37,9 +37,9 @@ from lapa2_interp import (
     load_model,
     load_task,
     model_card,
-    plots,
     pooled,
 )
+from lapa2_interp._util import plots
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
 parser = ScriptOptions("One prefix, one prompt, every head.")

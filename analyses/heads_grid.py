@@ -21,8 +21,11 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import Cell, load_model, load_task
-from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.circuits import Question, alpha_at_mass, make_cases, mean_mass, prefix_mass
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.cases import make_cases
+from lapa2_interp.circuits.knockout import prefix_mass
+from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
+from lapa2_interp.circuits.question import Question
 
 MODEL, TASK, N, SEEDS = "smollm2-135m", "sentiment", 24, (1, 2, 3, 4, 5)
 PROMPTS, TOKENS = 8, 64

@@ -25,12 +25,12 @@ import sys
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.attention.tables import local_parts
+from lapa2_interp.attention.trace import NEAREST
 from lapa2_interp.paper.bench import of_arm, open_bench
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference
-from lapa2_interp.trace import NEAREST
-from lapa2_interp.trace.tables import local_parts
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
 sys.excepthook = in_one_line

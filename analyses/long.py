@@ -23,10 +23,10 @@ import sys
 
 import numpy as np
 
+from lapa2_interp.bias.recipes import families
 from lapa2_interp.paper.bench import open_bench, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
-from lapa2_interp.recipes import families
 
 sys.excepthook = in_one_line
 PARTS = 8

@@ -28,9 +28,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp.cli import main as lapa2
-from lapa2_interp.errors import Lapa2Error, NoGridError, RunError, one_of
-from lapa2_interp.files import as_markdown, write_text
+from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, one_of
+from lapa2_interp._util.files import as_markdown, write_text
+from lapa2_interp._util.progress import shown_time
+from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,
     Findings,
@@ -46,9 +47,8 @@ from lapa2_interp.paper.output import join_item
 from lapa2_interp.paper.power import enough
 from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
-from lapa2_interp.progress import shown_time
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
-from lapa2_interp.runs.sweep import load_run
+from lapa2_interp.runs.store import load_run
 
 HERE = Path(__file__).resolve().parent
 ITEMS = (

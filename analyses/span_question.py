@@ -50,17 +50,17 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Cell, Layout, load_run, load_task, load_tokenizer
-from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import LayoutError, RunError
-from lapa2_interp.machine import Dtype, tell_if_slow
+from lapa2_interp._util.errors import LayoutError, RunError
+from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.models.machine import Dtype, tell_if_slow
 from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
-from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring import Cache, chosen_scorers
 from lapa2_interp.scoring.named import Options, score_by
+from lapa2_interp.scoring.scorer import Cache, chosen_scorers
 from lapa2_interp.scoring.tables import cell_table, difference_table, paired, plain, score_table
 from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval

@@ -32,8 +32,9 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import RunError, counted
-from lapa2_interp.files import as_markdown, whole_file, write_text
+from lapa2_interp._util.errors import RunError, counted
+from lapa2_interp._util.files import as_markdown, whole_file, write_text
+from lapa2_interp.bias.recipes import families, strength_of
 from lapa2_interp.paper.bench import open_bench
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -47,7 +48,6 @@ from lapa2_interp.paper.equal_perplexity import (
 )
 from lapa2_interp.paper.output import as_json
 from lapa2_interp.paper.scripts import USUAL, in_one_line
-from lapa2_interp.recipes import families, strength_of
 
 sys.excepthook = in_one_line
 TITLE = "Control at equal perplexity"

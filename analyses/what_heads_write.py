@@ -26,7 +26,9 @@ import sys
 import numpy as np
 
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits import Question, knock_out, writes
+from lapa2_interp.circuits.direct import writes
+from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.question import Question
 from lapa2_interp.models.planted import POSITIVE, planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 

@@ -30,7 +30,8 @@ import pandas as pd
 
 import lapa2_interp
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits import Question, joint_curve, knock_out, prefix_mass, units_of
+from lapa2_interp.circuits.knockout import joint_curve, knock_out, prefix_mass, units_of
+from lapa2_interp.circuits.question import Question
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 

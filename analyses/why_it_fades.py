@@ -23,7 +23,8 @@ import os
 import sys
 
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits import fading, select
+from lapa2_interp.circuits import measure_fading
+from lapa2_interp.circuits.selection import select
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
@@ -47,7 +48,9 @@ for name in ("planted", "planted-gain"):
     heads = {"decoy": (key.heads["decoy"],)}
     if "carrier" in key.heads:
         heads = {"carrier": (key.heads["carrier"],), **heads}
-    known[name] = fading(load_model(name), "sentiment", filler=(64, 200), tokens=8, heads=heads)
+    known[name] = measure_fading(
+        load_model(name), "sentiment", filler=(64, 200), tokens=8, heads=heads
+    )
     print(f"{name}: {known[name].verdict()}")
 known["planted"].plot()
 
@@ -70,7 +73,7 @@ prompts = (*load_task("sentiment").prompts.texts, "The road to the lake")
 choosing, judging = prompts[:8], prompts[8:]
 chosen = select(model, "sentiment", by="slope", heads=8, prompts=choosing, tokens=16)
 print("heads:", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
-found = fading(
+found = measure_fading(
     model,
     "sentiment",
     filler=(32, 128),

@@ -8,8 +8,8 @@ import pandas as pd
 from house import METRIC_LABELS, band, paper_name, render, style_of
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.paper.tables import overall
-from lapa2_interp.plots import Drawing, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

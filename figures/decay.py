@@ -3,8 +3,8 @@
 import pandas as pd
 from house import METRIC_LABELS, band, by_task, legend_below, paper_name, render, style_of
 
+from lapa2_interp._util.plots import Drawing, plain_axes
 from lapa2_interp.paper.tables import overall
-from lapa2_interp.plots import Drawing, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

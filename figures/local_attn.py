@@ -4,7 +4,7 @@ dashed with LaPA2."""
 import pandas as pd
 from house import band, by_task, legend_below, paper_name, render
 
-from lapa2_interp.plots import COLOURS, Drawing, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

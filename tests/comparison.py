@@ -35,7 +35,7 @@ WITHOUT = ("key", "cell")
 
 def make_texts(out: Path) -> None:
     from lapa2_interp import Cell, load_model
-    from lapa2_interp.methods import registry
+    from lapa2_interp.methods.registry import registry
     from lapa2_interp.runs.generate import make_cells
 
     for name, length in MODELS.items():
@@ -75,7 +75,7 @@ def make_texts(out: Path) -> None:
 
 def make_layouts(out: Path) -> None:
     from lapa2_interp import Augmentation, Layout, load_tokenizer
-    from lapa2_interp.layout import explain
+    from lapa2_interp.bias.layout import explain
 
     rules = {
         "base": None,
@@ -98,7 +98,7 @@ def make_layouts(out: Path) -> None:
 
 
 def make_study(out: Path) -> None:
-    from lapa2_interp.cli import main
+    from lapa2_interp.cli.app import main
 
     words = ["circuits", "planted", "--out", str(out / "planted"), "--best", "4", "--tokens", "12"]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -106,7 +106,7 @@ def make_study(out: Path) -> None:
 
 
 def make_items(out: Path) -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "paper")]
     import test_items  # the stored run, read by the scripts of analyses/ and figures/
 
     with contextlib.redirect_stdout(io.StringIO()):

@@ -49,24 +49,16 @@ HAS_HOOKED = importlib.metadata.version("transformer-lens") < "4"
 MODEL_CLASSES = ("TransformerBridge", "HookedTransformer") if HAS_HOOKED else ("TransformerBridge",)
 OF_BRIDGES = (
     "circuits",
-    "direct",
-    "fading",
-    "families",
-    "gradients",
-    "mass",
-    "patching",
-    "planted",
-    "prompt_slope",
-    "selection",
-    "study",
-    "view",
+    "models/test_families.py",
+    "models/test_planted.py",
+    "report/test_view.py",
 )
-"""Files about what a HookedTransformer is refused: circuits are read from a TransformerBridge. The
-table of families is that of the newest transformer-lens."""
+"""Tests of what a HookedTransformer is refused: circuits are read from a TransformerBridge. The table
+of families is that of the newest transformer-lens."""
 OF_BOTH = ("hooked", "interface", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
-collect_ignore = [f"test_{name}.py" for name in OF_BRIDGES] if HAS_HOOKED else ["test_hooked.py"]
+collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]
 LOWEST = os.environ.get("LAPA2_LOWEST") == "1"
 """In the environment of the oldest versions, `make test-lowest`, every test that is named runs."""
 if LOWEST:
@@ -142,7 +134,7 @@ def soft_prefix(
     import torch
 
     from lapa2_interp import model_card
-    from lapa2_interp.soft_prefix import PrefixCard, SoftPrefix, kv_shape
+    from lapa2_interp.prefixes.soft_prefix import PrefixCard, SoftPrefix, kv_shape
 
     shape, card = kv_shape(model, slots), model_card(model)
     rng = torch.Generator().manual_seed(seed)
@@ -163,7 +155,7 @@ def soft_prefix(
 
 def soft_set(folder, model, task, **settings):
     """A folder of random soft prefixes, one per attribute of a task."""
-    from lapa2_interp.soft_prefix import save_prefix
+    from lapa2_interp.prefixes.soft_prefix import save_prefix
 
     for seed, attribute in enumerate(task.attributes):
         save_prefix(
@@ -174,7 +166,7 @@ def soft_set(folder, model, task, **settings):
 
 def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **settings):
     """The cell of a loaded model; without an augmentation it is the base method."""
-    from lapa2_interp.cell import Cell
+    from lapa2_interp.generation.cell import Cell
 
     alpha = 0.0 if augmentation is None else None
     given = {
@@ -189,8 +181,8 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
 
 def generate(model, *cell, kit=None, **settings):
     """Texts and trace of a cell, from the decode loop itself."""
-    from lapa2_interp.decoding.loop import generate
-    from lapa2_interp.kit import ModelKit
+    from lapa2_interp.generation.loop import generate
+    from lapa2_interp.runs.method_context import ModelKit
 
     return generate(model, cell_of(model, *cell, **settings), kit or ModelKit(model))
 
@@ -199,8 +191,8 @@ def plan(
     model, method, task, attribute, prompts, augmentation, length, samples, *, kit=None, **settings
 ):
     """The plan of a cell."""
-    from lapa2_interp.decoding.plan import plan
-    from lapa2_interp.kit import ModelKit
+    from lapa2_interp.generation.plan import plan
+    from lapa2_interp.runs.method_context import ModelKit
 
     settings |= {"length": length, "samples": samples}
     cell = cell_of(model, method, task, attribute, prompts, augmentation, **settings)
@@ -279,7 +271,7 @@ def data():
 
 PRELOAD = [
     "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
-    "lapa2_interp.attention.liveness", "lapa2_interp.cli", "lapa2_interp.decoding.loop", "lapa2_interp.runs.checks",
+    "lapa2_interp.models.liveness", "lapa2_interp.cli.app", "lapa2_interp.generation.loop", "lapa2_interp.runs.checks",
     "lapa2_interp.runs.sweep",
 ]  # fmt: skip
 
@@ -292,6 +284,17 @@ def warm():
     context.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()  # now: an engine blocks Ctrl-C while it starts processes, and theirs would be deaf for ever
     return context
+
+
+def hooks_left(model):
+    """Hooks that are on a model."""
+    points = [
+        (name, point)
+        for name, point in model.hook_dict.items()
+        if point.has_hooks(including_permanent=True)
+    ]
+    network = getattr(model, "original_model", model)
+    return points, list(network._forward_pre_hooks)
 
 
 def unpack(name, folder):

@@ -1,6 +1,6 @@
 """What the drills share, and their figures as a table: `python tests/drills.py results/drills.xml`.
 
-The file is what `pytest --junitxml` wrote of tests/test_drills*.py; a property is a column.
+The file is what `pytest --junitxml` wrote of tests/faults/test_drills*.py; a property is a column.
 """
 
 import json
@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 from conftest import start, warm
 
-from lapa2_interp.cli import main
-from lapa2_interp.files import ASIDE
+from lapa2_interp._util.files import ASIDE
+from lapa2_interp.cli.app import main
 
 FULL = os.environ.get("DRILLS") == "full"
 GRID = """
@@ -51,7 +51,7 @@ def keep_a_ledger(file):
     from lapa2_interp.circuits.knockout import Kept
     from lapa2_interp.prefixes.training import Job
     from lapa2_interp.runs.sweep import _Sweep
-    from lapa2_interp.scoring import Cache
+    from lapa2_interp.scoring.scorer import Cache
 
     def noted(owner, name, what):
         real = getattr(owner, name)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lapa2_interp.cli import app as lapa2
+from lapa2_interp.cli.app import app as lapa2
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "analyses" / "demo.py"
@@ -178,10 +178,10 @@ def test_the_page_loads_nothing_and_escapes_what_models_write(made):
 
 def test_numbers_are_those_of_the_run_folder(made):
     """Attention and accuracy, from the stored files alone."""
-    from lapa2_interp.runs.sweep import load_run
-    from lapa2_interp.scoring import Item
+    from lapa2_interp.runs.store import load_run
     from lapa2_interp.scoring.adapter import AdapterScorer
     from lapa2_interp.scoring.linear import LinearScorer
+    from lapa2_interp.scoring.scorer import Item
 
     out, _ = made
     rows = Page((out / "report.html").read_text("utf-8")).rows
@@ -286,7 +286,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
 
 
 def test_every_method_has_a_shipped_example_with_its_origin():
-    from lapa2_interp.methods import registry
+    from lapa2_interp.methods.registry import registry
 
     stored = json.loads((SCRIPT.parent / "demo" / "examples.json").read_text("utf-8"))
     assert set(stored["methods"]) == set(registry())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cyclopts import CycloptsError
 
-from lapa2_interp.cli import app
+from lapa2_interp.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 MANUALS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

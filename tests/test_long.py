@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from lapa2_interp.models import load_transformers
+from lapa2_interp.models.load import load_transformers
 
 CODE = """
 import json, resource, sys, time
 import numpy as np
 from lapa2_interp import Augmentation, load_model
-from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.layout import Layout
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.bias.layout import Layout
 
 model = load_model(sys.argv[1], dtype=sys.argv[2], device="cpu")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,11 @@
-"""The house: who may import whom. Every import counts, also those inside functions and those for
-types alone."""
+"""The house: which rooms there are, and which may import which.
+
+Every import counts, also those inside functions and those for types alone. `pytest
+tests/test_rooms.py -s` prints the counts.
+"""
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,14 +14,17 @@ import pytest
 import lapa2_interp
 
 PACKAGE = Path(lapa2_interp.__file__).parent
-CORE = (
-    "errors", "stats", "progress", "files", "machine", "plots", "page", "augmentation", "recipes", "layout", "theory", "synthetic",
-    "packed", "loaded", "tasks", "methods", "soft_prefix", "attention", "models", "trace", "cell", "decoding", "prefixes", "scoring",
-    "kit", "circuits",
+ROOMS = (
+    "_util", "stats", "bias", "models", "tasks", "prefixes", "methods", "attention", "scoring", "generation", "circuits", "runs", "paper",
+    "report", "cli",
 )  # fmt: skip
-"""Rooms in the order of docs/architecture.md; a room is a module or a folder of the package."""
-RUNS, PAPER, FRONT = ("runs",), ("paper",), ("report", "viewer", "cli")
-ORDER = (*CORE, *RUNS, *PAPER, *FRONT)
+"""In the order of docs/architecture.md: each imports only from those before it. A room is a folder of
+the package, or a module."""
+FACE = "lapa2_interp"
+"""The package itself, which imports from any room and which none imports."""
+LAZY = ("lapa2_interp._util.lazy", "lapa2_interp._util.version")
+"""What an `__init__` may import when it is imported itself."""
+MOST_ARROWS, MOST_LINES = 85, 600
 
 
 def name_of(file):
@@ -26,58 +33,46 @@ def name_of(file):
 
 
 FILES = {name_of(file): file for file in PACKAGE.rglob("*.py")}
+TREES = {name: ast.parse(file.read_text("utf-8")) for name, file in FILES.items()}
 
 
+@functools.cache
 def imports(module):
-    """Modules of the package that a module imports anywhere."""
+    """Modules of the package that a module imports anywhere, the package itself included."""
     found = set()
-    for node in ast.walk(ast.parse(FILES[module].read_text("utf-8"))):
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             found |= {each.name for each in node.names if each.name in FILES}
         if isinstance(node, ast.ImportFrom) and not node.level:
             for each in node.names:
                 whole = f"{node.module}.{each.name}"
                 found |= {whole if whole in FILES else node.module} & set(FILES)
-    return found - {"lapa2_interp", module}
+    return found - {module}
 
 
 def room(module):
-    return module.split(".")[1]
+    return module.split(".")[1] if module != FACE else FACE
 
 
-def edges():
+@functools.cache
+def arrows():
+    """By room, the other rooms that it imports from."""
     found = defaultdict(set)
     for module in FILES:
-        for other in imports(module) if module != "lapa2_interp" else ():
-            if room(other) != room(module):
-                found[room(module)].add(room(other))
+        found[room(module)] |= {room(other) for other in imports(module)} - {room(module)}
     return found
 
 
-def test_every_room_has_its_place():
-    assert {room(module) for module in FILES if module != "lapa2_interp"} == set(ORDER)
-    assert len(ORDER) <= 31
-
-
-def test_a_room_imports_only_what_stands_above_it():
-    upward = [
-        (one, other)
-        for one, others in edges().items()
-        for other in others
-        if ORDER.index(other) > ORDER.index(one)
-    ]
-    assert not upward
-
-
-def test_no_circle_of_modules():
-    """Also within a room, where submodules may import from their package, and it from them, but not
-    both."""
-    done, path = set(), []
+@functools.cache
+def circles():
+    """Circles of modules. The `__init__` of a room counts as a module of its own: it names others,
+    and imports none of them before one is used."""
+    done, path, found = set(), [], []
 
     def visit(module):
         if module in path:
-            pytest.fail(" -> ".join([*path[path.index(module) :], module]))
-        if module in done:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        if module in done or module in path:
             return
         path.append(module)
         for other in sorted(imports(module)):
@@ -86,17 +81,73 @@ def test_no_circle_of_modules():
         done.add(module)
 
     for module in FILES:
-        if module != "lapa2_interp":
-            visit(module)
+        visit(module)
+    return found
+
+
+def test_the_house(capsys):
+    inside = {name: others for name, others in arrows().items() if name != FACE}
+    upward = [
+        f"{one} -> {other}"
+        for one, others in inside.items()
+        for other in others
+        if other == FACE or ROOMS.index(other) >= ROOMS.index(one)
+    ]
+    count = sum(len(others) for others in inside.values())
+    lines = sum(len(file.read_text("utf-8").splitlines()) for file in FILES.values())
+    with capsys.disabled():
+        print(f"\n{len(inside)} rooms, {len(FILES)} modules, {lines} lines")
+        print(f"{count} arrows between rooms, {len(arrows()[FACE])} from the face")
+        print(f"{len(upward)} upward, {len(circles())} circles of modules")
+        for one in ROOMS:
+            print(f"  {one:<11} {' '.join(other for other in ROOMS if other in arrows()[one])}")
+    assert set(inside) == set(ROOMS)
+    assert count <= MOST_ARROWS
+    assert not upward
+    assert not circles()
+
+
+def test_no_file_is_long():
+    long = {
+        name: len(file.read_text("utf-8").splitlines())
+        for name, file in FILES.items()
+        if len(file.read_text("utf-8").splitlines()) > MOST_LINES
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("module", [FACE, *(f"{FACE}.{name}" for name in ROOMS if name != "stats")])
+def test_an_init_is_empty_or_lazy(module):
+    """So that importing one module of a room imports no other, and the help of the command line no
+    torch."""
+    for node in TREES[module].body:
+        if isinstance(node, ast.ImportFrom):
+            known = node.module in (*LAZY, "typing", "__future__")
+            assert known, f"{module} imports {node.module}"
+        else:
+            assert not isinstance(node, ast.FunctionDef | ast.ClassDef), ast.unparse(node)
+
+
+@pytest.mark.parametrize("module", ["", *(name for name in ROOMS if name != "stats")])
+def test_a_lazy_name_is_said_twice_alike(module):
+    """`__all__` is what editors and `import *` see, the block for type checkers where it comes from."""
+    package = __import__("importlib").import_module(f"{FACE}.{module}".rstrip("."))
+    names = getattr(package, "__all__", None)
+    if names is not None:
+        assert len(set(names)) == len(names)
+        assert set(names) <= set(dir(package))
+        for name in names:
+            assert getattr(package, name) is not None
+        with pytest.raises(AttributeError, match="no attribute 'generat'"):
+            package.generat  # noqa: B018
 
 
 def test_no_import_of_the_package_hides_in_a_function():
     """Only the command line imports where it is used, so that --help needs no torch."""
     hidden = []
-    for module, file in FILES.items():
-        if room(f"{module}.") in ("cli",) or module == "lapa2_interp":
+    for module, tree in TREES.items():
+        if room(module) == "cli":
             continue
-        tree = ast.parse(file.read_text("utf-8"))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         for function in functions:
             for node in ast.walk(function):
@@ -105,8 +156,13 @@ def test_no_import_of_the_package_hides_in_a_function():
                     names = [node.module]
                 if isinstance(node, ast.Import):
                     names = [each.name for each in node.names]
-                hidden += [(module, name) for name in names if name.split(".")[0] == "lapa2_interp"]
+                hidden += [(module, name) for name in names if name.split(".")[0] == FACE]
     assert not hidden
+
+
+def test_the_tests_stand_in_the_same_rooms():
+    folders = {each.name for each in Path(__file__).parent.iterdir() if any(each.glob("test_*.py"))}
+    assert folders - {"faults"} <= set(ROOMS)
 
 
 def test_the_public_names_are_these():
@@ -116,7 +172,3 @@ def test_the_public_names_are_these():
         "head_table", "load_model", "load_run", "load_task", "load_tokenizer", "local_ratio", "method", "model_card", "pooled",
         "prefix_token_table", "probe", "soft_inputs", "step_table", "teacher_forced", "view",
     }  # fmt: skip
-    for name in lapa2_interp.__all__:
-        assert getattr(lapa2_interp, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'generat'"):
-        lapa2_interp.generat  # noqa: B018

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp import __version__, plots
-from lapa2_interp.files import keep_file
-from lapa2_interp.machine import cores, kind_of
-from lapa2_interp.runs.read import Run, load_run
+from lapa2_interp._util import plots
+from lapa2_interp._util.files import keep_file
+from lapa2_interp._util.version import __version__
+from lapa2_interp.models.machine import cores, kind_of
+from lapa2_interp.runs.store import Run, load_run
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from lapa2_interp.cell import Cell
+    from lapa2_interp.generation.cell import Cell
     from lapa2_interp.runs.grid import Grid
 
 HERE = Path(__file__).resolve().parent
@@ -58,9 +59,9 @@ class Measured:
 def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is
     read."""
+    from lapa2_interp.bias.synthetic import draw_log_odds, lengths_up_to
     from lapa2_interp.paper.propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
-    from lapa2_interp.synthetic import draw_log_odds, lengths_up_to
 
     keys = [cell.key for cell in grid.cells]
     samples = load_run(out).samples(keys)
@@ -83,8 +84,8 @@ def measure(out: Path, grid: Grid) -> Measured:
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.runs.manifest import read_manifest
-    from lapa2_interp.scoring import Cache, chosen_scorers
     from lapa2_interp.scoring.named import Options, score_by
+    from lapa2_interp.scoring.scorer import Cache, chosen_scorers
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity
 
@@ -134,7 +135,7 @@ def page(
         read: One trace per stored text, axes alpha, sample, step, layer, head.
         seconds: What this call took.
     """
-    from lapa2_interp.page import template
+    from lapa2_interp._util.page import template
 
     run, traces = load_run(out), _joined(read)
     arms = {cell.key: arm_name(cell) for cell in grid.cells}
@@ -224,7 +225,7 @@ def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
 
 
 def _image(drawing: plots.Drawing) -> str:
-    from lapa2_interp.page import png
+    from lapa2_interp._util.page import png
 
     return png(drawing)
 
@@ -435,8 +436,8 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     """The same prompt's texts under the arms that act on all layers, side by side."""
-    from lapa2_interp.models import load_tokenizer
-    from lapa2_interp.report import UNIT, colour_top, text_column
+    from lapa2_interp.models.load import load_tokenizer
+    from lapa2_interp.report.run_page import UNIT, colour_top, text_column
 
     cell = grid.cells[0]
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
@@ -804,7 +805,7 @@ def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawi
 
 def methods(grid: Grid) -> Panel:
     """Every decoding method with an example text, as shipped."""
-    from lapa2_interp.methods import registry
+    from lapa2_interp.methods.registry import registry
 
     stored = json.loads((HERE / "examples.json").read_text("utf-8"))
     rows = []

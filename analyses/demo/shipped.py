@@ -17,10 +17,10 @@ from typing import Any
 
 from panels import machine
 
-from lapa2_interp.errors import RunError
+from lapa2_interp._util.errors import RunError
 from lapa2_interp.paper.scripts import ScriptOptions, count
 from lapa2_interp.runs.manifest import Manifest, read_manifest
-from lapa2_interp.runs.read import load_run
+from lapa2_interp.runs.store import load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392

@@ -1,1 +1,1 @@
-"""How an augmentation acts on the attention of a network."""
+"""What acts on attention scores, and what records attention."""

@@ -26,10 +26,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapa2_interp.augmentation import CAP, Augmentation, share_steps
-from lapa2_interp.errors import AugmentationError, LayoutError
-from lapa2_interp.layout import Layout
-from lapa2_interp.layout.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp._util.errors import AugmentationError, LayoutError
+from lapa2_interp.bias.augmentation import CAP, Augmentation, share_steps
+from lapa2_interp.bias.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp.bias.layout import Layout
 
 Capped = Callable[[int, Tensor, int], None]
 """Told of a layer, which biases were cut at +-CAP [row head query], and the first query's slot."""

@@ -21,11 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.attention.cached_heads import CachedHeads
-from lapa2_interp.attention.rotary import watch
-from lapa2_interp.errors import LayoutError, ModelError, PrefixError
-from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import (
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.models.card import (
     Model,
     check_keeps_cache,
     check_kept,
@@ -36,7 +35,8 @@ from lapa2_interp.loaded import (
     short_context_of,
     window_of,
 )
-from lapa2_interp.soft_prefix import SoftPrefix
+from lapa2_interp.models.rotary import watch
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
 @runtime_checkable

@@ -29,15 +29,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.blocks import attached
-from lapa2_interp.attention.interface import Visitor, visited
-from lapa2_interp.attention.rotary import watch
-from lapa2_interp.augmentation import Augmentation, Rules, of_rows, several
-from lapa2_interp.errors import DeadHookError, LayoutError, ModelError, TraceError
-from lapa2_interp.layout import Layout
-from lapa2_interp.layout.keys_seen import KeysSeen, layers_in_words
-from lapa2_interp.loaded import (
+from lapa2_interp.bias.augmentation import Augmentation, Rules, of_rows, several
+from lapa2_interp.bias.keys_seen import KeysSeen, layers_in_words
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.models.blocks import attached
+from lapa2_interp.models.card import (
     Model,
     attention_layers,
     is_bridge,
@@ -46,10 +45,10 @@ from lapa2_interp.loaded import (
     plain_network,
     size_of,
 )
-from lapa2_interp.recipes import named_rules
+from lapa2_interp.models.interface import Visitor, visited
+from lapa2_interp.models.liveness import PATTERN, SCORES
+from lapa2_interp.models.rotary import watch
 
-SCORES = "blocks.{}.attn.hook_attn_scores"
-PATTERN = "blocks.{}.attn.hook_pattern"
 HIDDEN = -3e4
 """Scores below are masked: transformers adds a dtype's smallest number. A knock-out is -inf."""
 SIGHT_CHECKED = 64
@@ -58,7 +57,7 @@ SIGHT_CHECKED = 64
 
 @runtime_checkable
 class Observer(Protocol):
-    """Something that reads attention patterns while the model runs, such as `trace.Recorder`."""
+    """Reads attention patterns while the model runs; one is `attention.recorder.Recorder`."""
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Called once per layer and forward pass; `first` is the slot of the first query."""
@@ -149,7 +148,7 @@ def augmented(
         raise TraceError(
             f"the recorder is for a model of layers {layers_in_words(told)}, and this one's are"
             f" {layers_in_words(bias.seen)}; give Recorder(..., seen=keys_seen(model)), of"
-            " lapa2_interp.loaded"
+            " lapa2_interp.models.card"
         )
     read = _Read(model, layouts, check_ids)
     changed: float = math.inf  # the slot of a query that is not clean

@@ -22,11 +22,11 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.errors import DeadHookError
-from lapa2_interp.files import keep_file
-from lapa2_interp.loaded import Model
-from lapa2_interp.methods import Intervention
-from lapa2_interp.progress import progress_bar
+from lapa2_interp._util.errors import DeadHookError
+from lapa2_interp._util.files import keep_file
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.methods.base import Intervention
+from lapa2_interp.models.card import Model
 
 STRONG = 50.0
 """The value a neuron is set to when its effect on the next token is read."""

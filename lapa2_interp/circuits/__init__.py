@@ -8,34 +8,39 @@ heads cannot see the prefix, and what they write.
     table = circuits.knock_out(model, "sentiment", over="head")
 """
 
-from lapa2_interp.circuits.cases import RAW, Case, make_cases
-from lapa2_interp.circuits.direct import Writes, writes
-from lapa2_interp.circuits.fading import Fading, fading
-from lapa2_interp.circuits.gradients import (
-    Attribution,
-    attribution,
-    integrated,
-    prefiltered,
-    recall,
-)
-from lapa2_interp.circuits.knockout import (
-    JointCurve,
-    KnockOut,
-    Unit,
-    joint_curve,
-    knock_out,
-    prefix_mass,
-    read_heads,
-    units_of,
-    write_heads,
-)
-from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
-from lapa2_interp.circuits.metrics import METRICS, Predictions
-from lapa2_interp.circuits.patching import Patching, patch
-from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
-from lapa2_interp.circuits.question import Question
-from lapa2_interp.circuits.score import Control, control
-from lapa2_interp.circuits.selection import Selection, enough_tokens, select
+from typing import TYPE_CHECKING
+
+from lapa2_interp._util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lapa2_interp.circuits.cases import RAW, Case, make_cases
+    from lapa2_interp.circuits.direct import Writes, writes
+    from lapa2_interp.circuits.fading import Fading, measure_fading
+    from lapa2_interp.circuits.gradients import (
+        Attribution,
+        attribution,
+        integrated,
+        prefiltered,
+        recall,
+    )
+    from lapa2_interp.circuits.knockout import (
+        JointCurve,
+        KnockOut,
+        Unit,
+        joint_curve,
+        knock_out,
+        prefix_mass,
+        read_heads,
+        units_of,
+        write_heads,
+    )
+    from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
+    from lapa2_interp.circuits.metrics import METRICS, Predictions
+    from lapa2_interp.circuits.patching import Patching, patch
+    from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
+    from lapa2_interp.circuits.question import Question
+    from lapa2_interp.circuits.score import Control, control
+    from lapa2_interp.circuits.selection import Selection, enough_tokens, select
 
 __all__ = [
     "METRICS",
@@ -57,12 +62,12 @@ __all__ = [
     "attribution",
     "control",
     "enough_tokens",
-    "fading",
     "integrated",
     "joint_curve",
     "knock_out",
     "make_cases",
     "mean_mass",
+    "measure_fading",
     "patch",
     "prefiltered",
     "prefix_mass",
@@ -74,3 +79,4 @@ __all__ = [
     "write_heads",
     "writes",
 ]
+__getattr__, __dir__ = lazy_names(__name__)

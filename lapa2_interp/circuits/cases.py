@@ -15,16 +15,16 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.loop import generate
-from lapa2_interp.errors import CircuitError, counted
-from lapa2_interp.layout import Layout
-from lapa2_interp.layout.texts import decode
-from lapa2_interp.loaded import Model
-from lapa2_interp.methods import load_task
-from lapa2_interp.models import takes_model
-from lapa2_interp.soft_prefix import SoftPrefix
-from lapa2_interp.tasks import Task
+from lapa2_interp._util.errors import CircuitError, counted
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.texts import decode
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.loop import generate
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import Model
+from lapa2_interp.models.load import takes_model
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+from lapa2_interp.tasks.task import Task
 from lapa2_interp.tasks.word_lists import read_words
 
 if TYPE_CHECKING:

@@ -31,16 +31,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from lapa2_interp._util.errors import CircuitError, one_of
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import soft_inputs
-from lapa2_interp.attention.hooked import PATTERN, augmented
-from lapa2_interp.augmentation import Rules, several
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.bias.augmentation import Rules, several
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.recipes import named_rules
 from lapa2_interp.circuits.cases import Case
 from lapa2_interp.circuits.edits import one_pass
 from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval
-from lapa2_interp.errors import CircuitError, one_of
-from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import (
+from lapa2_interp.models.card import (
     Model,
     check_weights_read,
     is_bridge,
@@ -48,11 +51,9 @@ from lapa2_interp.loaded import (
     packed_model,
     plain_network,
 )
-from lapa2_interp.models import takes_model
-from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import given_bar
-from lapa2_interp.recipes import named_rules
-from lapa2_interp.soft_prefix import SoftPrefix
+from lapa2_interp.models.liveness import PATTERN
+from lapa2_interp.models.load import takes_model
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.stats import bounds
 
 if TYPE_CHECKING:

@@ -27,16 +27,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp.attention.blocks import attached
+from lapa2_interp._util.errors import CircuitError, one_of
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.attention.interface import Visitor, visited
-from lapa2_interp.augmentation import Augmentation, Phase, Rules, several
+from lapa2_interp.bias.augmentation import Augmentation, Phase, Rules, several
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.recipes import named_rules
 from lapa2_interp.circuits.cases import Case
-from lapa2_interp.errors import CircuitError, one_of
-from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, is_bridge, plain_network
-from lapa2_interp.recipes import named_rules
+from lapa2_interp.models.blocks import attached
+from lapa2_interp.models.card import Model, is_bridge, plain_network
+from lapa2_interp.models.interface import Visitor, visited
 
 How = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]

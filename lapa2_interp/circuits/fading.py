@@ -20,7 +20,7 @@ both at the far query. BOS is apart because it is a sink: it does not grow with 
 `restored` and `removed` differ where heads interact. A sham holds the mass of heads that carry no
 control, and must restore about nothing.
 
-    found = fading(model, "sentiment", heads={"best": table.best(8)})
+    found = measure_fading(model, "sentiment", heads={"best": table.best(8)})
     found.frame()                # with 95 % intervals over prompts, and a verdict
 """  # noqa: E501
 
@@ -39,9 +39,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm import tqdm
 
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import on_scores, without_sinks
-from lapa2_interp.augmentation import CAP, Augmentation
+from lapa2_interp.bias.augmentation import CAP, Augmentation
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, front_of
 from lapa2_interp.circuits.knockout import (
@@ -55,12 +58,9 @@ from lapa2_interp.circuits.knockout import (
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
-from lapa2_interp.decoding.teacher_forcing import SCORES_AT_ONCE
-from lapa2_interp.errors import CircuitError
-from lapa2_interp.loaded import Model, is_bridge, packed_model, window_of
-from lapa2_interp.models import takes_model
-from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.progress import given_bar
+from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
+from lapa2_interp.models.card import Model, is_bridge, packed_model, window_of
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
 
 Bias = Literal["dilution", "hold", "lapa2", "removed"]
@@ -211,7 +211,7 @@ def _verdict(low: float, high: float, none: bool, prompts: int) -> str:
 
 
 @takes_model
-def fading(
+def measure_fading(
     model: Model,
     about: About,
     *,

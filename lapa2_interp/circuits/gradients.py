@@ -42,22 +42,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
 
+from lapa2_interp._util.errors import CircuitError, counted, one_of
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import soft_inputs
-from lapa2_interp.attention.hooked import PATTERN, SCORES, augmented
-from lapa2_interp.augmentation import Phase, Rules, several
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.bias.augmentation import Phase, Rules, several
+from lapa2_interp.bias.layout import Span
+from lapa2_interp.bias.recipes import named_rules
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Heads, one_pass, read_raw
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import ranks, spearman
-from lapa2_interp.errors import CircuitError, counted, one_of
-from lapa2_interp.layout import Span
-from lapa2_interp.loaded import Model, check_weights_read, is_bridge, plain_network
-from lapa2_interp.models import takes_model
-from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import given_bar
-from lapa2_interp.recipes import named_rules
+from lapa2_interp.models.card import Model, check_weights_read, is_bridge, plain_network
+from lapa2_interp.models.liveness import PATTERN, SCORES
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import bounds
 
 ESTIMATES = ("cut_hat", "slope")

@@ -29,18 +29,18 @@ import torch
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp.augmentation import Phase, Rules
+from lapa2_interp._util.errors import CircuitError, counted, one_of
+from lapa2_interp._util.files import held, parse_json, read_text, sealed, unsealed, write_text
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import given_bar
+from lapa2_interp.bias.augmentation import Phase, Rules
 from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import About, Question, answers
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
-from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.errors import CircuitError, counted, one_of
-from lapa2_interp.files import held, parse_json, read_text, sealed, unsealed, write_text
-from lapa2_interp.loaded import Model, kv_heads
-from lapa2_interp.models import takes_model
-from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import given_bar
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.card import Model, kv_heads
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
 
 NULL = "nothing"

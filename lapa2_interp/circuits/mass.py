@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from lapa2_interp.augmentation import BOUNDS, Augmentation, Rules
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.attention.tables import of_layer_type
+from lapa2_interp.bias.augmentation import BOUNDS, Augmentation, Rules
 from lapa2_interp.circuits.question import About, Question
-from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.errors import CircuitError
-from lapa2_interp.loaded import Model
-from lapa2_interp.models import takes_model
-from lapa2_interp.trace.tables import of_layer_type
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.card import Model
+from lapa2_interp.models.load import takes_model
 
 CLOSE = 1e-3
 """How far the attention that is reached may lie from the one that is asked for, as a share of it.

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.errors import CircuitError, counted, one_of
+from lapa2_interp._util.errors import CircuitError, counted, one_of
 
 
 @dataclass

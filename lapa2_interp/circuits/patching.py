@@ -40,16 +40,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from lapa2_interp._util.errors import CircuitError, DeadHookError, counted, one_of
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.circuits.cases import Case, batches
 from lapa2_interp.circuits.edits import Branches, Edit, read
 from lapa2_interp.circuits.question import About, Question, rows_at_once
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
-from lapa2_interp.errors import CircuitError, DeadHookError, counted, one_of
-from lapa2_interp.loaded import Model, is_bridge, kv_heads, packed_model, plain_network
-from lapa2_interp.models import takes_model
-from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import given_bar
+from lapa2_interp.models.card import Model, is_bridge, kv_heads, packed_model, plain_network
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
 
 HOOKS: Mapping[str, str] = {

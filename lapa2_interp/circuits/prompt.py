@@ -25,22 +25,23 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.cases import RAW, attribute_words, check_asked, write_texts
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.knockout import head_pairs, units_everything
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.question import in_order
-from lapa2_interp.errors import CircuitError
-from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model
-from lapa2_interp.methods import FLOOR, Branch, Method, Prepared, Soft, Start, for_task, load_task
-from lapa2_interp.models import takes_model
-from lapa2_interp.soft_prefix import SoftPrefix, find_prefix
+from lapa2_interp.methods.base import FLOOR, Branch, Method, Prepared, Soft, Start
+from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.models.card import Model
+from lapa2_interp.models.load import takes_model
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import FEW, bounds
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 ROUNDING = 1e-6
 """A slope below this share of the control is rounding, and counts as 0."""

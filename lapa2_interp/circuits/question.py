@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp.augmentation import Rules
+from lapa2_interp._util.errors import CircuitError, DataError, one_of
+from lapa2_interp.bias.augmentation import Rules
 from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, make_cases
 from lapa2_interp.circuits.edits import Edit, read
 from lapa2_interp.circuits.metrics import Metric, Predictions
-from lapa2_interp.errors import CircuitError, DataError, one_of
-from lapa2_interp.loaded import (
+from lapa2_interp.models.card import (
     Model,
     attention_layers,
     check_one_side,
@@ -33,9 +33,9 @@ from lapa2_interp.loaded import (
     plain_network,
     short_context_of,
 )
-from lapa2_interp.models import model_of
-from lapa2_interp.soft_prefix import SoftPrefix
-from lapa2_interp.tasks import Task
+from lapa2_interp.models.load import model_of
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+from lapa2_interp.tasks.task import Task
 
 LOGITS = 2**28
 """Bytes of logits that are held at once."""

@@ -17,14 +17,14 @@ import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp.augmentation import Rules
+from lapa2_interp._util.errors import CircuitError, one_of
+from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import given_bar
+from lapa2_interp.bias.augmentation import Rules
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import About, Question, answers
-from lapa2_interp.errors import CircuitError, one_of
-from lapa2_interp.loaded import Model
-from lapa2_interp.models import takes_model
-from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.progress import given_bar
+from lapa2_interp.models.card import Model
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import bounds
 
 

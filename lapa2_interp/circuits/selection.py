@@ -37,8 +37,10 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp import __version__
-from lapa2_interp.augmentation import Augmentation
+from lapa2_interp._util.errors import AugmentationError, CircuitError, first_problem, one_of
+from lapa2_interp._util.files import read_text, sealed, unsealed, write_text
+from lapa2_interp._util.version import __version__
+from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.cases import prefix_texts
 from lapa2_interp.circuits.direct import writes
 from lapa2_interp.circuits.edits import Heads
@@ -47,13 +49,11 @@ from lapa2_interp.circuits.knockout import Unit, knock_out, prefix_mass, units_e
 from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
 from lapa2_interp.circuits.question import About, Question
 from lapa2_interp.circuits.statistics import share_interval, split_half
-from lapa2_interp.errors import AugmentationError, CircuitError, first_problem, one_of
-from lapa2_interp.files import read_text, sealed, unsealed, write_text
-from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.methods import Method
-from lapa2_interp.models import takes_model
+from lapa2_interp.methods.base import Method
+from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 By = Literal["cut", "slope", "dla", "mass", "random"]
 SIGNED = ("cut", "slope", "dla")

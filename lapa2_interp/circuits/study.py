@@ -32,11 +32,25 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from lapa2_interp import __version__
+from lapa2_interp._util.errors import CircuitError, counted
+from lapa2_interp._util.files import (
+    as_csv,
+    is_damage,
+    read_text,
+    sealed,
+    unsealed,
+    whole_file,
+    write_netcdf,
+    write_text,
+)
+from lapa2_interp._util.page import Section, page
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import shown_time
+from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.cache import soft_inputs
-from lapa2_interp.attention.hooked import PATTERN
-from lapa2_interp.augmentation import Phase
-from lapa2_interp.circuits.cases import Case, prefix_texts
+from lapa2_interp.bias.augmentation import Phase
+from lapa2_interp.bias.texts import pieces
+from lapa2_interp.circuits.cases import RAW, Case, prefix_texts
 from lapa2_interp.circuits.direct import Writes, whole, writes
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import Attribution, Recall, attribution, recall
@@ -51,28 +65,14 @@ from lapa2_interp.circuits.knockout import (
     units_of,
     write_heads,
 )
-from lapa2_interp.circuits.question import RAW, Question
+from lapa2_interp.circuits.question import Question
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
-from lapa2_interp.errors import CircuitError, counted
-from lapa2_interp.files import (
-    as_csv,
-    is_damage,
-    read_text,
-    sealed,
-    unsealed,
-    whole_file,
-    write_netcdf,
-    write_text,
-)
-from lapa2_interp.layout.texts import pieces
-from lapa2_interp.loaded import Model, model_card, plain_network
-from lapa2_interp.models import takes_model
-from lapa2_interp.page import Section, page
-from lapa2_interp.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.progress import shown_time
+from lapa2_interp.models.card import Model, model_card, plain_network
+from lapa2_interp.models.liveness import PATTERN
+from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 BEST = 24
 """Heads that the other replacements and phases are tried on; as many random ones beside them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from lapa2_interp.cli.options import Several, Unshown
-from lapa2_interp.machine import Dtype
+from lapa2_interp.models.machine import Dtype
 
 
 def bench(
@@ -74,7 +74,7 @@ def bench(
         breakdown: Also show which parts of a step take how much of it.
         out: A new folder for bench.csv, bench.md and bench.png.
     """
-    from lapa2_interp.files import new_folder
+    from lapa2_interp._util.files import new_folder
     from lapa2_interp.runs import speed
 
     with nullcontext() if out is None else new_folder(out) as folder:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Literal
 
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.files import parse_json, read_text
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
-from lapa2_interp.errors import LayoutError
-from lapa2_interp.files import parse_json, read_text
-from lapa2_interp.machine import DtypeOrAuto
+from lapa2_interp.models.machine import DtypeOrAuto
 
 
 def chat(
@@ -72,11 +72,11 @@ def chat(
             '--template should be a JSON object such as {"enable_thinking": false}, found'
             f" {template[:80]!r}"
         )
-    from lapa2_interp.decoding.chat import continue_chats
-    from lapa2_interp.layout import Layout
-    from lapa2_interp.machine import resolve_dtype, tell_if_slow
-    from lapa2_interp.models import load_model, load_tokenizer
-    from lapa2_interp.trace.tables import of_layer_type
+    from lapa2_interp.attention.tables import of_layer_type
+    from lapa2_interp.bias.layout import Layout
+    from lapa2_interp.generation.chat import continue_chats
+    from lapa2_interp.models.load import load_model, load_tokenizer
+    from lapa2_interp.models.machine import resolve_dtype, tell_if_slow
 
     rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, trust_remote_code)

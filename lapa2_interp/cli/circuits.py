@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from lapa2_interp.cli.options import Several, Unshown
-from lapa2_interp.machine import Dtype
+from lapa2_interp.models.machine import Dtype
 
 
 def circuits(
@@ -54,8 +54,8 @@ def circuits(
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.circuits.study import study
-    from lapa2_interp.machine import tell_if_slow
-    from lapa2_interp.models import load_model
+    from lapa2_interp.models.load import load_model
+    from lapa2_interp.models.machine import tell_if_slow
 
     tell_if_slow(dtype, device)
     loaded = load_model(model, dtype, device, model_class, trust_remote_code)
@@ -128,9 +128,9 @@ def select(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp._util.errors import CircuitError
     from lapa2_interp.circuits.selection import select as choose
-    from lapa2_interp.errors import CircuitError
-    from lapa2_interp.models import load_model
+    from lapa2_interp.models.load import load_model
 
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
@@ -228,12 +228,12 @@ def fading(
         model_class: TransformersModel works without hooks.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp._util.errors import RunError
+    from lapa2_interp._util.files import new_folder
     from lapa2_interp.circuits.fading import VERDICTS
-    from lapa2_interp.circuits.fading import fading as ask
+    from lapa2_interp.circuits.fading import measure_fading as ask
     from lapa2_interp.circuits.selection import Selection
-    from lapa2_interp.errors import RunError
-    from lapa2_interp.files import new_folder
-    from lapa2_interp.models import load_model
+    from lapa2_interp.models.load import load_model
 
     if file is not None and file.resolve().is_relative_to(out.resolve()):
         raise RunError(
@@ -274,6 +274,6 @@ def fading(
 
 
 def _prompts(prompt: tuple[str, ...], file: Path | None) -> list[str] | None:
-    from lapa2_interp.tasks import read_prompts
+    from lapa2_interp.tasks.task import read_prompts
 
     return [*prompt, *(read_prompts(file) if file else ())] or None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from lapa2_interp._util.errors import EmptyDistributionError, TraceError, counted
 from lapa2_interp.cli.options import (
     AugmentationOptions,
     ModelClass,
@@ -18,12 +19,11 @@ from lapa2_interp.cli.options import (
     pairs,
     settings,
 )
-from lapa2_interp.errors import EmptyDistributionError, TraceError, counted
-from lapa2_interp.machine import DtypeOrAuto
+from lapa2_interp.models.machine import DtypeOrAuto
 
 if TYPE_CHECKING:
-    from lapa2_interp.decoding.plan import Plan
-    from lapa2_interp.loaded import Model
+    from lapa2_interp.generation.plan import Plan
+    from lapa2_interp.models.card import Model
     from lapa2_interp.runs.attention import Attention
 
 
@@ -99,14 +99,14 @@ def generate(
         yes: Start also what would take a year, or more memory than there is.
         force: Replace a finished run.
     """
-    from lapa2_interp.cell import Cell
-    from lapa2_interp.files import new_folder
-    from lapa2_interp.machine import tell_if_slow
-    from lapa2_interp.methods import for_task, load_task
+    from lapa2_interp._util.files import new_folder
+    from lapa2_interp.generation.cell import Cell
+    from lapa2_interp.methods.registry import for_task, load_task
+    from lapa2_interp.models.machine import tell_if_slow
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
-    from lapa2_interp.runs.read import is_finished_run, write_run
-    from lapa2_interp.tasks import read_prompts
+    from lapa2_interp.runs.store import is_finished_run, write_run
+    from lapa2_interp.tasks.task import read_prompts
 
     chosen_task = load_task(task)
     decided = augmentation.parameters(method)
@@ -193,7 +193,7 @@ def trace(
         force: Replace an earlier such folder.
     """
     from lapa2_interp.runs.attention import read_attention
-    from lapa2_interp.runs.read import load_run
+    from lapa2_interp.runs.store import load_run
 
     found = read_attention(load_run(run), columns(only), branch)
     _show(found)
@@ -203,7 +203,7 @@ def trace(
 
 
 def _show(found: Attention) -> None:
-    from lapa2_interp.augmentation import several
+    from lapa2_interp.bias.augmentation import several
 
     part, steps = found.part, found.tables["steps"]
     last = int(steps["step"].max())

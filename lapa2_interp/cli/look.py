@@ -7,8 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
-from lapa2_interp.errors import (
+from lapa2_interp._util.errors import (
     AugmentationError,
     Lapa2Error,
     LayoutError,
@@ -16,7 +15,8 @@ from lapa2_interp.errors import (
     PrefixError,
     one_of,
 )
-from lapa2_interp.machine import Dtype
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
+from lapa2_interp.models.machine import Dtype
 
 MOST_STEPS = 1_000_000
 """Rows that `lapa2 layout` shows: more than any context has positions."""
@@ -98,10 +98,10 @@ def layout(
         trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
-    from lapa2_interp.layout import BLOCKED, Layout, explain
-    from lapa2_interp.layout.keys_seen import FULL, kinds_of, layers_in_words
-    from lapa2_interp.loaded import keys_seen_by
-    from lapa2_interp.models import load_tokenizer
+    from lapa2_interp.bias.keys_seen import FULL, kinds_of, layers_in_words
+    from lapa2_interp.bias.layout import BLOCKED, Layout, explain
+    from lapa2_interp.models.card import keys_seen_by
+    from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.models.sizes import load_config
 
     if not 1 <= steps <= MOST_STEPS:
@@ -176,8 +176,8 @@ def probe(
             hooks, through transformers' attention interface.
         trust_remote_code: Run code that comes with the model.
     """
-    from lapa2_interp.layout.keys_seen import layers_in_words
-    from lapa2_interp.machine import tell_if_slow
+    from lapa2_interp.bias.keys_seen import layers_in_words
+    from lapa2_interp.models.machine import tell_if_slow
     from lapa2_interp.models.probe import probe_model
 
     tell_if_slow(dtype, device)
@@ -219,7 +219,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
         names: Only these; by default all.
         as_json: Print JSON.
     """
-    from lapa2_interp.recipes import RECIPES, WHERE
+    from lapa2_interp.bias.recipes import RECIPES, WHERE
 
     if unknown := [name for name in names if name not in RECIPES]:
         raise AugmentationError(one_of("recipe", unknown[0], RECIPES))
@@ -266,9 +266,9 @@ def list_methods(*names: str) -> None:
 
     from docstring_parser import parse
 
-    from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.methods import assign, for_task, load_task, registry
-    from lapa2_interp.tasks import built_in
+    from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.methods.registry import assign, for_task, load_task, registry
+    from lapa2_interp.tasks.task import built_in
 
     unknown = [name for name in names if name not in registry()]
     if unknown:
@@ -325,9 +325,9 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
             package.
         as_json: Print JSON.
     """
-    from lapa2_interp.methods import load_task
-    from lapa2_interp.soft_prefix import SHIPPED, cards
-    from lapa2_interp.tasks import built_in
+    from lapa2_interp.methods.registry import load_task
+    from lapa2_interp.prefixes.soft_prefix import SHIPPED, cards
+    from lapa2_interp.tasks.task import built_in
 
     hard = [] if folder else [
         {"task": name, "attribute": attribute, "text": found.prefix}
@@ -389,8 +389,8 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
 
 def list_tasks() -> None:
     """List the built-in tasks, and show the file that makes one of your own."""
-    from lapa2_interp.methods import load_task
-    from lapa2_interp.tasks import EXAMPLE, built_in
+    from lapa2_interp.methods.registry import load_task
+    from lapa2_interp.tasks.task import EXAMPLE, built_in
 
     for name in built_in():
         task = load_task(name)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
+from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
 
 if TYPE_CHECKING:
-    from lapa2_interp.augmentation import Augmentation
-    from lapa2_interp.loaded import Model
+    from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.models.card import Model
 
 ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 Several = Parameter(consume_multiple=True)
@@ -82,8 +82,8 @@ class AugmentationOptions:
 
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
-        from lapa2_interp.augmentation import Augmentation, several
-        from lapa2_interp.recipes import read_recipes
+        from lapa2_interp.bias.augmentation import Augmentation, several
+        from lapa2_interp.bias.recipes import read_recipes
 
         if self.augmentation is not None:
             beside = [

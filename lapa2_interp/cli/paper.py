@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lapa2_interp.cli.options import Several
-from lapa2_interp.machine import Dtype
+from lapa2_interp.models.machine import Dtype
 
 
 def propositions(
@@ -57,7 +57,7 @@ def propositions(
         seed: Seed of texts and synthetic logits.
         force: Replace a finished folder.
     """  # noqa: E501
-    from lapa2_interp.machine import tell_if_slow
+    from lapa2_interp.models.machine import tell_if_slow
     from lapa2_interp.paper.study import Study, verify
 
     for each in dict.fromkeys((dtype, long_dtype)):
@@ -97,8 +97,8 @@ def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None)
         tables: The folder of the items' tables, with figures/ beside it; by default RUN/tables.
         out: The file; by default RUN/report.html. One that is there is replaced.
     """
-    from lapa2_interp.report import write_report
-    from lapa2_interp.runs.read import load_run
+    from lapa2_interp.report.run_page import write_report
+    from lapa2_interp.runs.store import load_run
 
     file = write_report(load_run(run), tables, out)
     print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from lapa2_interp.cli.options import Unshown, settings
-from lapa2_interp.machine import Dtype, DtypeOrAuto
+from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +68,7 @@ def train(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.
     """
-    from lapa2_interp.methods import load_task
+    from lapa2_interp.methods.registry import load_task
     from lapa2_interp.prefixes.make import make_set
     from lapa2_interp.prefixes.recipes import recipe as make_recipe
 
@@ -120,12 +120,20 @@ def evaluate(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp.methods.registry import load_task
     from lapa2_interp.prefixes.make import measure_sets
 
     table = measure_sets(
-        folders, data, task, limit=limit, max_tokens=max_tokens, dtype=dtype, device=device,
-        trust_remote_code=trust_remote_code, notify=_tell,
-    )  # fmt: skip
+        folders,
+        data,
+        None if task is None else load_task(task),
+        limit=limit,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        notify=_tell,
+    )
     for folder in folders:
         _show(folder, table[table["set"] == str(folder)])
 
@@ -200,7 +208,7 @@ def _tell(text: str) -> None:
 def _show(folder: Path, table: pd.DataFrame) -> None:
     """NLL of each attribute's texts behind each prefix, and how well the prefixes tell the
     attributes apart."""
-    from lapa2_interp.soft_prefix import cards
+    from lapa2_interp.prefixes.soft_prefix import cards
 
     cells = table.assign(
         cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["nll", "low", "high"]].to_numpy()]
@@ -267,7 +275,7 @@ def import_(
             positive, negative, world, sports, business, science, nontoxic, toxic).
         trust_remote_code: Run code that comes with the model.
     """
-    from lapa2_interp.methods import load_task
+    from lapa2_interp.methods.registry import load_task
     from lapa2_interp.prefixes.importing import add_to_set
 
     made = add_to_set(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App
 
+from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.options import Several, Unshown, columns
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.machine import Dtype
-from lapa2_interp.scoring import CLASSIFIERS, NAMES
+from lapa2_interp.models.machine import Dtype
+from lapa2_interp.scoring.scorer import CLASSIFIERS, NAMES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -202,7 +202,7 @@ def train(
             units for it (adapter; default: float32).
         out: Folder of the weights and the card.
     """  # noqa: E501
-    from lapa2_interp.methods import load_task
+    from lapa2_interp.methods.registry import load_task
     from lapa2_interp.scoring.adapter_training import make_adapter_files
     from lapa2_interp.scoring.training import make_scorer_files
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from lapa2_interp._util.errors import RunError, counted
 from lapa2_interp.cli.options import AsJson, Several, columns
-from lapa2_interp.errors import RunError, counted
-from lapa2_interp.machine import Dtype
+from lapa2_interp.models.machine import Dtype
 
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
@@ -30,10 +30,10 @@ def grids(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
+    from lapa2_interp._util.progress import shown_time
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
     from lapa2_interp.paper.power import detects
-    from lapa2_interp.progress import shown_time
     from lapa2_interp.runs.estimates import estimate, machine_memory, machine_workers, shown_size
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
@@ -131,8 +131,8 @@ def power(
     """
     import pandas as pd
 
-    from lapa2_interp.errors import DataError, GridError
-    from lapa2_interp.files import as_csv, write_text
+    from lapa2_interp._util.errors import DataError, GridError
+    from lapa2_interp._util.files import as_csv, write_text
     from lapa2_interp.paper.claims import read_claims
     from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
     from lapa2_interp.paper.power import POWER, summary
@@ -219,7 +219,7 @@ def sweep(
             the grid are data, and never run.
         yes: Start also what would take a year, or more memory than there is.
     """
-    from lapa2_interp.progress import shown_time
+    from lapa2_interp._util.progress import shown_time
     from lapa2_interp.runs.estimates import shown_size
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
@@ -273,8 +273,8 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp.progress import one_line
-    from lapa2_interp.runs.read import STATES, load_run
+    from lapa2_interp._util.progress import one_line
+    from lapa2_interp.runs.store import STATES, load_run
 
     if as_json and traceback:
         raise RunError("--traceback prints texts, which --json has no place for; give one of them")

@@ -54,7 +54,7 @@ def view(
         allow_code: Import the module of a method MODULE:CLASS that the run names.
         out: The file; by default RUN/view.html. One that is there is replaced.
     """
-    from lapa2_interp.viewer import view as make_view
+    from lapa2_interp.report.viewer import view as make_view
 
     found = make_view(
         run,

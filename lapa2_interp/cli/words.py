@@ -37,7 +37,7 @@ def words(
         sure: The least z of a word; 1.96 is reached by one in forty of the words that tell nothing.
         force: Replace the file.
     """  # noqa: E501
-    from lapa2_interp.methods import load_task
+    from lapa2_interp.methods.registry import load_task
     from lapa2_interp.tasks.word_lists import make_word_list
 
     found = make_word_list(tuple(load_task(task).attributes), data, out, n, least, sure, force)

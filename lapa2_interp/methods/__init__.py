@@ -1,212 +1,36 @@
-"""Decoding methods by name: the registry, methods for a task, and what an augmentation acts on.
+"""Decoding methods, one file each; `base` says what a method states and may ask."""
 
-One file each; `base` says what a method states and may ask.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
+from lapa2_interp._util.lazy import lazy_names
 
-import sys
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from importlib import import_module
-from inspect import getattr_static
-from itertools import combinations
-from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
-
-from lapa2_interp.augmentation import PAPER_LAWS, Joint, Rules, joint, several, share_steps
-from lapa2_interp.errors import AugmentationError, MethodError, TaskError, first_problem, one_of
-from lapa2_interp.methods.air_decoding import AirDecoding
-from lapa2_interp.methods.arithmetic import Arithmetic
-from lapa2_interp.methods.base import (
-    FLOOR,
-    Branch,
-    Intervention,
-    LogLikelihoods,
-    LogProbs,
-    Method,
-    Prepared,
-    PrepareKit,
-    Soft,
-    Start,
-    State,
-    attribute_prefix,
-    checked,
-    contrast,
-    nucleus,
-)
-from lapa2_interp.methods.con_prefix import ConPrefix
-from lapa2_interp.methods.datg import Datg
-from lapa2_interp.methods.dexperts import Dexperts
-from lapa2_interp.methods.freectrl import FreeCtrl
-from lapa2_interp.methods.gedi import Gedi
-from lapa2_interp.methods.palette import Palette
-from lapa2_interp.methods.preadd import Preadd
-from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
-from lapa2_interp.methods.rose import Rose
-from lapa2_interp.methods.rsa_control import RsaControl
-from lapa2_interp.tasks import MethodSettings, Task, read_task
-
-
-def registry() -> dict[str, type[Method]]:
-    """Method classes by name: the paper's in its order, its baselines, related decoders."""
-    paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic)
-    return {method.name: method for method in known}
-
-
-def find(name: str, allow_code: bool = False) -> type[Method]:
-    """A method's class: a name of `registry`, or MODULE:CLASS for your own class.
-
-    Args:
-        allow_code: Import MODULE, which runs it. Otherwise it must have been imported: a name may
-            come from a file of somebody else.
-
-    Raises:
-        MethodError: Unknown name, no method is there, or it is not imported.
-    """
-    if ":" not in name:
-        known = registry()
-        if name not in known:
-            raise MethodError(
-                f"{one_of('method', name, known)}; or one of your own as MODULE:CLASS"
-            )
-        return known[name]
-    module, _, place = name.partition(":")
-    if not allow_code and module not in sys.modules:
-        raise MethodError(
-            f"method {name!r} is code that is not loaded; if you trust it, import {module} first,"
-            " or give allow_code=True (--allow-code)"
-        )
-    try:
-        found: Any = import_module(module) if allow_code else sys.modules[module]
-        for part in place.split("."):
-            found = getattr_static(found, part)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise MethodError(
-            f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER"
-            " says where it lies), and CLASS a name in it"
-        ) from None
-    if not (isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)):
-        raise MethodError(
-            f"method {name!r} is {found!r}; it must be a dataclass derived from"
-            " lapa2_interp.methods.Method"
-        )
-    return found
-
-
-def name_of(method: Method) -> str:
-    """The name by which `find` returns a method's class."""
-    kind = type(method)
-    return (
-        method.name
-        if registry().get(method.name) is kind
-        else f"{kind.__module__}:{kind.__qualname__}"
+if TYPE_CHECKING:
+    from lapa2_interp.methods.base import (
+        FLOOR,
+        Branch,
+        Intervention,
+        LogLikelihoods,
+        LogProbs,
+        Method,
+        Prepared,
+        PrepareKit,
+        Soft,
+        Start,
+        State,
+        attribute_prefix,
+        checked,
+        contrast,
+        nucleus,
     )
-
-
-def get(name: str, **parameters: Any) -> Method:
-    """A method by name; `lapa2 methods` lists them with their parameters.
-
-    Args:
-        name: As in `find`. The module of MODULE:CLASS is imported, since the caller names it; of
-            names in files, `find` asks first.
-
-    Raises:
-        MethodError: Unknown name, a parameter the method does not have, or a value out of range.
-    """
-    kind = find(name, allow_code=True)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = [
-        each for each in parameters if each not in names
-    ]  # a dataclass of one's own may pass them over
-    if unknown:
-        raise MethodError(f"method {name!r}: {one_of('field', unknown[0], names)}")
-    try:
-        return TypeAdapter(kind).validate_python(parameters)
-    except ValidationError as error:
-        raise MethodError(f"method {name!r}: {first_problem(error, fields=names)}") from None
-
-
-def for_task(name: str, task: Task, **parameters: Any) -> Method:
-    """A method with the parameters the task's file gives it, such as Air-Decoding's omega,
-    overridden by the caller's.
-
-    Raises:
-        MethodError: As `get`.
-        TaskError: The task's file has a text for the method that it does not read, and would
-            ignore silently.
-    """
-    made = get(name, **(task.parameters(name) | parameters))
-    _check_texts(task, name, type(made), f"task {task.name}")
-    return made
-
-
-def load_task(name: str | Path) -> Task:
-    """A built-in task by name, or a user's by the path of its TOML file.
-
-    What it says of a method MODULE:CLASS is checked by `for_task`: no file's code is imported here.
-
-    Raises:
-        TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
-            field); an unknown method or text, which would otherwise be ignored silently.
-    """
-    task, known = read_task(name), registry()
-    for method in task.methods:
-        if method in known:
-            _check_texts(task, method, known[method], f"task file {name}")
-        elif ":" not in method:
-            raise TaskError(f"task file {name}: methods: {one_of('method', method, known)}")
-    return task
-
-
-def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
-    """Raise TaskError where a task has a text for a method that the method does not read."""
-    allowed = kind.text_names
-    for attribute, texts in task.methods.get(name, MethodSettings()).texts.items():
-        for text in texts:
-            if allowed is not None and text not in allowed:
-                place = f"methods.{name}.texts.{attribute}"
-                raise TaskError(f"{where}: {place}: {one_of('text', text, allowed)}")
-
-
-def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> tuple[Joint, ...]:
-    """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
-    the method has it on.
-
-    Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 9): a knock-out of the prefix,
-    or a share of attention that it shall have, says nothing of the prompt. Explicit slots and
-    positions count the keys of prefix branches, so the base branch gets the profile's span instead.
-
-    Raises:
-        AugmentationError: There is no branch for the augmentation to act on, or several rules for
-            parts of the prefix would all act on the whole prompt.
-    """
-    rules = several(augmentation)
-    on_prompt = rules
-    if any(branch.prefix is not None for branch in branches):
-        copied = [rule for rule in rules if rule.law in PAPER_LAWS]
-        on_prompt = tuple(rule.with_profile_span() for rule in copied)
-        of_parts = [rule for rule in copied if not isinstance(rule.span, str)]
-        if method.pro_aug and any(share_steps(a, b) for a, b in combinations(of_parts, 2)):
-            raise AugmentationError(
-                f"{len(of_parts)} rules act on parts of the prefix at the same steps, and"
-                f" {method.name}'s Pro-Aug would add all of them on the prompt; give --set"
-                " pro_aug=false, or one rule"
-            )
-    of_branches = tuple(
-        joint(rules if branch.prefix is not None else on_prompt if method.pro_aug else None)
-        for branch in branches
+    from lapa2_interp.methods.registry import (
+        assign,
+        find,
+        for_task,
+        get,
+        load_task,
+        name_of,
+        registry,
     )
-    if rules and not any(of_branches):
-        raise AugmentationError(
-            f"{method.name} has no prefix for an augmentation to act on; generate without one"
-            " (alpha 0, augmentation none)"
-        )
-    return of_branches
-
 
 __all__ = [
     "FLOOR",
@@ -232,3 +56,4 @@ __all__ = [
     "nucleus",
     "registry",
 ]
+__getattr__, __dir__ = lazy_names(__name__)

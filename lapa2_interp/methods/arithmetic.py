@@ -25,7 +25,7 @@ from pydantic import ConfigDict, field_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError, one_of
+from lapa2_interp._util.errors import MethodError, one_of
 from lapa2_interp.methods.base import (
     FLOOR,
     Branch,
@@ -35,7 +35,7 @@ from lapa2_interp.methods.base import (
     attribute_prefix,
     checked,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 Weighted = tuple[Tensor, Tensor, float]
 """A formula's value, its weight, and what the weight would be if nothing cancelled; plain numbers

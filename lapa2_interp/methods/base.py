@@ -33,8 +33,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError
-from lapa2_interp.tasks import Task
+from lapa2_interp._util.errors import MethodError
+from lapa2_interp.tasks.task import Task
 
 State = Any
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Intervention:
 
 @runtime_checkable
 class PrepareKit(Protocol):
-    """What `prepare` may ask of a model (`lapa2_interp.kit.ModelKit`).
+    """What `prepare` may ask of a model (`lapa2_interp.runs.method_context.ModelKit`).
 
     Attributes:
         end_ids: Tokens that end a text.

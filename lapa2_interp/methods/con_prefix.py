@@ -32,7 +32,7 @@ from lapa2_interp.methods.base import (
     checked,
     contrast,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -34,7 +34,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError
+from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
     Branch,
     LogProbs,
@@ -46,7 +46,7 @@ from lapa2_interp.methods.base import (
     checked,
     nucleus,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 from lapa2_interp.tasks.word_lists import STOPWORDS
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from lapa2_interp.methods.base import (
     contrast,
     nucleus,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -54,7 +54,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError
+from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
     Branch,
     Intervention,
@@ -66,7 +66,7 @@ from lapa2_interp.methods.base import (
     State,
     checked,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 from lapa2_interp.tasks.word_lists import read_words
 
 OFF = 1e-20

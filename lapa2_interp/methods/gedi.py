@@ -36,7 +36,7 @@ from lapa2_interp.methods.base import (
     checked,
     contrast,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 
 @plain_dataclass(frozen=True)

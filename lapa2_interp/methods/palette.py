@@ -26,9 +26,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError
+from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 SMALL = 1e-10
 STRENGTHS = {"main": 1.0, "anti": -1.0}

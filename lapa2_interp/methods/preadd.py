@@ -17,9 +17,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.errors import MethodError
+from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

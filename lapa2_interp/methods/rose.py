@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked, contrast
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lapa2_interp.attention.liveness import Liveness, assert_live, probe
-from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import ModelCard, TransformersModel, attention_layers, model_card
-from lapa2_interp.models import load_model, load_transformers
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.card import ModelCard, TransformersModel, attention_layers, model_card
+from lapa2_interp.models.liveness import Liveness, assert_live, probe
+from lapa2_interp.models.load import load_model, load_transformers
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
 

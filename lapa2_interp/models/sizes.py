@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp.errors import ModelError
-from lapa2_interp.layout.keys_seen import KeysSeen
-from lapa2_interp.loaded import context_of, keys_seen_by, kv_sizes, short_context, unless_full
-from lapa2_interp.models import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
+from lapa2_interp._util.errors import ModelError
+from lapa2_interp.bias.keys_seen import KeysSeen
+from lapa2_interp.models.card import context_of, keys_seen_by, kv_sizes, short_context, unless_full
+from lapa2_interp.models.load import OWN_CODE, has_own_code, load_tokenizer, name_of, source_of
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from lapa2_interp.errors import ModelError
-from lapa2_interp.files import cache_folder, sha256_of, whole_folder
+from lapa2_interp._util.errors import ModelError
+from lapa2_interp._util.files import cache_folder, sha256_of, whole_folder
 from lapa2_interp.models.weights import load_network
 
 SMOLLM2 = "smollm2-135m"

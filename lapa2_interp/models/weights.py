@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp.errors import ModelError, counted
-from lapa2_interp.files import parse_json, read_text, sha256_of
+from lapa2_interp._util.errors import ModelError, counted
+from lapa2_interp._util.files import parse_json, read_text, sha256_of
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"

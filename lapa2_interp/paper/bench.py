@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import RunError
-from lapa2_interp.machine import tell_if_slow
+from lapa2_interp._util.errors import RunError
+from lapa2_interp.attention.tables import layer_types, pooled, step_table
+from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.paper.claims import Findings
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
 from lapa2_interp.paper.output import write_item
 from lapa2_interp.paper.scripts import USUAL, ScriptOptions, add_scoring
 from lapa2_interp.paper.tables import ARM, at_few_steps, item_table, wide
-from lapa2_interp.runs.read import Run, load_run
-from lapa2_interp.scoring import chosen_scorers
+from lapa2_interp.runs.store import Run, load_run
+from lapa2_interp.scoring.scorer import chosen_scorers
 from lapa2_interp.stats import mean_interval, paired_difference
-from lapa2_interp.trace.tables import layer_types, pooled, step_table
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -136,7 +136,7 @@ class Bench(Findings):
 
         Args:
             cells, scores: As `table`; arms may have other names than in the run.
-            shown: Kinds of keys (`trace.tables.pooled`), and their columns for reading.
+            shown: Kinds of keys (`attention.tables.pooled`), and their columns for reading.
         """
         table = self.table(scores, cells)
         read = wide(table).rename(columns={"augmentation": "arm"})

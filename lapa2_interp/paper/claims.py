@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import RunError, counted
-from lapa2_interp.files import check_file
+from lapa2_interp._util.errors import RunError, counted
+from lapa2_interp._util.files import check_file
 from lapa2_interp.scoring.tables import other_scorer, paired, plain
 from lapa2_interp.stats import Difference, holm
 

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import NoGridError, RunError, ScoringError
-from lapa2_interp.models import reading_tokenizer
+from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
+from lapa2_interp.attention.tables import branch_name
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, samples_read
 from lapa2_interp.paper.reported import METRICS
 from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
-from lapa2_interp.runs.read import Run, each_once
+from lapa2_interp.runs.store import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring import Cache, Item, chosen_scorers, run_scorer, split_scorer
 from lapa2_interp.scoring.named import Options, make_scorer, score_by
+from lapa2_interp.scoring.scorer import Cache, Item, chosen_scorers, run_scorer, split_scorer
 from lapa2_interp.scoring.tables import plain
-from lapa2_interp.trace.tables import branch_name
 
 if TYPE_CHECKING:
     import xarray as xr

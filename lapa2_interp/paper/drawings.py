@@ -7,7 +7,7 @@ from itertools import cycle
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 
 # --- propositions
 

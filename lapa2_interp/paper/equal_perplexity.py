@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from lapa2_interp.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, one_of
 from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
 
 SETTING = ("task", "words", "model", "method", "variant")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.machine import cores, default_device
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.models.machine import cores, default_device
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.runs.estimates import adapter_seconds, pace
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.scoring import chosen_scorers
+from lapa2_interp.scoring.scorer import chosen_scorers
 
 PERPLEXITY_TEXTS = 120
 """About how many texts of an arm have their perplexity measured (`texts_read`)."""

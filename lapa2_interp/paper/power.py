@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.errors import DataError, counted
+from lapa2_interp._util.errors import DataError, counted
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper.claims import SURE
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, texts_read
 from lapa2_interp.runs.grid import Grid

@@ -29,12 +29,12 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
-from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.errors import TraceError
-from lapa2_interp.paper.claims import Claim
-from lapa2_interp.stats import FEW, Interval, bounds, mean_interval, resampled_means, tails
-from lapa2_interp.synthetic import FAMILIES
-from lapa2_interp.theory import (
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp.attention.tables import local_parts
+from lapa2_interp.attention.trace import NEAREST
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.synthetic import FAMILIES
+from lapa2_interp.bias.theory import (
     augmented_share,
     fit_decay,
     prefix_share,
@@ -42,8 +42,8 @@ from lapa2_interp.theory import (
     shifted_share,
     slopes,
 )
-from lapa2_interp.trace import NEAREST
-from lapa2_interp.trace.tables import local_parts
+from lapa2_interp.paper.claims import Claim
+from lapa2_interp.stats import FEW, Interval, bounds, mean_interval, resampled_means, tails
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -276,8 +276,8 @@ def synthetic_verdicts(
 ) -> pd.DataFrame:
     """The claims on every family, under the assumptions it keeps or breaks.
 
-    Not the law of the bias: synthetic A' is computed by it. (`tests/test_propositions.py` puts the
-    bias on whole rows of logits.)
+    Not the law of the bias: synthetic A' is computed by it.
+    (`tests/paper/test_propositions.py` puts the bias on whole rows of logits.)
     """
     x, rows = np.log(lengths), []
     for name, odds in drawn.items():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp.errors import RunError
-from lapa2_interp.methods import registry
+from lapa2_interp._util.errors import RunError
+from lapa2_interp.methods.registry import registry
 
 PAPER_MODELS = {
     "gpt2-medium": "gpt2-medium",

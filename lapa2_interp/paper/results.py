@@ -10,12 +10,12 @@ from pathlib import Path
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp import __version__
-from lapa2_interp.errors import RunError, counted, first_problem
-from lapa2_interp.files import parse_json, read_text
-from lapa2_interp.machine import cores, kind_of
+from lapa2_interp._util.errors import RunError, counted, first_problem
+from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp._util.version import __version__
+from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
-from lapa2_interp.runs.read import Run
+from lapa2_interp.runs.store import Run
 
 
 class Results(BaseModel):

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from lapa2_interp.errors import Lapa2Error, ScoringError, one_of
-from lapa2_interp.machine import Dtype
-from lapa2_interp.scoring import chosen_scorers
+from lapa2_interp._util.errors import Lapa2Error, ScoringError, one_of
+from lapa2_interp.models.machine import Dtype
+from lapa2_interp.scoring.scorer import chosen_scorers
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -20,20 +20,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp import plots
-from lapa2_interp.augmentation import Augmentation
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.decoding.plan import Plan
-from lapa2_interp.decoding.teacher_forcing import teacher_forced
-from lapa2_interp.errors import DataError, TraceError
-from lapa2_interp.files import check_own, new_folder, parse_json, read_text, write_netcdf
-from lapa2_interp.layout import Layout
-from lapa2_interp.loaded import Model, model_card, short_context_of
-from lapa2_interp.machine import resolve_dtype
-from lapa2_interp.methods import load_task
-from lapa2_interp.models import load_model
-from lapa2_interp.page import Section, page
+from lapa2_interp._util import plots
+from lapa2_interp._util.errors import DataError, TraceError
+from lapa2_interp._util.files import check_own, new_folder, parse_json, read_text, write_netcdf
+from lapa2_interp._util.page import Section, page
+from lapa2_interp._util.progress import progress_bar, shown_time
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.synthetic import as_dataset, draw_log_odds, lengths_up_to
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.generation.plan import Plan
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import Model, model_card, short_context_of
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import drawings
 from lapa2_interp.paper.propositions import (
     by_alpha,
@@ -48,12 +50,10 @@ from lapa2_interp.paper.propositions import (
     thin,
     trace_verdicts,
 )
-from lapa2_interp.progress import progress_bar, shown_time
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import MANIFEST, library_versions, source_commit
-from lapa2_interp.runs.read import FinishedCell, Listing, Run, write_run
-from lapa2_interp.synthetic import as_dataset, draw_log_odds, lengths_up_to
+from lapa2_interp.runs.store import FinishedCell, Listing, Run, write_run
 
 if TYPE_CHECKING:
     import xarray as xr

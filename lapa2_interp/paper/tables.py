@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import counted
-from lapa2_interp.methods import registry
+from lapa2_interp._util.errors import counted
+from lapa2_interp.methods.registry import registry
 from lapa2_interp.paper.claims import compare, rows_with
 from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
 from lapa2_interp.scoring.tables import APART, cell_table, difference_table, distinct_cells, plain

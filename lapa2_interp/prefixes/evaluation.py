@@ -19,17 +19,17 @@ import torch
 from jaxtyping import Float, Int
 from tqdm import tqdm
 
-from lapa2_interp.errors import PrefixError
-from lapa2_interp.layout import text_markers
-from lapa2_interp.models import load_transformers, move
-from lapa2_interp.packed import packed
+from lapa2_interp._util.errors import PrefixError
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.load import load_transformers, move
+from lapa2_interp.models.prepacked import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.prefixes.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.prefixes.training import check_context, tokenise
-from lapa2_interp.progress import progress_bar
-from lapa2_interp.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.stats import Interval, mean_interval
-from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import Corpus
+from lapa2_interp.tasks.task import Task
 
 BATCH = 32
 JOINS = {"": "", " + space": " "}

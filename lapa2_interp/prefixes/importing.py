@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp.errors import PrefixError, one_of
-from lapa2_interp.files import parse_json, read_text
-from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.models import load_model
-from lapa2_interp.soft_prefix import (
+from lapa2_interp._util.errors import PrefixError, one_of
+from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.load import load_model
+from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
     Shape,
     SoftPrefix,
@@ -33,7 +33,7 @@ from lapa2_interp.soft_prefix import (
     prefix_files,
     save_prefix,
 )
-from lapa2_interp.tasks import Task
+from lapa2_interp.tasks.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

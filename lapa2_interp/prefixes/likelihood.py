@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import DynamicCache
 
-from lapa2_interp.errors import LayoutError
-from lapa2_interp.loaded import check_keeps_cache, check_kept, short_context
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.models.card import check_keeps_cache, check_kept, short_context
 
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp.errors import PrefixError
-from lapa2_interp.machine import tell_if_slow
-from lapa2_interp.methods import load_task
+from lapa2_interp._util.errors import PrefixError
+from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
 from lapa2_interp.prefixes.recipes import Recipe
+from lapa2_interp.prefixes.soft_prefix import cards
 from lapa2_interp.prefixes.training import train_set
-from lapa2_interp.soft_prefix import cards
-from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus, split_off
+from lapa2_interp.tasks.task import Task, read_task
 
 HELD_OUT = 250
 """Texts per attribute that are held out of the data where no held-out texts are given."""
@@ -94,7 +93,7 @@ def make_set(
 def measure_sets(
     folders: Sequence[Path],
     data: Sequence[str],
-    task: str | None = None,
+    task: Task | None = None,
     *,
     limit: int = 250,
     max_tokens: int = 64,
@@ -132,7 +131,7 @@ def measure_sets(
     corpora = _read(data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", notify)
     return evaluate_sets(
         folders,
-        load_task(task or set_cards[0].task),
+        task or read_task(set_cards[0].task),
         corpora,
         limit=limit,
         max_tokens=max_tokens,

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp.errors import PrefixError, first_problem, one_of
-from lapa2_interp.machine import Dtype
+from lapa2_interp._util.errors import PrefixError, first_problem, one_of
+from lapa2_interp.models.machine import Dtype
 
 
 class Recipe(BaseModel):

@@ -34,9 +34,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapa2_interp import __version__
-from lapa2_interp.errors import DataError, PrefixError
-from lapa2_interp.files import (
+from lapa2_interp._util.errors import DataError, PrefixError
+from lapa2_interp._util.files import (
     check_name,
     held,
     no_link,
@@ -47,13 +46,14 @@ from lapa2_interp.files import (
     write_checkpoint,
     write_text,
 )
-from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import check_one_side, context_of, short_context
-from lapa2_interp.models import load_transformers, move
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.version import __version__
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.card import check_one_side, context_of, short_context
+from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import Recipe
-from lapa2_interp.progress import progress_bar
-from lapa2_interp.soft_prefix import (
+from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
     Shape,
     SoftPrefix,
@@ -63,8 +63,8 @@ from lapa2_interp.soft_prefix import (
     prefix_files,
     save_prefix,
 )
-from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import Corpus, pieces
+from lapa2_interp.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from lapa2_interp import plots
-from lapa2_interp.augmentation import Joint
-from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import TraceError
-from lapa2_interp.files import as_csv, holds_only, new_folder, write_text
-from lapa2_interp.runs.read import ALIKE, Run, begun, shown_only
-from lapa2_interp.trace.tables import (
+from lapa2_interp._util import plots
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.files import as_csv, holds_only, new_folder, write_text
+from lapa2_interp.attention.tables import (
     branch_name,
     fit_table,
     head_table,
@@ -24,6 +21,9 @@ from lapa2_interp.trace.tables import (
     steered_part,
     step_table,
 )
+from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.runs.store import ALIKE, Run, begun, shown_only
 
 if TYPE_CHECKING:
     import xarray as xr

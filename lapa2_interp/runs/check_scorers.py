@@ -9,16 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.files import cache_folder, holds_only, new_folder
-from lapa2_interp.layout.texts import pieces
-from lapa2_interp.models import reading_tokenizer
+from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.files import cache_folder, holds_only, new_folder
+from lapa2_interp._util.plots import calibration_curves
+from lapa2_interp.bias.texts import pieces
+from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.plots import calibration_curves
 from lapa2_interp.runs.texts import read_texts
-from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
 from lapa2_interp.scoring.agreement import agreement, calibration
 from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.scorer import Cache, Item, Scorer, run_scorer
 from lapa2_interp.scoring.training import read_graded
 
 KINDS = ("linear", "adapter")

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.arrange import arrange
-from lapa2_interp.errors import GridError, Lapa2Error, ModelError, PrefixError
-from lapa2_interp.layout import Layout
-from lapa2_interp.methods import Soft
-from lapa2_interp.models import load_tokenizer
+from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError, PrefixError
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.generation.arrange import arrange
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.methods.base import Soft
+from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.models.sizes import model_size
+from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.soft_prefix import read_card, set_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

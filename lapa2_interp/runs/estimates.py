@@ -21,12 +21,16 @@ from time import perf_counter
 
 import numpy as np
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.loop import run_plan
-from lapa2_interp.decoding.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
-from lapa2_interp.errors import RunError
-from lapa2_interp.loaded import Model, short_context_of
-from lapa2_interp.machine import (
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.progress import Counter
+from lapa2_interp.attention.recorder import trace_bytes
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.loop import run_plan
+from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import Model, short_context_of
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import (
     clock_of,
     cores,
     default_device,
@@ -35,14 +39,10 @@ from lapa2_interp.machine import (
     operations_per_second,
     remember,
 )
-from lapa2_interp.methods import load_task
-from lapa2_interp.models import load_model
 from lapa2_interp.models.sizes import ITEM_BYTES, is_here, model_size, weight_bytes
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
-from lapa2_interp.progress import Counter
 from lapa2_interp.tasks.segmentation import counted
-from lapa2_interp.trace.recorder import trace_bytes
 
 ROWS = (6, 24, 72)
 """Rows of the timed steps."""

@@ -16,17 +16,17 @@ from typing import Any, cast
 
 import torch
 
-from lapa2_interp.attention.blocks import check_closed
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.loop import EmptyGenerationError, join_traces, run_plan
-from lapa2_interp.decoding.plan import Plan, plan
-from lapa2_interp.errors import EmptyDistributionError, Lapa2Error, ModelError, one_of
-from lapa2_interp.kit import ModelKit
-from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.machine import is_out_of_memory
-from lapa2_interp.methods import PrepareKit
-from lapa2_interp.models import load_model, model_of, takes_model
-from lapa2_interp.progress import progress_bar, shown_time
+from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError, one_of
+from lapa2_interp._util.progress import progress_bar, shown_time
+from lapa2_interp.attention.recorder import trace_bytes
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.loop import EmptyGenerationError, join_traces, run_plan
+from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.methods.base import PrepareKit
+from lapa2_interp.models.blocks import check_closed
+from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.load import load_model, model_of, takes_model
+from lapa2_interp.models.machine import is_out_of_memory
 from lapa2_interp.runs.estimates import (
     LONG,
     TEXT_BYTES,
@@ -38,8 +38,8 @@ from lapa2_interp.runs.estimates import (
     plan_seconds,
 )
 from lapa2_interp.runs.manifest import Manifest, facts_of
-from lapa2_interp.runs.read import FinishedCell, Listing, Run
-from lapa2_interp.trace.recorder import trace_bytes
+from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.runs.store import FinishedCell, Listing, Run
 
 SETTINGS = tuple(
     name for name in signature(Cell.of).parameters if name not in ("model", "device", "needs")

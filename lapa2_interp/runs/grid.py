@@ -18,15 +18,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lapa2_interp.augmentation import Augmentation, Joint, joint
-from lapa2_interp.cell import Cell, same_label
-from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, first_problem, one_of
-from lapa2_interp.files import parse_toml, read_text
-from lapa2_interp.loaded import ModelClass
-from lapa2_interp.machine import AUTO, DtypeOrAuto, faster_dtype
-from lapa2_interp.methods import Method, find, for_task, load_task
-from lapa2_interp.recipes import RECIPES, read_recipes
-from lapa2_interp.tasks import Attribute, Prompts, Task, more_prompts, read_prompts
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    GridError,
+    Lapa2Error,
+    first_problem,
+    one_of,
+)
+from lapa2_interp._util.files import parse_toml, read_text
+from lapa2_interp.bias.augmentation import Augmentation, Joint, joint
+from lapa2_interp.bias.recipes import RECIPES, read_recipes
+from lapa2_interp.generation.cell import Cell, same_label
+from lapa2_interp.methods.base import Method
+from lapa2_interp.methods.registry import find, for_task, load_task
+from lapa2_interp.models.card import ModelClass
+from lapa2_interp.models.machine import AUTO, DtypeOrAuto, faster_dtype
+from lapa2_interp.tasks.task import Attribute, Prompts, Task, more_prompts, read_prompts
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
@@ -159,7 +166,7 @@ def load_grid(
         changes: Values that replace a key in every block, such as {"samples": 1}.
         check: Raise when something is missing; otherwise the grid's `needs` say what.
         auto: What dtype "auto" means; by default what this machine computes faster
-            (`machine.faster_dtype`).
+            (`models.machine.faster_dtype`).
         allow_code: Import the modules of methods that the grid names as MODULE:CLASS.
         yes: Resolve also more than MOST_POINTS points.
 

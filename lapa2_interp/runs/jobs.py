@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.packed import Packing
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.models.prepacked import Packing
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,15 +13,15 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp.errors import GridError, RunError, counted, one_of
-from lapa2_interp.machine import tell_if_slow
-from lapa2_interp.progress import shown_time, stopped_by_sigterm
+from lapa2_interp._util.errors import GridError, RunError, counted, one_of
+from lapa2_interp._util.progress import shown_time, stopped_by_sigterm
+from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.cluster import Cluster
 from lapa2_interp.runs.estimates import check_reason, estimate, shown_size
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
-from lapa2_interp.runs.read import as_list, finished_of, is_any_of
+from lapa2_interp.runs.ray import Cluster
+from lapa2_interp.runs.store import as_list, finished_of, is_any_of
 from lapa2_interp.runs.sweep import Swept, load_grids, sweep
 
 ENGINES = ("local", "ray")

@@ -14,8 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapa2_interp.errors import RunError
-from lapa2_interp.machine import AUTO, cores, default_device
+from lapa2_interp._util.errors import RunError
+from lapa2_interp.models.machine import AUTO, cores, default_device
 from lapa2_interp.runs.jobs import ATTEMPTS, Engine, Failed, Job, Outcome, Told, died, unheard
 from lapa2_interp.runs.worker import Worker
 

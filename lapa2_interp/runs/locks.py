@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lapa2_interp.errors import RunError
-from lapa2_interp.files import no_link
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.files import no_link
 
 
 @contextmanager

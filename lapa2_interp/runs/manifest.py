@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp import __version__
-from lapa2_interp.augmentation import Joint
-from lapa2_interp.cell import Cell, Key
-from lapa2_interp.decoding.plan import Plan
-from lapa2_interp.errors import DamagedError, RunError, first_problem
-from lapa2_interp.files import read_text, sealed, sha256_of, unsealed
-from lapa2_interp.loaded import Model, ModelCard, model_card
-from lapa2_interp.soft_prefix import SoftName
+from lapa2_interp._util.errors import DamagedError, RunError, first_problem
+from lapa2_interp._util.files import read_text, sealed, sha256_of, unsealed
+from lapa2_interp._util.version import __version__
+from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.generation.cell import Cell, Key
+from lapa2_interp.generation.plan import Plan
+from lapa2_interp.models.card import Model, ModelCard, model_card
+from lapa2_interp.prefixes.soft_prefix import SoftName
 
 MANIFEST = "manifest.json"
 SET_BACK = "remove the folder of the cell, and the command that made the run makes it again"

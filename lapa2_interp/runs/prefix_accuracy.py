@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.errors import PrefixError
-from lapa2_interp.machine import tell_if_slow
-from lapa2_interp.methods import for_task, load_task
-from lapa2_interp.models import load_model
+from lapa2_interp._util.errors import PrefixError
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import tell_if_slow
+from lapa2_interp.prefixes.soft_prefix import Generated, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.scoring import WHICH, chosen_scorers
 from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.scorer import WHICH, chosen_scorers
 from lapa2_interp.scoring.tables import score_table
-from lapa2_interp.soft_prefix import Generated, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.stats import mean_interval
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp.errors import ScoringError, counted
-from lapa2_interp.files import (
+from lapa2_interp._util.errors import ScoringError, counted
+from lapa2_interp._util.files import (
     as_csv,
     as_latex,
     as_markdown,
@@ -21,16 +21,17 @@ from lapa2_interp.files import (
     new_folder,
     write_text,
 )
-from lapa2_interp.machine import tell_if_slow
-from lapa2_interp.models import reading_tokenizer
-from lapa2_interp.progress import shown_time
+from lapa2_interp._util.progress import shown_time
+from lapa2_interp.models.load import reading_tokenizer
+from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
-from lapa2_interp.runs.read import load_run, shown_only
+from lapa2_interp.runs.store import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
-from lapa2_interp.scoring import CLASSIFIERS, Cache, chosen_scorers, human, split_scorer
+from lapa2_interp.scoring import human
 from lapa2_interp.scoring.adapter import ADAPTER
 from lapa2_interp.scoring.linear import LINEAR
 from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.scorer import CLASSIFIERS, Cache, chosen_scorers, split_scorer
 from lapa2_interp.scoring.tables import (
     DIFFERENCE,
     cell_table,
@@ -39,7 +40,7 @@ from lapa2_interp.scoring.tables import (
     score_table,
     shown_scores,
 )
-from lapa2_interp.tasks import Task, read_task
+from lapa2_interp.tasks.task import Task, read_task
 
 LETTERS = 4.5
 """Letters of a token, about."""

@@ -12,7 +12,7 @@ Contenders decode the same number of texts, of the same lengths, with the same w
 - transformer-lens: a TransformerBridge with hooks that add a number to the prefix's scores, read in
   the same way, branch after branch, with given tokens.
 - unpacked, packed: this package, branches in one batch, with bias, trace, combining and drawing;
-  without and with packed weights (`lapa2_interp.packed`).
+  without and with packed weights (`lapa2_interp.models.prepacked`).
 - packed-transformers: the same as packed on a `TransformersModel`, without TransformerLens.
 - roofline: the matrix products of one step alone, for all rows at once, on the weights themselves.
   Of F.linear, oneDNN and packed products, each shape takes the fastest.
@@ -56,14 +56,19 @@ from transformers import GPT2Config, LlamaConfig, LogitsProcessor, LogitsProcess
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp import __version__
-from lapa2_interp.attention import hooked
+from lapa2_interp._util.errors import ModelError, RunError, counted, one_of
+from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding import loop
-from lapa2_interp.decoding.plan import Plan, plan
-from lapa2_interp.errors import ModelError, RunError, counted, one_of
-from lapa2_interp.loaded import (
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.generation import loop
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.methods.base import Method
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import (
     Model,
     TransformersModel,
     keep_card,
@@ -71,15 +76,17 @@ from lapa2_interp.loaded import (
     model_card,
     network_of,
 )
-from lapa2_interp.machine import default_device, faster_dtype, kind_of, n_threads, resolve_dtype
-from lapa2_interp.methods import Method, load_task
-from lapa2_interp.models import bridge_of, load_tokenizer, load_transformers, move
+from lapa2_interp.models.liveness import SCORES
+from lapa2_interp.models.load import bridge_of, load_tokenizer, load_transformers, move
+from lapa2_interp.models.machine import (
+    default_device,
+    faster_dtype,
+    kind_of,
+    n_threads,
+    resolve_dtype,
+)
+from lapa2_interp.models.prepacked import can_pack, packed
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.packed import can_pack, packed
-from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.progress import progress_bar
-from lapa2_interp.trace import TraceKind
-from lapa2_interp.trace.recorder import Recorder
 
 Contender = Literal[
     "transformers-eager",
@@ -325,7 +332,7 @@ def _transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
         branch = i
         return model(ids, past_key_values=cache, logits_to_keep=1)
 
-    hooks = [(hooked.SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
+    hooks = [(SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
     with model.hooks(fwd_hooks=hooks):
         _one_after_another(read, _prompts(todo, subject.device), todo.steps[0], clock)
 

@@ -21,10 +21,8 @@ import pandas as pd
 from pydantic import TypeAdapter
 from tqdm import tqdm
 
-from lapa2_interp.cell import Cell
-from lapa2_interp.decoding.loop import join_traces
-from lapa2_interp.errors import DamagedError, GridError, RunError, counted
-from lapa2_interp.files import (
+from lapa2_interp._util.errors import DamagedError, GridError, RunError, counted
+from lapa2_interp._util.files import (
     ASIDE,
     check_file,
     check_name,
@@ -42,14 +40,16 @@ from lapa2_interp.files import (
     write_netcdf,
     write_text,
 )
-from lapa2_interp.machine import faster_dtype
-from lapa2_interp.progress import progress_bar
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.models.machine import faster_dtype
 from lapa2_interp.runs.estimates import cost
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.locks import locked, writing
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.read import (
+from lapa2_interp.runs.store import (
     LISTING,
     SAMPLES,
     TRACE,

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.cell import BUILT_IN_TASKS
-from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.layout.texts import continuation, pieces
-from lapa2_interp.models import reading_tokenizer
+from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp.bias.texts import continuation, pieces
+from lapa2_interp.generation.cell import BUILT_IN_TASKS
+from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.read import LISTING, Run, as_list, each_once, is_any_of, load_run
+from lapa2_interp.runs.store import LISTING, Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import APART, KEYS
-from lapa2_interp.tasks import Task
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import between, spans
+from lapa2_interp.tasks.task import Task
 
 
 def read_texts(

@@ -6,21 +6,21 @@ import traceback
 from collections.abc import Callable
 from time import perf_counter
 
-from lapa2_interp import __version__
-from lapa2_interp.cell import Cell, digests
-from lapa2_interp.decoding.loop import EmptyGenerationError, run_plan
-from lapa2_interp.decoding.plan import Plan, plan
-from lapa2_interp.errors import RunError
-from lapa2_interp.kit import ModelKit
-from lapa2_interp.loaded import Model, model_card
-from lapa2_interp.machine import default_device, is_out_of_memory, kind_of, most_memory
-from lapa2_interp.methods import find
-from lapa2_interp.models import load_model
-from lapa2_interp.packed import Packing
-from lapa2_interp.progress import Counter, is_stop
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.progress import Counter, is_stop
+from lapa2_interp._util.version import __version__
+from lapa2_interp.generation.cell import Cell, digests
+from lapa2_interp.generation.loop import EmptyGenerationError, run_plan
+from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.methods.registry import find
+from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import default_device, is_out_of_memory, kind_of, most_memory
+from lapa2_interp.models.prepacked import Packing
+from lapa2_interp.prefixes.soft_prefix import SoftName
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
-from lapa2_interp.soft_prefix import SoftName
+from lapa2_interp.runs.method_context import ModelKit
 
 PLANS = 8
 """Plans a worker keeps: groups of several cells may alternate."""

@@ -34,13 +34,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.files import sealed, whole_file, write_text
-from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import check_weights_read, short_context
-from lapa2_interp.models import load_transformers, move
+from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.files import sealed, whole_file, write_text
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.card import check_weights_read, short_context
+from lapa2_interp.models.load import load_transformers, move
+from lapa2_interp.models.prepacked import packed
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.packed import packed
 from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapa2_interp import __version__
-from lapa2_interp.errors import ScoringError, first_problem
-from lapa2_interp.files import aside, read_checkpoint, write_checkpoint
-from lapa2_interp.layout import text_markers
+from lapa2_interp._util.errors import ScoringError, first_problem
+from lapa2_interp._util.files import aside, read_checkpoint, write_checkpoint
+from lapa2_interp._util.progress import progress_bar, shown_time
+from lapa2_interp._util.version import __version__
+from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.progress import progress_bar, shown_time
 from lapa2_interp.scoring.adapter import (
     ADAPTER,
     LONGEST,

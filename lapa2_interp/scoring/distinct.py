@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
 from lapa2_interp.tasks.segmentation import COUNTING, counted
 
 ORDERS = (1, 2, 3)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks import Task
+from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
 from lapa2_interp.tasks.segmentation import COUNTING, normal, saying
+from lapa2_interp.tasks.task import Task
 
 NO_WORDS = "its prefix has no word of its own"
 MASK = "..."

@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.files import read_text, whole_file
+from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.files import read_text, whole_file
 from lapa2_interp.scoring.tables import within
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 

@@ -29,11 +29,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.files import parse_json
-from lapa2_interp.progress import interrupts_held
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped
+from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.files import parse_json
+from lapa2_interp._util.progress import interrupts_held
 from lapa2_interp.scoring.bounded import BoundedClient
+from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
 
 KEY = "OPENAI_API_KEY"
 SYSTEM = "You are an expert evaluator for text generation quality."

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp import __version__
-from lapa2_interp.files import sealed, whole_file, write_text
+from lapa2_interp._util.files import sealed, whole_file, write_text
+from lapa2_interp._util.version import __version__
 from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
 if TYPE_CHECKING:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp.errors import ScoringError, one_of
-from lapa2_interp.scoring import NAMES, Cache, Scorer
+from lapa2_interp._util.errors import ScoringError, one_of
 from lapa2_interp.scoring.adapter import ADAPTER, AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.linear import LINEAR, LinearScorer, LinearToxicity
 from lapa2_interp.scoring.perspective import Perspective
+from lapa2_interp.scoring.scorer import NAMES, Cache, Scorer
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
-from lapa2_interp.tasks import Task, read_task
+from lapa2_interp.tasks.task import Task, read_task
 
 if TYPE_CHECKING:
     import pandas as pd

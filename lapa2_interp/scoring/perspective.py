@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.bounded import BoundedClient
+from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
 
 ENDS = date(2026, 12, 31)
 """Last day of the service, as announced."""

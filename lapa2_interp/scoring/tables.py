@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.errors import ScoringError
-from lapa2_interp.scoring import Cache, Item, Scorer, run_scorer
+from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
+from lapa2_interp.scoring.scorer import Cache, Item, Scorer, run_scorer
 from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
 KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")

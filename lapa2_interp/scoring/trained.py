@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp.errors import ScoringError, first_problem, one_of
-from lapa2_interp.files import read_text, unsealed
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp._util.errors import ScoringError, first_problem, one_of
+from lapa2_interp._util.files import read_text, unsealed
+from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
 
 WEIGHTS = Path(__file__).parent / "weights"
 TOXIC_LABEL = "toxic"

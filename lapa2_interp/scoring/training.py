@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp.errors import DataError, ScoringError
-from lapa2_interp.files import aside, check_file, parse_json
-from lapa2_interp.scoring import Item, run_scorer
+from lapa2_interp._util.errors import DataError, ScoringError
+from lapa2_interp._util.files import aside, check_file, parse_json
 from lapa2_interp.scoring.agreement import agreement, rows_of
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
+from lapa2_interp.scoring.scorer import Item, run_scorer
 from lapa2_interp.scoring.trained import TOXIC_LABEL, HeldOut, TaskScorer
 from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus
 from lapa2_interp.tasks.segmentation import between, spans

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lapa2_interp.attention.rotary import watch
-from lapa2_interp.errors import ModelError, ScoringError, one_of
-from lapa2_interp.files import sha256_of
-from lapa2_interp.layout import text_markers
-from lapa2_interp.loaded import context_of, short_context
-from lapa2_interp.models import (
+from lapa2_interp._util.errors import ModelError, ScoringError, one_of
+from lapa2_interp._util.files import sha256_of
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.card import context_of, short_context
+from lapa2_interp.models.load import (
     OWN_CODE,
     check_hub,
     has_own_code,
@@ -24,12 +23,13 @@ from lapa2_interp.models import (
     move,
     provenance,
 )
+from lapa2_interp.models.prepacked import packed
+from lapa2_interp.models.rotary import watch
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, load_network, unchanged
-from lapa2_interp.packed import packed
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.scoring import Item, Score, Scorer, Skipped, unreadable
 from lapa2_interp.scoring.adapter import AT_ONCE, batches_of, beginnings
+from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
 from lapa2_interp.tasks.segmentation import COUNTING, spans, unspaced
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
-from lapa2_interp.errors import DataError, one_of
-from lapa2_interp.files import check_file, parse_json
+from lapa2_interp._util.errors import DataError, one_of
+from lapa2_interp._util.files import check_file, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

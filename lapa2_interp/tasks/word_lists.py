@@ -21,8 +21,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lapa2_interp.errors import DataError, first_problem
-from lapa2_interp.files import parse_json, read_text, write_text
+from lapa2_interp._util.errors import DataError, first_problem
+from lapa2_interp._util.files import parse_json, read_text, write_text
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
 

@@ -1,0 +1,1 @@
+"""What every room uses: errors, files, progress, plots, pages, the version."""

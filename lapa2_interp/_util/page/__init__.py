@@ -1,0 +1,100 @@
+"""A page of figures and tables as one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
+
+    from lapa2_interp._util.plots import Drawing
+
+HERE = Path(__file__).parent
+TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
+"""Characters that turn the direction of what follows on the page; Arabic and Hebrew do without."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what one sees, and a picture or a table below it."""
+
+    title: str
+    text: str
+    figure: Drawing | None = None
+    table: pd.DataFrame | None = None
+
+
+def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
+    """The page as one string; it loads nothing from anywhere.
+
+    Args:
+        title, lead: What the run was and its main finding.
+        sections: In order.
+        facts: Settings, by name.
+    """
+    return template("report.html.j2").render(
+        title=title,
+        lead=lead,
+        sections=[
+            {
+                "title": s.title,
+                "text": s.text,
+                "image": s.figure and png(s.figure),
+                "table": _cells(s.table),
+            }
+            for s in sections
+        ],
+        facts=facts,
+    )
+
+
+def template(name: str, folder: Path | None = None) -> Template:
+    """A template of a folder, or of this one; both may include `report.css.j2`."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader([folder, HERE] if folder else [HERE])
+    return Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_straight
+    ).get_template(name)
+
+
+def embedded(data: Any) -> Markup:
+    """JSON that can stand in a script element whatever its strings are.
+
+    Raises:
+        ValueError: A number is not finite: JSON has no such numbers, and no browser would read it.
+    """
+    from markupsafe import Markup
+
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return Markup(text)
+
+
+def _straight(value: Any) -> Any:
+    """A text, or HTML, with what would turn its direction spelt out, as \\u202e: which JSON, in a
+    script element, reads as the character."""
+    if not isinstance(value, str):
+        return value
+    return type(value)(TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", value))
+
+
+def png(drawing: Drawing) -> str:
+    """A drawing as the base64 of its PNG file."""
+    return base64.b64encode(drawing._repr_png_()).decode("ascii")
+
+
+def _cells(table: pd.DataFrame | None) -> dict[str, list] | None:
+    return (
+        None if table is None else {"head": list(table.columns), "rows": table.to_numpy().tolist()}
+    )

@@ -1,0 +1,195 @@
+"""The drawings that notebooks, figures and the report share. Each takes a tidy table and returns a
+matplotlib figure.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; arms keep their colour
+across drawings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BytesIO
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.")
+
+
+def styles() -> Iterator[tuple[str, str]]:
+    """Colour and dash of one curve after another, without an end: no curve is left out."""
+    return cycle((colour, dash) for dash in DASHES for colour in COLOURS)
+
+
+class Drawing(Figure):
+    """A figure outside pyplot's global list that notebooks show as a picture and reports embed."""
+
+    def draw(self, renderer: Any) -> None:
+        """Texts and names are drawn as they are: in a token such as "$$", a dollar begins no
+        formula. Numbers on an axis may be formulas of matplotlib's own."""
+        for text in self.findobj(Text):
+            assert isinstance(text, Text)
+            words = text.get_text()
+            if "$" in words and not words.startswith("$\\mathdefault{"):
+                text.set_parse_math(False)
+        super().draw(renderer)
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
+def new_figure(width: float, height: float) -> Drawing:
+    """An empty figure in the package's style; width and height in inches."""
+    return Drawing(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def attention_curves(
+    steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix"
+) -> Drawing:
+    """Attention against step with 95 % bands, and the fitted C/(t+D) dotted; layers with sliding
+    windows have curves of their own.
+
+    Args:
+        steps: From `attention.tables.step_table`.
+        fits: From `attention.tables.fit_table`; None draws no fits.
+        name: Which sum.
+    """
+    figure = new_figure(6.8, 4.0)
+    axes = figure.subplots()
+    several = steps["layer_type"].nunique() > 1
+    curves = steps[steps["name"] == name].groupby(["arm", "layer_type"], sort=False)
+    for (colour, dash), ((arm, layer_type), curve) in zip(styles(), curves, strict=False):
+        t = curve["step"].to_numpy()
+        label = f"{arm}, {layer_type} layers" if several else arm
+        axes.plot(t, curve["mean"], color=colour, ls=dash, lw=1.4, label=label)
+        axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+        if fits is None or layer_type != "full":
+            continue
+        c, d, r2 = fits.loc[fits["arm"] == arm, ["C", "D", "R2"]].iloc[0]
+        if np.isnan(c):
+            axes.plot([], [], color=colour, lw=1.2, ls=":", label="no C/(t+D) fits")
+        else:
+            axes.plot(
+                t,
+                c / (t + d),
+                color=colour,
+                lw=1.2,
+                ls=":",
+                label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}",
+            )
+    mean = f"mean over layers{' of a type' * several} and heads"
+    plain_axes(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n({mean})")
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2 if several else 4)
+    return figure
+
+
+def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
+    """Layer x head maps of one sum: the first arm as it is, the others as differences from it.
+
+    Args:
+        heads: From `attention.tables.head_table`.
+        name: Which sum.
+    """
+    maps = {
+        str(arm): part.pivot(index="layer", columns="head", values=name).to_numpy()
+        for arm, part in heads.groupby("arm", sort=False)
+    }
+    first = next(iter(maps))
+    figure = new_figure(1.0 + 2.1 * len(maps), 5.2)
+    panels = np.atleast_1d(figure.subplots(1, len(maps), sharey=True))
+    for panel, (arm, found) in zip(panels, maps.items(), strict=True):
+        if arm == first:
+            drawn = panel.imshow(found, aspect="auto", origin="lower", cmap="viridis", vmin=0)
+            panel.set_title(arm, fontsize=8)
+        else:
+            difference = found - maps[first]
+            reach = float(np.abs(difference).max()) or 1.0
+            drawn = panel.imshow(
+                difference, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-reach, vmax=reach
+            )
+            panel.set_title(f"{arm}\nminus {first}", fontsize=8)
+        bar = figure.colorbar(drawn, ax=panel, location="bottom", shrink=0.9)
+        bar.ax.tick_params(labelsize=7)
+        panel.set(xlabel="head")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].yaxis.get_major_locator().set_params(integer=True)
+    panels[0].set(ylabel="layer")
+    figure.suptitle(f"attention on {name} (each map has its own scale)", fontsize=9)
+    return figure
+
+
+def calibration_curves(curves: pd.DataFrame) -> Drawing:
+    """What scorers predict against what is true, bin by bin; larger marks have more texts.
+
+    Args:
+        curves: From `agreement.calibration`, with a column `scorer`.
+    """
+    figure = new_figure(3.6, 3.6)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="#999999", lw=0.8, ls=":")
+    for (colour, dash), (scorer, curve) in zip(
+        styles(), curves.groupby("scorer", sort=False), strict=False
+    ):
+        axes.plot(curve["prediction"], curve["truth"], color=colour, ls=dash, lw=1.2, label=scorer)
+        size = 4 + 60 * curve["n"] / curve["n"].sum()
+        axes.scatter(curve["prediction"], curve["truth"], s=size, color=colour, lw=0)
+    plain_axes(axes, "mean prediction", "mean truth")
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7)
+    return figure
+
+
+def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
+    """Attention on BOS and on every prefix token, by arm, with 95 % intervals.
+
+    Args:
+        tokens: From `attention.tables.prefix_token_table`; a column `label` names the keys if there
+            is one.
+    """
+    keys = list(dict.fromkeys(tokens["key"]))
+    arms = list(dict.fromkeys(tokens["arm"]))
+    n_rows = -(-len(arms) // 4)  # of the legend
+    figure = new_figure(min(20, max(6.4, 2 + 0.26 * len(keys))), 3.2 + 0.16 * n_rows)
+    sink, axes = figure.subplots(1, 2, width_ratios=(1, max(3, len(keys) / 6)))
+    names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
+    for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):
+        part = tokens[tokens["arm"] == arm].set_index("key").reindex(keys)
+        error = np.abs(part[["low", "high"]].to_numpy().T - part["mean"].to_numpy())
+        x = np.arange(len(keys)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+        for axis, chosen in ((sink, slice(0, 1)), (axes, slice(1, None))):
+            axis.bar(
+                x[chosen],
+                part["mean"].iloc[chosen],
+                0.8 / len(arms),
+                yerr=error[:, chosen],
+                color=colour,
+                hatch=None if dash == "-" else "//" * DASHES.index(dash),
+                label=arm,
+                ecolor="#777777",
+                error_kw={"lw": 0.8},
+            )
+    shown = range(1, len(keys), max(1, len(keys) // 60))
+    sink.set_xticks([0], [names[keys[0]]])
+    axes.set_xticks(shown, [names[keys[i]] for i in shown], rotation=90 if len(keys) > 12 else 0)
+    plain_axes(sink, "", "mean attention")
+    plain_axes(axes, "prefix token", "")
+    axes.margins(x=0.02)
+    named = axes.get_legend_handles_labels()
+    figure.legend(*named, loc="outside upper center", ncols=4, frameon=False, fontsize=7)
+    return figure

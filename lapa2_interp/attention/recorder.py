@@ -1,0 +1,305 @@
+"""The recorder: an observer that reduces attention to sums inside the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp.attention.trace import NEAREST, SUMS, TraceKind
+from lapa2_interp.bias.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp.bias.layout import Layout
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+class Recorder:
+    """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
+
+    Every query from the last prompt token on is a step, recorded when it is first seen. The prompt
+    pass has one step. Each decoding pass has one, also where it reads the whole text again. A pass
+    over a given text has as many as it reads tokens. `begin` names the rows of the passes to come:
+    prompts first, their samples after the expansion; `index` maps those rows to the samples of the
+    finished trace.
+
+    Args:
+        n_layers, n_heads: The model's.
+        kind: "pooled" stores means over layers and heads, "full" every head.
+        patterns: (layer, head) pairs whose whole attention rows are kept.
+        seen: By layer, which keys its queries see; all keys by default.
+
+    Raises:
+        TraceError: A pair the model does not have, or of a layer without attention.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_heads: int,
+        kind: TraceKind = "full",
+        patterns: Sequence[tuple[int, int]] = (),
+        seen: Sequence[KeysSeen] | None = None,
+    ) -> None:
+        self.keys_seen = tuple(seen or [FULL] * n_layers)
+        self.attending = [layer for layer, each in enumerate(self.keys_seen) if each != NONE]
+        for layer, head in patterns:
+            if not (0 <= layer < n_layers and 0 <= head < n_heads):
+                raise TraceError(
+                    f"head ({layer}, {head}) does not exist; the model has layers 0-{n_layers - 1},"
+                    f" heads 0-{n_heads - 1}"
+                )
+            if layer not in self.attending:
+                raise TraceError(
+                    f"layer {layer} has no attention; layers with attention:"
+                    f" {', '.join(map(str, self.attending))}"
+                )
+        self.kinds = kinds_of(self.keys_seen)
+        self.has_windows = self.kinds != [FULL]
+        self.kind = kind
+        self.patterns = tuple(patterns)
+        self.steps: list[Tensor] = []
+        self.tokens: list[Tensor] = []
+        self.rows: list[Tensor] = []
+        self.caps: list[Tensor] = []
+        self.caps_of_pass: Tensor | None = None
+        self.may_cap = False
+
+    def begin(
+        self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None
+    ) -> None:
+        """Set the rows of the coming passes; `index` names, for every sample row, the observed row
+        it copies."""
+        self.layouts = layouts
+        self.index = index
+        self.l_pre = max(each.l_pre for each in layouts)
+        self.parts = {
+            name: torch.tensor([getattr(each, name) for each in layouts])
+            for name in ("bos", "before", "prefix", "prompt")
+        }
+        self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
+
+    def _has_steps(self, n_keys: int) -> bool:
+        """Whether a pass up to this key has a step: one that reads the beginning of a prompt has
+        none."""
+        return n_keys > len(self.layouts[0]) - 1 + len(self.steps)
+
+    def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
+        """What all layers of a pass share: its steps' slots, and which keys count in which sum."""
+        key, spans = torch.arange(n_keys), self.parts
+        self.slots = torch.arange(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
+        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
+        inside["prompt"] |= inside.pop("before")  # the first messages of a chat
+        inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
+        start, stop = spans["prefix"].T[:, :, None]
+        single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
+        named = [inside[name] for name in SUMS if name in inside]
+        self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)  # row key sum
+        # The live keys outside the prefix in order; for each query the last 8 of them up to its
+        # own.
+        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]  # row key
+        order = torch.argsort(~near, dim=1, stable=True)  # row key
+        age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))  # row query last
+        # row 1 query last
+        self.nearest = (
+            order[:, None]
+            .expand(-1, len(self.slots), -1)
+            .gather(2, age.clamp(min=0))[:, None]
+            .to(device)
+        )
+        self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
+        self.layers: list[Tensor] = []
+        self.kept: dict[tuple[int, int], Tensor] = {}
+
+    def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
+        """Reduce the attention of those queries of a layer that are steps."""
+        n_keys = first + pattern.shape[2]
+        if not self._has_steps(n_keys):
+            return
+        if layer == self.attending[0]:
+            self._begin_pass(n_keys, first, pattern.device)
+        # row head query key, of the queries that are steps
+        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(
+            self.weights.device, torch.float32
+        )
+        # row head query sum
+        parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
+        # row head query last
+        last = torch.where(
+            self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0
+        )
+        nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]  # row head query sum
+        n_parts = len(SUMS) - len(NEAREST)
+        self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
+        # by pair: row query key
+        self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
+        if layer == self.attending[-1]:
+            self._close_pass()
+
+    def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
+        """Count the biases of a layer that were cut at +-CAP."""
+        self.may_cap = True
+        if not self._has_steps(first + caps.shape[2]):
+            return
+        count = caps.sum(1, dtype=torch.float32).cpu()  # row query
+        self.caps_of_pass = count if self.caps_of_pass is None else self.caps_of_pass + count
+
+    def _close_pass(self) -> None:
+        n_rows, n_queries = len(self.layouts), len(self.slots)
+        if self.caps_of_pass is None:
+            self.caps_of_pass = torch.zeros(n_rows, n_queries)
+        self.caps += self._of_samples(self.caps_of_pass[:, -n_queries:])
+        self.caps_of_pass = None
+        sums = torch.stack(self.layers, dim=2).permute(0, 3, 2, 1, 4)  # row query layer head sum
+        # by kind of layer: row query kind sum
+        parts = [sums[:, :, each] for each in self._layers_of_kinds()] if self.kinds[1:] else [sums]
+        means = torch.stack([each.mean((2, 3)) for each in parts], 2)
+        # row query layer head sum, or row query kind sum
+        found = sums if self.kind == "full" else means
+        self.steps += self._of_samples(found[..., : len(SUMS)])
+        self.tokens += self._of_samples(means[..., len(SUMS) :])
+        if self.patterns:
+            # row query pair key -> by query: sample pair key
+            rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
+            self.rows += [
+                row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
+            ]
+        self.layers, self.kept = [], {}
+
+    def _layers_of_kinds(self) -> list[list[int]]:
+        """By kind of layer, where its layers stand among those with attention."""
+        kinds = [self.keys_seen[layer] for layer in self.attending]
+        return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
+
+    def _of_samples(
+        self, found: Float[Tensor, "row query *rest"]
+    ) -> list[Float[Tensor, "sample *rest"]]:
+        # here and in `steps`, `tokens` and `rows`: sample = branch x sample, stacked
+        return list((found if self.index is None else found[self.index]).cpu().unbind(1))
+
+    def dataset(
+        self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]
+    ) -> xr.Dataset:
+        """The finished trace of rows stacked as (branch, sample), NaN after a sample's last step.
+
+        Args:
+            layouts: One per row.
+            branches: Names of the branches.
+            n_steps: Steps each sample has.
+        """
+        import xarray as xr
+
+        n_branches, n_samples, n_seen = len(branches), len(n_steps), len(self.steps)
+        alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
+
+        def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
+            stacked = torch.stack(list(per_step), dim=1).numpy()  # branch x sample, step, *rest
+            # branch sample step *rest
+            stacked = stacked.reshape(n_branches, n_samples, *stacked.shape[1:])
+            return np.where(
+                alive.reshape(1, n_samples, n_seen, *[1] * (stacked.ndim - 3)),
+                stacked,
+                np.float32(np.nan),
+            )
+
+        axes = ("branch", "sample", "step")
+        by_kind = ("layer_type",) if self.has_windows else ()
+        heads = ("layer", "head") if self.kind == "full" else by_kind
+        sums = unstack(self.steps)  # branch sample step *heads sum
+        if self.kind == "full" and len(self.attending) < len(self.keys_seen):
+            whole = np.full(
+                (*sums.shape[:3], len(self.keys_seen), *sums.shape[4:]), np.float32(np.nan)
+            )
+            whole[:, :, :, self.attending] = sums
+            sums = whole
+        elif self.kind == "pooled" and not by_kind:
+            sums = sums[:, :, :, 0]
+        data: dict[str, tuple] = {
+            name: (
+                (*axes, *heads),
+                sums[..., i],
+                {"long_name": f"attention on {name.replace('_', ' ')}"},
+            )
+            for i, name in enumerate(SUMS)
+        }
+        tokens = unstack(self.tokens)  # branch sample step kind prefix_token
+        l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
+        outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
+        tokens = np.where(outside[:, :, None, None], np.float32(np.nan), tokens)
+        data["prefix_tokens"] = (
+            (*axes, *by_kind, "prefix_token"),
+            tokens if by_kind else tokens[:, :, :, 0],
+        )
+        if by_kind:
+            kinds = self.keys_seen if self.kind == "full" else self.kinds
+            slots = len(layouts[0]) - 1 + np.arange(n_seen)
+            in_sight = np.stack(
+                [[each.in_sight(slots, kind) for kind in kinds] for each in layouts]
+            )
+            data["in_sight"] = (
+                (*axes, "layer" if self.kind == "full" else "layer_type"),
+                in_sight.transpose(0, 2, 1).reshape(n_branches, n_samples, n_seen, len(kinds)),
+                {"long_name": "tokens of the prefix (or prompt) that the query sees"},
+            )
+        if self.may_cap:
+            about = {"long_name": "biases cut at their largest size, over layers and heads"}
+            data["caps"] = (axes, unstack(self.caps), about)
+        if self.rows:
+            data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
+        live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
+        coords = {
+            "branch": list(branches),
+            "sample": np.arange(n_samples),
+            "step": np.arange(n_seen),
+            "prefix_token": np.arange(self.l_pre),
+            "l_pre": (axes[:2], l_pre),
+            "l_pro": (
+                axes[:2],
+                np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples),
+            ),
+            "n_bos": (
+                axes[:2],
+                np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples),
+            ),
+            "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
+        }
+        if by_kind:
+            coords["layer_type"] = [str(each) for each in self.kinds]
+        if self.kind == "full" and (by_kind or len(self.attending) < len(self.keys_seen)):
+            coords["layer_sees"] = ("layer", [str(each) for each in self.keys_seen])
+        if self.rows:
+            coords["key"] = np.arange(data["pattern"][1].shape[-1])
+            for i, name in enumerate(("pair_layer", "pair_head")):
+                coords[name] = ("pair", [pair[i] for pair in self.patterns])
+        return xr.Dataset(data, coords)
+
+    def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
+        """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the
+        live keys."""
+        widest = self.rows[-1].shape[-1]
+        live_rows = []
+        for rows in self.rows:
+            live = torch.full((*rows.shape[:2], widest), float("nan"))  # row pair key
+            for row, each in enumerate(layouts):
+                live[row, :, : each.soft] = rows[row, :, : each.soft]
+                live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[
+                    row, :, each.soft + each.pad :
+                ]
+            live_rows.append(live)
+        return live_rows
+
+
+def trace_bytes(
+    kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int
+) -> int:
+    """Size of a trace in memory before it is made: float32 sums, and `n_patterns` whole rows of
+    `keys` keys."""
+    if kind == "none":
+        return 0
+    cells = n_layers * n_heads * len(SUMS) if kind == "full" else len(SUMS)
+    return 4 * rows * steps * (cells + n_patterns * keys)

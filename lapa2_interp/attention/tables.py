@@ -1,0 +1,251 @@
+"""Tables read from a finished trace: means with intervals, decay fits, heads, local dependency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from lapa2_interp._util.errors import TraceError, one_of
+from lapa2_interp.attention.trace import NEAREST, SUMS
+from lapa2_interp.bias.theory import DecayFit, fit_decay
+from lapa2_interp.stats import bounds, mean_interval
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+# --- reading a trace
+
+
+def layer_types(trace: xr.Dataset) -> list[str]:
+    """Types of the layers by the keys they see: "full" first, then those with windows."""
+    return (
+        [str(each) for each in trace["layer_type"].to_numpy()]
+        if "layer_type" in trace
+        else ["full"]
+    )
+
+
+def of_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
+    """One of the sums in the layers of a type, the first of `layer_types` by default.
+
+    A mean over layers that see all keys and others that do not would follow no law.
+    """
+    found = trace[name]
+    if layer_type is None:
+        layer_type = layer_types(trace)[0]
+    if "layer_type" in found.dims:
+        return found.sel(layer_type=layer_type, drop=True)
+    if "layer" in found.dims and "layer_sees" in trace.coords:
+        return found.isel(layer=trace["layer_sees"].to_numpy() == layer_type)
+    return found
+
+
+def pooled(
+    trace: xr.Dataset, name: str, layer_type: str | None = None
+) -> Float[np.ndarray, "branch sample step"]:
+    """One of the sums, averaged over heads and the layers of a type (`of_layer_type`) where the
+    trace has them; NaN after a sample's last step."""
+    found = of_layer_type(trace, name, layer_type)
+    return found.mean(
+        [axis for axis in ("layer", "head") if axis in found.dims], skipna=False
+    ).to_numpy()
+
+
+def local_ratio(
+    trace: xr.Dataset, k: int, *, without_bos: bool = False
+) -> Float[np.ndarray, "branch sample step *head"]:
+    """Local dependency: the share of the last k keys in the attention outside the prefix (paper,
+    "Local Dependency").
+
+    Args:
+        k: 2, 4, 6 or 8.
+        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 -
+            prefix - bos), the attention sink left out; the released code is close to this, because
+            its slice from slot 0 counts BOS as prefix.
+
+    Raises:
+        TraceError: Another k.
+    """
+    near, rest = local_parts(trace, k, without_bos=without_bos)
+    return (near / rest).to_numpy()
+
+
+def local_parts(
+    trace: xr.Dataset, k: int, *, without_bos: bool = False
+) -> tuple[xr.DataArray, xr.DataArray]:
+    """Numerator and denominator of `local_ratio`, for averages over heads before the division.
+
+    Of a model with sliding windows: in the layers of the first type (`layer_types`).
+    """
+    if k not in NEAREST:
+        raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
+    near = of_layer_type(trace, f"nearest_{k}")
+    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is
+    # rounding.
+    rest = of_layer_type(trace, "prompt") + of_layer_type(trace, "generated")
+    if not without_bos:
+        return near, rest + of_layer_type(trace, "bos")
+    # In a short context all keys outside the prefix are near, BOS among them.
+    return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
+
+
+def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
+    """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
+    return (
+        "prefix"
+        if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any()
+        else "prompt"
+    )
+
+
+def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
+    """The branch that readers look at: the one named, or the first with a prefix.
+
+    Raises:
+        TraceError: The trace has no such branch.
+    """
+    return str(trace["branch"].to_numpy()[_branch_number(trace, branch)])
+
+
+def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and
+    step.
+
+    Args:
+        trace: The trace of a run; its samples are the rows of `samples`.
+        samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
+        branch: Which branch; by default the first with a prefix.
+
+    Returns:
+        Columns arm, layer_type, step, name, mean, low, high (95 %, prompts resampled; NaN for a
+        single prompt), n, prompts. Layers of every type have a curve of their own. Steps that any
+        sample of the arm lacks are left out, so that a curve never changes its texts on the way.
+
+    Raises:
+        TraceError: Another number of samples than the trace has; or no such branch.
+    """
+    at = _branch_number(trace, branch)
+    rows = []
+    for arm, members in _arms(trace, samples):
+        for layer_type in layer_types(trace):
+            for name in ("prefix", "bos", "released_slice", "prompt"):
+                curve = pooled(trace, name, layer_type)[at, members.index]
+                curve = curve[:, ~np.isnan(curve).any(axis=0)]
+                low, high = bounds(curve, members["prompt"])
+                columns = {
+                    "step": trace["step"].to_numpy()[: curve.shape[1]],
+                    "mean": curve.mean(axis=0),
+                    "low": low,
+                    "high": high,
+                }
+                named = {"arm": arm, "layer_type": layer_type, "name": name}
+                counts = {"n": len(curve), "prompts": members["prompt"].nunique()}
+                rows.append(pd.DataFrame({**named, **columns, **counts}))
+    return pd.concat(rows, ignore_index=True)
+
+
+def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
+    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit
+    or has under 3 steps. Curves of layers with windows, where l stops growing, have no fit."""
+    rows = []
+    for arm in dict.fromkeys(steps["arm"]):
+        curve = steps[
+            (steps["name"] == name) & (steps["arm"] == arm) & (steps["layer_type"] == "full")
+        ]
+        fit = DecayFit(np.nan, np.nan, np.nan)
+        if len(curve) >= 3:
+            fit = fit_decay(curve["step"].to_numpy(), curve["mean"].to_numpy())
+        rows.append({"arm": arm, "C": fit.c, "D": fit.d, "R2": fit.r2})
+    return pd.DataFrame(rows, columns=["arm", "C", "D", "R2"])
+
+
+def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+    """Every head's sums, mean over each text's steps and then over texts: columns arm, layer, head,
+    then the sums."""
+    at = _branch_number(trace, branch)
+    if "head" not in trace["prefix"].dims:
+        raise TraceError("this trace is pooled over heads; record it with --trace full")
+    frames = []
+    for arm, members in _arms(trace, samples):
+        part = trace.isel(branch=at, sample=members.index.to_numpy())
+        means = (
+            part[list(SUMS)]
+            .mean("step")
+            .mean("sample")
+            .to_dataframe()
+            .reset_index()[["layer", "head", *SUMS]]
+        )
+        frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
+    return pd.concat(frames, ignore_index=True)
+
+
+def prefix_token_table(
+    trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None
+) -> pd.DataFrame:
+    """Attention on BOS and on each prefix token, mean over steps, layers (of the first type) and
+    heads.
+
+    Returns:
+        Columns arm, key ("BOS", "p1", ...; those that any sample of the arm has), mean, low, high
+        (95 %, prompts resampled), n.
+    """
+    at = _branch_number(trace, branch)
+    rows = []
+    for arm, members in _arms(trace, samples):
+        tokens = of_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
+        bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
+        masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
+        for key, values in masses.items():
+            has = ~np.isnan(values)
+            if not has.any():
+                continue
+            interval = mean_interval(values[has], members["prompt"].to_numpy()[has])
+            rows.append(
+                {
+                    "arm": arm,
+                    "key": key,
+                    "mean": interval.mean,
+                    "low": interval.low,
+                    "high": interval.high,
+                    "n": interval.n,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    if len(samples) != trace.sizes["sample"]:
+        raise TraceError(
+            f"{len(samples)} samples for a trace of {trace.sizes['sample']}; give both the same"
+            " texts: trace.isel(sample=numbers) beside samples.iloc[numbers]"
+        )
+    samples = samples.reset_index(drop=True)
+    for column, coordinate in (("prompt", "prompt_text"), ("attribute",) * 2, ("arm",) * 2):
+        if column in samples and coordinate in trace.coords:
+            here = samples[column].astype(str).to_numpy()
+            there = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
+            # Arms may have been given other names.
+            if set(here) == set(there) and (other := here != there).any():
+                at = int(other.argmax())
+                raise TraceError(
+                    f"samples and trace are in another order: {column} {here[at]!r} and"
+                    f" {there[at]!r} at {at}; give samples.iloc[numbers] beside"
+                    " trace.isel(sample=numbers)"
+                )
+    if "arm" not in samples:
+        return [("run", samples)]
+    return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
+
+
+def _branch_number(trace: xr.Dataset, branch: str | None) -> int:
+    names = [str(name) for name in trace["branch"].to_numpy()]
+    if branch is None:
+        with_prefix = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))
+        return int(with_prefix[0]) if len(with_prefix) else 0
+    if branch not in names:
+        raise TraceError(one_of("branch", branch, names))
+    return names.index(branch)

@@ -1,0 +1,1 @@
+"""The bias on attention scores as values and closed forms; no network."""

@@ -1,0 +1,500 @@
+"""The bias as a value: how much is added to which attention scores, for which queries, layers and
+heads.
+
+LaPA2 (Eq. 7) adds `b(l) = alpha * log(l / n)` to the scores of the prefix keys before the softmax,
+with `n` the prefix length and `l` the number of keys. An `Augmentation` states every choice in that
+sentence and nothing about a network: this module is pure arithmetic and imports no model code.
+
+Every way of steering attention that this package compares is one number `b` of that kind. Only its
+law differs. With A the attention on the span and n, l as above:
+
+=========  =====================================  =================================================
+law        b                                      source
+=========  =====================================  =================================================
+log        alpha * log(l / n)                     LaPA2, Eq. 7
+linear     alpha * l / n                          LaPA2, Table "scaling"
+sqrt       alpha * sqrt(l / n)                    LaPA2, Table "scaling"
+constant   alpha * log(l0 / n)                    LaPA2, Table "scaling"
+scale      alpha                                  InstABoost (arXiv 2506.13734: log M) and PASTA
+                                                  (arXiv 2311.02262: log 0.01 elsewhere)
+cut        log(1 - alpha)                         a knock-out: alpha 1 blocks the span
+target     alpha * (logit(tau) - logit(A))        here: alpha 1 sets A to tau exactly
+ratio      alpha * max(0, log(tau / A))           Spotlight (arXiv 2505.12025), per head and query;
+                                                  `pooled`: one A a pass, as released
+power      logit(A^k) - logit(A),                 split-softmax (arXiv 2402.10962)
+           k = 1 / (1 + alpha)
+=========  =====================================  =================================================
+
+The last three read the scores of the pass. A bias b on a span adds b to logit(A), whatever the
+scores are (`bias.theory.shifted_share`), so all of them are functions of logit(A): `shift`.
+
+Two named conventions fill the fields that are not given:
+
+=========  ========  ===========  ==========  ==============================================
+profile    span      length_rule  phase       source
+=========  ========  ===========  ==========  ==============================================
+paper      prefix    paper        last_query  Algorithm 1
+released   released  kv           decode      the released code: keys 0..n-1, BOS and, with
+                                              GPT-2, all but the last prefix token; every
+                                              law is 0 where l <= n
+=========  ========  ===========  ==========  ==============================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Real
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from lapa2_interp._util.errors import AugmentationError, first_problem
+
+Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
+PAPER_LAWS = ("log", "linear", "sqrt", "constant")
+Profile = Literal["paper", "released"]
+LengthRule = Literal["paper", "kv"]
+Phase = Literal["decode", "last_query", "all_queries", "every_query", "query"]
+Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
+Positions = tuple[
+    Literal["prefix"], Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+]
+"""Positions within the prefix, 0 being its first token: ("prefix", (1, 2))."""
+SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released"] | Positions | Slots
+LayerRule = (
+    Literal["all", "bottom", "top", "even", "odd"] | Annotated[tuple[int, ...], Field(min_length=1)]
+)
+HeadRule = Literal["all"] | Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
+
+PROFILES: dict[str, dict[str, str]] = {
+    "paper": {"span": "prefix", "length_rule": "paper", "phase": "last_query"},
+    "released": {"span": "released", "length_rule": "kv", "phase": "decode"},
+}
+
+READING = ("target", "ratio", "power")
+"""Laws whose bias depends on the scores of the pass."""
+BOUNDS = {
+    "scale": (-math.inf, math.inf),
+    "cut": (0.0, 1.0),
+    "target": (0.0, 1.0),
+    "ratio": (0.0, 1.0),
+}
+"""Allowed alphas; [0, inf) for the other laws."""
+CAP = 20.0
+"""Largest |b| of those laws. Without it a head that gives the span nothing would be forced, too."""
+LARGEST = 1e4
+"""Largest |b| of the other laws, but for a knock-out: beside a larger one scores in float32, and so
+the shares within a span, keep less than three digits."""
+EDGE = 80.0
+"""Log-odds beyond +-EDGE are read as +-EDGE: float32 cannot hold the share."""
+WRITTEN = "length"
+"""Name of `length_rule` in JSON, and so in the keys of cells. Both names are read."""
+ADDED: dict[str, Any] = {"tau": None, "floor": False, "pooled": False, "steps": None}
+"""Fields that are left out of JSON, and so of keys, while they have these values."""
+FORMS = {
+    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or"
+    " positions within the prefix ('prefix', (position, ...))",
+    "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
+    "heads": "'all', or pairs ((layer, head), ...)",
+}
+"""For error messages: the values of fields that take several forms."""
+
+
+class Augmentation(BaseModel):
+    """One bias: a frozen value that round-trips through JSON (`to_json`, `from_json`).
+
+    It belongs to a branch. On a branch without a prefix (the raw language model) the same rules act
+    on the prompt: the paper's Contextual Anchor Reinforcement, Eq. 9.
+
+    Args:
+        alpha: Strength: >= 0; of law "scale" any number, and of "cut", "target" and "ratio" at most
+            1. At 0 nothing is added.
+        profile: "paper" (Algorithm 1) or "released" (what the released code computes); fills
+            `span`, `length_rule` and `phase` where they are not given.
+        law: The bias as a function of l, or of the attention on the span (table above).
+        l0: The fixed length of the constant law (the paper's ablation uses 128); required there,
+            refused elsewhere.
+        tau: The attention on the span that the laws "target" and "ratio" aim at, in (0, 1);
+            required there, refused elsewhere.
+        floor: Law "target" only raises the attention, never lowers it.
+        pooled: Law "ratio" reads one A for all heads and queries of a pass, their mean in each
+            layer and row. Then the bias depends on how a text is cut into passes: decoding with a
+            cache, which reads the whole prompt in one pass and then one token in each, differs from
+            reading the text again.
+        span: Which keys are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input" (all
+            keys up to the end of the prompt), "released" (the first n slots, n being what the
+            tokenizer counts for the prefix alone), explicit
+            `((start, stop), ...)` over live slots, 0 being the first key (BOS), or `("prefix",
+            (position, ...))`, tokens of the prefix, 0 being its first.
+        length_rule: What l counts at a query: "paper" the keys in its softmax without BOS, "kv" all
+            of them.
+        phase: Which queries: "decode" the generated tokens, "last_query" those and the last prompt
+            token (t = T of Algorithm 1), "all_queries" every query after the span, each with its
+            own l (for a span inside the prefix, every query after the prefix), "every_query" all
+            queries, those inside and before the span included. "query" is the query
+            that predicts the next token and no other: the keys and values that later tokens read
+            are those of a model without the augmentation.
+        steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
+            first.
+        layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer
+            numbers.
+        heads: "all" or explicit `((layer, head), ...)`; layers and heads intersect.
+
+    Raises:
+        AugmentationError: A field is out of range; the message names it, the value and what is
+            allowed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    alpha: Annotated[float, Field(allow_inf_nan=False)]
+    profile: Profile = "paper"
+    law: Law = "log"
+    l0: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tau: Annotated[float, Field(gt=0, lt=1)] | None = None
+    floor: bool = False
+    pooled: bool = False
+    span: SpanRule = "prefix"
+    length_rule: LengthRule = "paper"
+    phase: Phase = "last_query"
+    steps: tuple[Annotated[int, Field(ge=0)], int] | None = None
+    layers: LayerRule = "all"
+    heads: HeadRule = "all"
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise AugmentationError(
+                f"augmentation {first_problem(error, FORMS, type(self).model_fields)}"
+            ) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_profile(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if isinstance(given := fields.get("alpha"), bool):
+            raise ValueError(f"alpha is a number, found {given}; 0 is off")
+        if WRITTEN in fields and "length_rule" not in fields:
+            fields = {
+                ("length_rule" if name == WRITTEN else name): value
+                for name, value in fields.items()
+            }
+        return PROFILES.get(fields.get("profile", "paper"), {}) | fields
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {
+            (WRITTEN if name == "length_rule" else name): value
+            for name, value in write(self).items()
+            if not (name in ADDED and value == ADDED[name])
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> Augmentation:
+        low, high = BOUNDS.get(self.law, (0.0, math.inf))
+        if not low <= self.alpha <= high:
+            allowed = f"from 0 to {high:g}" if high < math.inf else "greater than or equal to 0"
+            raise ValueError(f"alpha of law {self.law!r} should be {allowed}, found {self.alpha:g}")
+        if self.law == "constant" and self.l0 is None:
+            raise ValueError(
+                "the constant law needs l0, the length its bias is frozen at (the paper uses 128)"
+            )
+        if self.law != "constant" and self.l0 is not None:
+            raise ValueError(f"l0 belongs to the constant law, not to law {self.law!r}")
+        if self.law in ("target", "ratio") and self.tau is None:
+            raise ValueError(f"law {self.law!r} needs tau, the attention it aims at, such as 0.3")
+        if self.law not in ("target", "ratio") and self.tau is not None:
+            raise ValueError(f"tau belongs to the laws target and ratio, not to law {self.law!r}")
+        if self.floor and self.law != "target":
+            raise ValueError(f"floor belongs to law target, not to law {self.law!r}")
+        if self.pooled and self.law != "ratio":
+            raise ValueError(f"pooled belongs to law ratio, not to law {self.law!r}")
+        if self.steps is not None and self.steps[1] <= self.steps[0]:
+            raise ValueError(f"steps {self.steps} are none; give (first, stop) with first < stop")
+        if self.positions is not None:
+            if len(set(self.positions)) < len(self.positions):
+                raise ValueError(f"positions {self.positions} of the span are not distinct")
+        elif not isinstance(self.span, str):
+            slots = cast("Slots", self.span)
+            for start, stop in slots:
+                if not 0 <= start < stop:
+                    raise ValueError(
+                        f"span [{start}, {stop}) is empty or negative; give 0 <= start < stop"
+                    )
+            ordered = sorted(slots)
+            for (_, stop), (start, _) in pairwise(ordered):
+                if start < stop:
+                    raise ValueError(
+                        f"the intervals of span {self.span} overlap at slot {start}; give disjoint"
+                        " ones"
+                    )
+        return self
+
+    @property
+    def acts(self) -> bool:
+        """Whether it adds anything: alpha is not 0."""
+        return self.alpha != 0
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether its bias depends on the scores of the pass."""
+        return self.law in READING
+
+    @property
+    def counts_slots(self) -> bool:
+        """Whether it follows the released code, whose span is the first slots of the cache."""
+        return "released" in (self.profile, self.span)
+
+    @property
+    def positions(self) -> tuple[int, ...] | None:
+        """The positions of a span within the prefix; None for other spans."""
+        if not isinstance(self.span, str) and self.span[0] == "prefix":
+            return self.span[1]
+        return None
+
+    def bias(
+        self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
+    ) -> Float[np.ndarray, "*shape"]:
+        """b(l), the number added to the attention score of every key of the span (Eq. 7; the laws
+        of Table "scaling").
+
+        Args:
+            l: Lengths, >= 1, any shape.
+            n: l_pre of the branch (l_pro on the raw model), >= 1; in layers with a sliding window
+                one for each l.
+
+        Returns:
+            The bias at each length, float64. The log law is 0 where l <= n; under profile
+            "released" every law is. -inf where the span is blocked.
+
+        Raises:
+            AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
+        """
+        with np.errstate(over="ignore"):  # what overflows is refused where it would act: `within`
+            return self._bias(l, n)
+
+    def within(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """The same biases, if they are of use.
+
+        Raises:
+            AugmentationError: One is not a number, or exceeds `LARGEST`.
+        """
+        off = ~(np.abs(b) <= LARGEST) & ~((self.law == "cut") & np.isneginf(b))
+        if off.any():
+            raise AugmentationError(
+                f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
+                f" allowed: -{LARGEST:g} to {LARGEST:g}, where float32 still tells scores apart. A"
+                " bias of 20 gives a span nearly all attention, so choose a smaller alpha"
+            )
+        return b
+
+    def _bias(
+        self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
+    ) -> Float[np.ndarray, "*shape"]:
+        l = np.asarray(l, dtype=np.float64)
+        match self.law:
+            case "log":
+                b = self.alpha * np.log(np.maximum(l, n) / n)
+            case "linear":
+                b = self.alpha * l / n
+            case "sqrt":
+                b = self.alpha * np.sqrt(l / n)
+            case "constant":
+                assert self.l0 is not None
+                b = np.full_like(l, self.alpha * np.log(self.l0 / n))
+            case "scale":
+                b = np.full_like(l, self.alpha)
+            case "cut":
+                b = np.full_like(l, math.log1p(-self.alpha) if self.alpha < 1 else -math.inf)
+            case _:
+                raise AugmentationError(
+                    f"the bias of law {self.law!r} depends on the attention on the span, not on l"
+                    " alone; use shift(log_odds, l, n)"
+                )
+        return np.where(l > n, b, 0.0) if self.profile == "released" else np.asarray(b)
+
+    def shift(self, log_odds: Any, l: Any, n: Any) -> Any:
+        """b at a query, whatever the law: how far the log-odds of attention on the span move.
+
+        Args:
+            log_odds: logit(A) without the bias, A being the attention on the span: a NumPy array or
+                a tensor, any shape.
+            l, n: As in `bias`; broadcast against `log_odds`.
+
+        Returns:
+            The bias, of the kind and shape of `log_odds`. That of a law which reads the scores lies
+            in [-CAP, CAP].
+        """
+        if isinstance(log_odds, np.ndarray):
+            xp: Any = np
+        else:
+            import torch as xp
+        if not self.reads_scores:
+            b = self.bias(np.asarray(l), n)
+            return xp.zeros_like(log_odds) + (b if xp is np else xp.as_tensor(b))
+        odds = xp.nan_to_num(log_odds, nan=0.0).clip(-EDGE, EDGE)
+        log_share = -xp.log1p(xp.exp(-odds))  # log A
+        if self.law == "target":
+            assert self.tau is not None
+            b = self.alpha * (math.log(self.tau / (1 - self.tau)) - odds)
+            b = b.clip(0, None) if self.floor else b
+        elif self.law == "ratio":
+            assert self.tau is not None
+            b = self.alpha * (math.log(self.tau) - log_share).clip(0, None)
+        else:
+            log_power = log_share / (1 + self.alpha)  # log A^k
+            b = log_power - xp.log(-xp.expm1(log_power)) - odds
+        b = b.clip(-CAP, CAP)
+        if self.profile == "released":
+            longer = np.greater(l, n)
+            b = b * (longer if xp is np else xp.as_tensor(longer, device=b.device))
+        return b
+
+    def selects(self, n_layers: int, n_heads: int) -> Bool[np.ndarray, "layer head"]:
+        """Which heads of which layers the bias reaches in a model of this size.
+
+        Raises:
+            AugmentationError: A layer or head the model does not have, or none is left.
+        """
+        layer = np.arange(n_layers)
+        match self.layers:
+            case "all":
+                chosen = np.ones(n_layers, bool)
+            case "bottom":
+                chosen = layer < n_layers // 2
+            case "top":
+                chosen = layer >= n_layers // 2
+            case "even":
+                chosen = layer % 2 == 0
+            case "odd":
+                chosen = layer % 2 == 1
+            case _:
+                missing = [x for x in self.layers if not 0 <= x < n_layers]
+                if missing:
+                    raise AugmentationError(
+                        f"layer {missing[0]} does not exist; the model has layers 0-{n_layers - 1}"
+                    )
+                chosen = np.isin(layer, self.layers)
+        selected = np.repeat(chosen[:, None], n_heads, axis=1)
+        if self.heads != "all":
+            named = np.zeros_like(selected)
+            for x, y in self.heads:
+                if not (0 <= x < n_layers and 0 <= y < n_heads):
+                    raise AugmentationError(
+                        f"head ({x}, {y}) does not exist; the model has layers 0-{n_layers - 1},"
+                        f" heads 0-{n_heads - 1}"
+                    )
+                named[x, y] = True
+            selected &= named
+        if not selected.any():
+            raise AugmentationError(
+                f"layers {self.layers} and heads {self.heads} have nothing in common in a model of"
+                f" {n_layers} layers; they intersect, so name heads of chosen layers"
+            )
+        return selected
+
+    @property
+    def label(self) -> str:
+        """Name among the arms of a run: alpha and profile, then every field that differs from the
+        profile."""
+        usual = PROFILES[self.profile] | {
+            WRITTEN: PROFILES[self.profile]["length_rule"],
+            "law": "log",
+            "layers": "all",
+            "heads": "all",
+            **ADDED,
+        }
+        others = [
+            f"{field} {shortened(value)}"
+            for field, value in self.model_dump(
+                exclude={"alpha", "profile"}, exclude_none=True
+            ).items()
+            if usual.get(field) != value
+        ]
+        return ", ".join([f"alpha {self.alpha:g} {self.profile}", *others])
+
+    def with_profile_span(self) -> Augmentation:
+        """The same augmentation, but the profile's span replaces one of explicit slots.
+
+        Explicit slots, and positions within a prefix, fit only the branches they were given for.
+        """
+        if isinstance(self.span, str):
+            return self
+        return self.model_copy(update={"span": PROFILES[self.profile]["span"]})
+
+    def to_json(self) -> str:
+        """Every field, resolved, as one JSON object."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Augmentation:
+        """The augmentation that `to_json` wrote.
+
+        Raises:
+            AugmentationError: The text is not the JSON of an augmentation.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise AugmentationError(
+                f"augmentation {first_problem(error, FORMS, cls.model_fields)}"
+            ) from None
+
+
+Rules = Augmentation | Sequence[Augmentation | None] | None
+"""What acts on one row: nothing, one augmentation, or several together."""
+Joint = Augmentation | tuple[Augmentation, ...] | None
+"""The same as cells store it: several only where there are several."""
+
+
+def of_rows(given: Rules | Sequence[Rules], n_rows: int) -> list[Rules]:
+    """What acts on each row: a list holds the rules of each row; all else, also a tuple of several
+    augmentations, acts on every row."""
+    every = not isinstance(given, Sequence) or isinstance(given, tuple)
+    return [given] * n_rows if every else list(given)  # type: ignore[arg-type, list-item]
+
+
+def several(rules: Rules) -> tuple[Augmentation, ...]:
+    """The augmentations of a row that add something."""
+    given = rules if isinstance(rules, Sequence) else (rules,)
+    return tuple(rule for rule in given if rule is not None and rule.acts)
+
+
+def share_steps(one: Augmentation, other: Augmentation) -> bool:
+    """Whether two rules act at one step; without `steps` a rule acts at all."""
+    if one.steps is None or other.steps is None:
+        return True
+    return max(one.steps[0], other.steps[0]) < min(one.steps[1], other.steps[1])
+
+
+def joint(rules: Rules) -> Joint:
+    """Those as one value: None, the only one, or a tuple."""
+    found = several(rules)
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def shortened(value: Any, mark: str = ",") -> str:
+    """A field's value in a label; long lists by their size and a hash."""
+    if isinstance(value, str | float | int):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    text = mark.join(
+        ".".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value
+    )
+    return (
+        text
+        if len(text) <= 24
+        else f"{len(value)} of {hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    )

@@ -1,0 +1,192 @@
+"""Where a text stands in a chat as its template writes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lapa2_interp._util.errors import LayoutError, one_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+HOLE = "\ue000"
+"""Stands for a message's text, to see where a chat template puts it: a character of private use."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that templates write as its reasoning; transformers gives each the same
+text."""
+GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""A mark of transformers' own in templates; it writes nothing."""
+OURS = ("messages", "add_generation_prompt")
+
+
+class Part(NamedTuple):
+    """A text of a chat: the number of its message, and the fields that have it."""
+
+    message: int
+    fields: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return (
+            f"{'' if 'content' in self.fields else 'the reasoning of '}message {self.message + 1}"
+        )
+
+
+class Written(NamedTuple):
+    """A chat as its template writes it.
+
+    Attributes:
+        text: The whole chat.
+        ids: Its tokens.
+        start, stop: Where the span's text stands in it.
+        span: The span's text.
+        whole: It is all of a message's text, or of its reasoning.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    start: int
+    stop: int
+    span: str
+    whole: bool
+
+
+def write_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    span: str,
+    add_generation_prompt: bool,
+    arguments: Mapping[str, Any],
+) -> Written:
+    """Write a chat and find a span in it; see `Layout.of_chat`, also for the errors."""
+    if not messages or not all(map(_readable, messages)):
+        wrong = next((each for each in messages if not _readable(each)), None)
+        raise LayoutError(
+            'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join'
+            f" the texts of parts); found {str(wrong or messages)[:200]}"
+        )
+    chat = [dict(message) for message in messages]
+    part, phrase = _marked(chat, span)
+
+    def written(texts: Sequence[Message], tokenize: bool) -> Any:
+        try:
+            return tokenizer.apply_chat_template(
+                texts,
+                tokenize=tokenize,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=False,
+                **arguments,
+            )
+        except Exception as error:  # templates are others' code, which raises what it likes
+            reason = " ".join(str(error).split())[:200]
+            raise LayoutError(f"the chat template refuses these messages: {reason}") from None
+
+    _check(tokenizer, arguments)
+    text = written(chat, False)
+    # Where the part stands: the template with another text in its place.
+    chat[part.message] |= dict.fromkeys(part.fields, HOLE)
+    around = written(chat, False).split(HOLE)
+    first = len(around[0]) + text[len(around[0]) :].find(part.text)
+    if (
+        len(around) != 2
+        or not text.startswith(around[0])
+        or not text.endswith(around[1])
+        or text[len(around[0]) : len(text) - len(around[1])].strip() != part.text
+    ):
+        raise LayoutError(
+            f"the chat template does not write {part} once and unchanged, so its tokens cannot be"
+            " told"
+        )
+    start = first + part.text.index(phrase)
+    ids = tuple(written([dict(message) for message in messages], True))
+    return Written(text, ids, start, start + len(phrase), phrase, phrase == part.text)
+
+
+def _readable(message: Any) -> bool:
+    """A message has a role, and a text or what stands for one, such as calls of tools."""
+    if not isinstance(message, Mapping):
+        return False
+    content = message.get("content")
+    other = content is None and any(message[name] for name in {*message} - {"role", "content"})
+    return isinstance(message.get("role"), str) and (isinstance(content, str) or other)
+
+
+def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    """Templates ignore arguments that they do not know: a misspelt one would act on nothing."""
+    if not arguments:
+        return
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        template = tokenizer.get_chat_template(tools=arguments.get("tools"))
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        read = meta.find_undeclared_variables(environment.parse(GENERATION.sub("", template)))
+    except (TemplateError, ValueError) as error:
+        raise LayoutError(f"the chat template cannot be read: {error}") from None
+    known = sorted({*read} - {*OURS, "raise_exception", "strftime_now", "namespace", "range"})
+    for name in arguments:
+        if name not in known:
+            raise LayoutError(
+                one_of(
+                    "argument of the chat template", name, known or ["none, it reads no argument"]
+                )
+            )
+
+
+def _marked(chat: Sequence[Message], span: str) -> tuple[Part, str]:
+    """The part of a chat that a span of `Layout.of_chat` names, and its text there."""
+    roles = ", ".join(each["role"] for each in chat)
+    contents = [
+        Part(i, ("content",), (each.get("content") or "").strip()) for i, each in enumerate(chat)
+    ]
+    thoughts = []
+    for i, each in enumerate(chat):
+        fields = tuple(name for name in REASONING if isinstance(each.get(name), str))
+        thoughts.append(Part(i, fields, each[fields[0]].strip() if fields else ""))
+    turns = [i for i, each in enumerate(chat) if each["role"] != "system"]
+    kind, mark, rest = span.partition(":")
+    if span == "system":
+        if chat[0]["role"] != "system":
+            raise LayoutError(
+                f"the chat has no system message in front (its roles: {roles}); give it one, or"
+                " mark a turn or a phrase"
+            )
+        found, phrase = contents[0], contents[0].text
+    elif kind in ("turn", "reasoning") and rest.isdecimal():
+        if not 1 <= int(rest) <= len(turns):
+            raise LayoutError(
+                f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
+                f" message (roles: {roles})"
+            )
+        found = (contents if kind == "turn" else thoughts)[turns[int(rest) - 1]]
+        phrase = found.text
+        if kind == "reasoning" and not phrase:
+            raise LayoutError(
+                f"turn {rest} has no reasoning; give its message a text {REASONING[0]!r}"
+            )
+    elif kind == "phrase" and mark:
+        places = [
+            part
+            for part in (*contents, *thoughts)
+            for at in range(len(part.text))
+            if part.text.startswith(rest, at)
+        ]
+        if not rest.strip() or len(places) != 1:
+            raise LayoutError(
+                f"the phrase {rest!r} occurs {len(places) if rest.strip() else 0} times in the"
+                " chat's messages; mark one that occurs once"
+            )
+        found, phrase = places[0], rest
+    else:
+        raise LayoutError(
+            f"span {span!r} of a chat should be system, turn:NUMBER, reasoning:NUMBER or"
+            " phrase:TEXT"
+        )
+    if not phrase:
+        raise LayoutError(
+            f"message {found.message + 1} of the chat is empty, so it cannot be the span"
+        )
+    return found, phrase

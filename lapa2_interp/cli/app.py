@@ -1,0 +1,141 @@
+"""The command line, `lapa2`: arguments in, one call, words out.
+
+Help is built from the types and docstrings of the commands; torch is imported when one runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from lapa2_interp._util.errors import Lapa2Error, on_command_line
+from lapa2_interp._util.progress import (
+    Stopped,
+    drawing,
+    harmless_output,
+    one_line,
+    stopped_by_sigterm,
+)
+from lapa2_interp._util.version import __version__
+from lapa2_interp.cli.bench import bench
+from lapa2_interp.cli.chat import chat
+from lapa2_interp.cli.circuits import circuits, fading, select
+from lapa2_interp.cli.generate import generate, trace
+from lapa2_interp.cli.look import (
+    layout,
+    list_methods,
+    list_prefixes,
+    list_recipes,
+    list_tasks,
+    models,
+    probe,
+)
+from lapa2_interp.cli.paper import propositions, report
+from lapa2_interp.cli.prefix import app as prefix
+from lapa2_interp.cli.score import app as scorers
+from lapa2_interp.cli.score import score
+from lapa2_interp.cli.sweep import grids, power, runs, sweep
+from lapa2_interp.cli.view import view
+from lapa2_interp.cli.words import words
+
+app = App(
+    name="lapa2",
+    version=__version__,
+    help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language
+model with a prefix, keep the prefix from fading as the text grows, and record where the attention
+goes.
+
+Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts
+with `lapa2 generate`, and whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what
+they take).""",
+    help_format="markdown",
+    default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
+)
+
+for command in (
+    models, layout, probe, generate, chat, trace, score, scorers, prefix, words, grids, power,
+    sweep, runs, propositions, report, bench, circuits, select, fading, view,
+):  # fmt: skip
+    app.command(command)
+app.command(list_methods, name="methods")
+app.command(list_prefixes, name="prefixes")
+app.command(list_recipes, name="recipes")
+app.command(list_tasks, name="tasks")
+
+
+def goes_on(words: Sequence[str]) -> bool:
+    """Whether a command that is stopped keeps what it has finished."""
+
+    def option(name: str) -> str | None:
+        """What an option is given; None without it."""
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if word == name or word.startswith(f"{name}="):
+                return after if word == name else word.partition("=")[2]
+        return None
+
+    match words:
+        case ["sweep" | "score" | "circuits", *_] | ["prefix", "train", *_]:
+            return True
+        case ["scorers", "train", *_]:
+            return option("--kind") == "adapter"
+        case ["select" | "fading", *_]:
+            return option("--file") is not None
+    return False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0; 2 after an error of ours or of the command line, which is one line on
+        stderr; 130 after Ctrl-C; 141 where the reader of the output left before the end; 143 after
+        SIGTERM.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with harmless_output(), on_command_line():
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
+    done = False
+    try:
+        with stopped_by_sigterm():
+            app(
+                words,
+                console=Console(file=drawing(sys.stdout)),  # the help is ours, and in colour
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+            )
+        done = True
+        sys.stdout.flush()
+    except Lapa2Error as error:
+        print(f"lapa2: {one_line(str(error))}", file=sys.stderr)
+    except CycloptsError as error:
+        print(f"lapa2: {one_line(' '.join(str(error).split()))} (see --help)", file=sys.stderr)
+    except BrokenPipeError:  # the reader of our output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0 if done else 128 + signal.SIGPIPE
+    except OSError as error:  # a disk that is full, read-only or closed to this user
+        place = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or str(error)
+        print(f"lapa2: {one_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
+    except MemoryError as error:
+        print(
+            f"lapa2: too little memory ({one_line(str(error)) or 'no more is given'}); ask for less"
+            " at a time (fewer samples, a shorter length), or repeat it where there is more",
+            file=sys.stderr,
+        )
+    except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
+        after = "goes on" if goes_on(words) else "begins anew; nothing half-made is left"
+        print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else 143
+    else:
+        return 0
+    return 2

@@ -1,0 +1,1 @@
+"""From a cell to texts: layouts, batches, the decode loop."""

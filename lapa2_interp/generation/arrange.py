@@ -1,0 +1,143 @@
+"""A cell laid out for its model: the layout of every branch and prompt, and how many tokens follow.
+
+A cell is refused here if it cannot run and no weights are needed to know that: only a tokenizer,
+the model's size and the cards of soft prefixes. A sweep does this before it begins (`runs.checks`),
+`plan` before and after the method has prepared for its prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.bias.augmentation import Augmentation, Joint, several
+from lapa2_interp.bias.keys_seen import KeysSeen, kinds_of
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.methods.base import Branch, Method, Prepared
+from lapa2_interp.methods.registry import assign
+from lapa2_interp.models.card import check_one_side
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@runtime_checkable
+class Size(Protocol):
+    """What must be known of a model: a `ModelCard`, or `models.sizes.Size`."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_ctx(self) -> int: ...
+    @property
+    def keys_seen(self) -> tuple[KeysSeen, ...]: ...
+    @property
+    def short_ctx(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A cell's branches over its prompts.
+
+    Attributes:
+        augmentations: By branch.
+        layouts: By branch, then prompt.
+        steps: New tokens, by prompt.
+        prompt_tokens: Tokens of each prompt by itself.
+    """
+
+    augmentations: tuple[Joint, ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+    steps: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """Keys of the longest branch, by prompt."""
+        return tuple(max(map(len, rows)) for rows in zip(*self.layouts, strict=True))
+
+
+def arrange(
+    cell: Cell,
+    tokenizer: PreTrainedTokenizerBase,
+    size: Size,
+    soft_slots: Mapping[str, int],
+    prepared: Sequence[Prepared] | None = None,
+    layout: Callable[..., Layout] = Layout.of,
+) -> Arrangement:
+    """Lay out every branch of a cell, or refuse it.
+
+    Args:
+        soft_slots: By name, the number of soft slots of branches that have a soft prefix.
+        prepared: What the method worked out, by prompt. Without it the branches of a method that
+            prepares are laid out as bare prompts, because each prompt may get a different text.
+        layout: Called instead of `Layout.of`; it may remember layouts that many cells share.
+
+    Raises:
+        LayoutError: A prefix or prompt tokenises to nothing, or a text does not fit the length or
+            the model's context, or crosses a switch of its rotary factors.
+        AugmentationError: Layers or heads the model does not have.
+    """
+    method, branches = cell.decoder, cell.branches
+    open_texts = prepared is None and type(method).prepare is not Method.prepare
+    known = [Prepared()] * len(cell.prompts) if prepared is None else prepared
+    augmentations = assign(method, branches, cell.augmentation)
+    steps, counts = [], []
+    for prompt in cell.prompts:
+        n = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        counts.append(n)
+        steps.append(cell.length - n if cell.task.length_counts_prompt else cell.length)
+        if steps[-1] < 1:
+            raise LayoutError(
+                f"length {cell.length} leaves nothing to generate after the {n} tokens of"
+                f" {prompt[:40]!r}"
+            )
+    rows = []
+    for branch, augmentation in zip(branches, augmentations, strict=True):
+        reached: list[tuple[Augmentation, list[KeysSeen]]] = []
+        for rule in several(augmentation):
+            layers = np.flatnonzero(rule.selects(size.n_layers, size.n_heads).any(1))
+            reached.append((rule, kinds_of([size.keys_seen[i] for i in layers if size.keys_seen])))
+        of_branch = []
+        for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
+            text = _text(branch, own, open_texts)
+            slots = soft_slots.get(branch.name, 0)
+            each = layout(
+                tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
+            )
+            if len(each) + new > size.n_ctx:
+                raise LayoutError(
+                    f"{len(each)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new"
+                    f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
+                    " or the length"
+                )
+            for rule, kinds in () if open_texts else reached:
+                each.spans(rule.span)
+                for kind in kinds:  # refused beyond a window
+                    each.acts(rule, np.array([len(each) + new - 2]), kind)
+            of_branch.append(each)
+        rows.append(tuple(of_branch))
+    for prompt, new, of_prompt in zip(cell.prompts, steps, zip(*rows, strict=True), strict=True):
+        if not open_texts:
+            read = method.reads_prompt
+            # A soft prefix was trained under the factors of short texts.
+            firsts = [0 if l.soft else len(l.ids) - l.l_pro * read for l in of_prompt]
+            last = max(map(len, of_prompt)) + new - 1
+            reading = ", which reads the probability of the prompt" * read
+            what = f"{prompt[:40]!r} under {method.name}{reading}"
+            check_one_side(size.short_ctx, min(firsts), last, what)
+    return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
+
+
+def _text(branch: Branch, known: Prepared, is_open: bool) -> str | None:
+    """The text in front of a prompt: the branch's, or what was prepared for this prompt."""
+    if branch.name in known.prefixes:
+        branch = replace(branch, prefix=known.prefixes[branch.name])
+    return branch.prefix if isinstance(branch.prefix, str) and not is_open else None

@@ -1,0 +1,123 @@
+"""Words that a text does not say: a token that would say one has weight 0 in the draw.
+
+A word is a run of letters, marks, digits and "_" (`tasks.segmentation`), whole and in any letter
+case, as the scorer `echo` counts. Tokens are read as text behind what is there, so " positive" is
+barred, and "ive" where the text ends with " posit". A word is barred at the token that would finish
+it. So a longer word that begins with it ("positively") is left out too where its first token is the
+word.
+"""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapa2_interp._util.errors import TaskError
+from lapa2_interp.bias.texts import REPLACEMENT
+from lapa2_interp.tasks.segmentation import beginning, end, normal, unspaced
+from lapa2_interp.tasks.segmentation import words as words_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@functools.lru_cache(maxsize=4)
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Every token by id as it reads behind a text, its leading space included: some tokenizers drop
+    the space of what they decode alone."""
+    before = tokenizer("a", add_special_tokens=False).input_ids
+    pairs = [[*before, token] for token in range(len(tokenizer))]
+    head, *whole = tokenizer.batch_decode([before, *pairs], clean_up_tokenization_spaces=False)
+    return tuple(text[len(head) :] for text in whole)
+
+
+class Barred:
+    """Keeps the samples of a batch from saying words.
+
+    Args:
+        tokenizer: The model's.
+        words: What is not said, in small letters.
+        texts: What each sample has before its first token.
+
+    Raises:
+        TaskError: A word of a script without spaces, or of letters of several tokens each.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, words: Sequence[str], texts: Sequence[str]
+    ) -> None:
+        self.spelled = token_texts(tokenizer)
+        for word in words:
+            spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
+            if unspaced(word) or any(REPLACEMENT in self._text(token) for token in spelling):
+                raise TaskError(
+                    f"the word {word!r} cannot be barred: it has no spaces around it in its script,"
+                    " or letters that this tokenizer spells in several tokens; set"
+                    " bar_prefix_words = false, and see the scorer echo"
+                )
+        # A letter may come before its mark, in a token of its own.
+        self.words = tuple(dict.fromkeys(each for word in words for each in _forms(word)))
+        self.ends = [end(normal(text).lower()) for text in texts]
+        self.inside, self.beginning = _tokens_with(self.spelled, self.words)
+        self._known: dict[str, Int[Tensor, " token"]] = {}
+
+    def tokens(self, before: str) -> Int[Tensor, " token"]:
+        """Ids of the tokens that would say a word behind a text.
+
+        Args:
+            before: The unfinished word that the text ends with, in small letters; "" if none.
+        """
+        if before not in self._known:
+            forms = [(word, form) for word in self.words for form in _forms(before)]
+            rests = {word[len(form) :] for word, form in forms if word.startswith(form)}
+            found = [token for rest in rests for token in self.beginning.get(rest, ())]
+            self._known[before] = torch.tensor([*self.inside, *found], dtype=torch.long)
+        return self._known[before]
+
+    def refuse(self, log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+        """The weights of the next token without those that would say a word: log-weight -inf."""
+        tokens = [self.tokens(before) for before in self.ends]
+        sample = torch.arange(len(tokens)).repeat_interleave(torch.tensor(list(map(len, tokens))))
+        where = (sample.to(log_weights.device), torch.cat(tokens).to(log_weights.device))
+        return log_weights.index_put(where, log_weights.new_tensor(-torch.inf))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Go on behind the token that each sample has drawn."""
+        self.ends = [
+            end(normal(before + self._text(token)).lower())
+            for before, token in zip(self.ends, tokens, strict=True)
+        ]
+
+    def _text(self, token: int) -> str:
+        """The text of a token; of an id that pads the vocabulary, none."""
+        return self.spelled[token] if token < len(self.spelled) else ""
+
+
+def _forms(word: str) -> tuple[str, str]:
+    """A word with its marks in its letters, and behind them."""
+    return unicodedata.normalize("NFC", word), unicodedata.normalize("NFD", word)
+
+
+@functools.lru_cache(maxsize=16)
+def _tokens_with(
+    spelled: tuple[str, ...], words: tuple[str, ...]
+) -> tuple[tuple[int, ...], Mapping[str, tuple[int, ...]]]:
+    """Tokens that say a word behind any text, as " positive" does; and, by what they begin with,
+    those that begin with a word or the end of one."""
+    wanted = {word[i:] for word in words for i in range(len(word))}
+    inside: list[int] = []
+    beginnings: dict[str, tuple[int, ...]] = {}
+    for token, text in enumerate(spelled):
+        read = normal(text).lower()
+        first = beginning(read)
+        if set(words_of(read[len(first) :])) & set(words):
+            inside.append(token)
+        elif first in wanted:
+            beginnings[first] = (*beginnings.get(first, ()), token)
+    return tuple(inside), beginnings

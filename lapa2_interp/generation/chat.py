@@ -1,0 +1,173 @@
+"""Chats continued, their spans steered: `Layout.of_chat` says which tokens are the span.
+
+A chat has no task, attribute or method, so it is no cell: what is made here is returned, and not
+stored in a run. Draws, augmentations and traces are those of the decode loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.bias.augmentation import Rules, several
+from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.texts import decode
+from lapa2_interp.generation.cell import TOP_K
+from lapa2_interp.generation.sampling import draw, uniforms
+from lapa2_interp.models.card import (
+    Model,
+    check_one_side,
+    keys_seen,
+    model_card,
+    packed_model,
+    short_context_of,
+)
+from lapa2_interp.models.load import takes_model
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+@dataclass(frozen=True)
+class ChatTexts:
+    """What one chat was continued with.
+
+    Attributes:
+        tokens: By sample, the drawn tokens, an end token included.
+        texts: The same, decoded.
+        trace: The attention, as of a run: branch "chat", and `prefix` is the span. Pooled over
+            layers and heads, or of every head.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]
+    trace: xr.Dataset
+
+
+@takes_model
+@torch.no_grad()
+def continue_chats(
+    model: Model,
+    layouts: Sequence[Layout],
+    augmentation: Rules | str = None,
+    *,
+    length: int = 64,
+    samples: int = 1,
+    seed: int = 1,
+    top_k: int = TOP_K,
+    eos: Literal["keep", "stop", "block"] = "stop",
+    trace: Literal["pooled", "full"] = "pooled",
+) -> list[ChatTexts]:
+    """Sample the next turns of chats, with their spans steered, and record where the attention
+    goes. All are read as one batch.
+
+    Args:
+        layouts: From `Layout.of_chat`, one per chat; any others work, too.
+        augmentation: What acts on the spans: one, several, or none.
+        length: Tokens of each sample, >= 1.
+        samples: How many of each chat. Sample i is the same whatever their number.
+        top_k: Tokens of largest probability that are kept; 1 is greedy. Temperature is 1.
+        eos: What an end token does: it ends the text, is kept as any other, or is never drawn.
+        trace: Means over layers and heads, or every head.
+
+    Returns:
+        What was made of each chat.
+
+    Raises:
+        LayoutError: No chat; a chat and its continuation exceed the model's context, or lie on
+            both sides of a switch of its rotary factors; or length, samples or top_k are below 1.
+        AugmentationError: Layers or heads the model does not have.
+    """
+    if min(length, samples, top_k) < 1:
+        raise LayoutError(
+            f"length, samples and top_k must be at least 1, found {length}, {samples} and {top_k}"
+        )
+    if not layouts:
+        raise LayoutError("no chat to continue; give at least one layout")
+    longest = max(map(len, layouts))
+    if longest + length > model.cfg.n_ctx:
+        raise LayoutError(
+            f"a chat of {longest} tokens and {length} new ones exceed the context of"
+            f" {model.cfg.n_ctx} of {model_card(model).name}; shorten the chat or the length"
+        )
+    shortest = min(len(each.ids) for each in layouts)
+    what = "chats that are read together, with their continuations"
+    check_one_side(short_context_of(model), shortest, longest + length - 1, what)
+    rules = several(named_rules(augmentation))
+    ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
+    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, seen=keys_seen(model))
+    rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))
+    padded = left_pad(layouts)
+    of_rows = [layout for layout in padded for _ in range(samples)]
+    uniform = torch.from_numpy(
+        np.stack(
+            [
+                uniforms(seed, " ".join(map(str, layout.ids)), sample, length)
+                for layout in layouts
+                for sample in range(samples)
+            ]
+        )
+    )  # row step; row = chat x sample
+    expansion = torch.arange(len(padded)).repeat_interleave(samples)
+    recorder.begin(padded, expansion)
+    drawn: list[torch.Tensor] = []
+    with packed_model(model), progress_bar(length * len(of_rows), "chat") as bar:
+        with augmented(model, [rules] * len(padded), padded, recorder):
+            logits = rows.prompt_pass(padded)[expansion, -1]  # row vocab
+        rows.expand(expansion.to(logits.device), capacity=len(padded[0]) + length - 1)
+        recorder.begin(of_rows)
+        running = torch.ones(len(of_rows), dtype=torch.bool)
+        with augmented(model, [rules] * len(of_rows), of_rows, recorder):
+            for step in range(length):
+                weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
+                if eos == "block":
+                    weights = weights.index_fill(1, ends.to(weights.device), -torch.inf)
+                tokens = draw(weights, uniform[:, step].to(weights.device), top_k=top_k)
+                drawn.append(tokens.cpu())
+                bar.update(int(running.sum()))
+                if eos == "stop":
+                    running &= ~torch.isin(drawn[-1], ends)
+                if step + 1 == length or not running.any():
+                    break
+                logits = rows.read(tokens[:, None])[:, -1]
+    kept = [_up_to_end(row, ends.tolist(), eos) for row in torch.stack(drawn, 1).tolist()]
+    whole = recorder.dataset(of_rows, ("chat",), [len(row) for row in kept])
+    found = []
+    for number, layout in enumerate(layouts):
+        mine = slice(number * samples, (number + 1) * samples)
+        own = kept[mine]
+        its = {
+            "sample": mine,
+            "step": slice(max(map(len, own))),
+            "prefix_token": slice(layout.l_pre),
+        }
+        found.append(
+            ChatTexts(
+                tuple(map(tuple, own)),
+                tuple(_text(model, layout, row) for row in own),
+                whole.isel(its).assign_coords(sample=range(samples)),
+            )
+        )
+    return found
+
+
+def _text(model: Model, layout: Layout, tokens: Sequence[int]) -> str:
+    """What tokens read behind a chat, without those that only mark."""
+    before, marks = list(layout.ids), {*model.tokenizer.all_special_ids}
+    whole = decode(model.tokenizer, [*before, *(each for each in tokens if each not in marks)])
+    return whole[len(decode(model.tokenizer, before)) :]
+
+
+def _up_to_end(tokens: list[int], ends: Sequence[int], eos: str) -> list[int]:
+    stops = [i + 1 for i, token in enumerate(tokens) if token in ends] if eos == "stop" else []
+    return tokens[: stops[0]] if stops else tokens

@@ -1,0 +1,396 @@
+"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one
+prompt.
+
+For a group of samples:
+
+1. every branch reads every prompt once (rows: branch x prompt, left-padded);
+2. each prompt's keys, values and logits are expanded to its samples (rows: branch x sample);
+3. per step: the method combines the branches' log-probabilities, the sampler draws one token per
+   sample, the token is appended to all branches of that sample.
+
+Every pass runs under the branch's augmentation (Algorithm 1) and under the method's interventions,
+if it makes any, and is observed by the trace recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp._util.errors import EmptyDistributionError, ModelError
+from lapa2_interp._util.progress import no_progress, progress_bar
+from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.neurons import with_neurons_set
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.bias.augmentation import several
+from lapa2_interp.bias.texts import continuation
+from lapa2_interp.generation.barring import Barred
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.plan import Batch, Plan, plan
+from lapa2_interp.generation.sampling import NOTHING, draw
+from lapa2_interp.methods.base import LogProbs, PrepareKit, Start
+from lapa2_interp.models.card import Model, keys_seen, model_card, packed_model
+from lapa2_interp.models.load import takes_model
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a call of `generate` made.
+
+    Attributes:
+        samples: One row per sample: prompt, attribute, sample, text (as it is scored),
+            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
+            left to draw).
+        trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
+    """
+
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
+
+
+class EmptyGenerationError(EmptyDistributionError):
+    """Some texts ended because no token was left to draw.
+
+    `generation` holds all texts, the ended ones up to their last token.
+    """
+
+    def __init__(self, message: str, generation: Generation) -> None:
+        super().__init__(message)
+        self.generation = generation
+
+
+@dataclass
+class Ending:
+    """When and how the samples of a group end; `n_tokens` starts as the steps they were planned to
+    have."""
+
+    n_tokens: list[int]
+    finish: list[str]
+
+    @classmethod
+    def at(cls, steps: Sequence[int]) -> Ending:
+        return cls(list(steps), ["length"] * len(steps))
+
+    def running(self, step: int) -> int:
+        """Samples that have this step."""
+        return sum(n > step for n in self.n_tokens)
+
+    def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
+        """End these samples after `at` tokens, if they have not ended before."""
+        for i in which.nonzero()[:, 0].tolist():
+            if self.n_tokens[i] > at or (
+                self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"
+            ):
+                self.n_tokens[i], self.finish[i] = at, how
+
+
+@takes_model
+def generate(
+    model: Model, cell: Cell, kit: PrepareKit | None = None, progress: tqdm | None = None
+) -> Generation:
+    """Continue a cell's prompts with its model, and record where the attention went.
+
+    Args:
+        model: The cell's, from `load_model`.
+        kit: As in `plan`.
+        progress: As in `run_plan`.
+
+    Raises:
+        Lapa2Error: As `plan` and `run_plan`.
+    """
+    return run_plan(model, plan(model, cell, kit), progress=progress)
+
+
+@takes_model
+@torch.no_grad()
+def run_plan(
+    model: Model,
+    plan: Plan,
+    groups: Sequence[Sequence[tuple[int, int]]] | None = None,
+    progress: tqdm | None = None,
+) -> Generation:
+    """Carry out a plan.
+
+    Args:
+        groups: Some of the plan's groups; all by default.
+        progress: A bar to advance, shared by several plans; by default one of its own, shown after
+            2 s.
+
+    Raises:
+        TraceError: Patterns are asked of heads that the model does not have.
+        ModelError: The model's logits are not numbers.
+        EmptyGenerationError: At the end, if a text ran out of tokens.
+    """
+    cell = plan.cell
+    own = (
+        None
+        if progress is not None
+        else progress_bar(plan.new_tokens, f"{plan.method.name} {cell.attribute}")
+    )
+    bar = progress if own is None else own
+    tables, traces, problems = [], [], []
+    try:
+        with packed_model(model):
+            for group in plan.groups if groups is None else groups:
+                table, trace = _made(model, plan, group, bar)
+                tables.append(table)
+                problems += [
+                    f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
+                    for row in table.to_dict("records")
+                    if row["finish"] == "empty"
+                ]
+                if trace is not None:
+                    traces.append(trace)
+    finally:
+        if own is not None:
+            own.close()
+    table = pd.concat(tables, ignore_index=True)
+    made = Generation(table, join_traces(traces, table) if traces else None)
+    if problems:
+        raise EmptyGenerationError(
+            f"no token has positive weight for {problems[0]}"
+            + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
+            + f" ({plan.method.name}: {plan.method.when_empty}); the texts up to there are kept",
+            made,
+        )
+    return made
+
+
+def _made(
+    model: Model, plan: Plan, group: Sequence[tuple[int, int]], bar: tqdm
+) -> tuple[pd.DataFrame, xr.Dataset | None]:
+    """The texts of a group and their trace; those that the method does not accept are drawn
+    again."""
+    size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, plan.cell.trace)
+    places = list(range(len(group)))
+    order, tables, traces = [], [], []
+    for trial in range(plan.method.trials):
+        batch = plan.batch([group[place] for place in places], trial)
+        ending = Ending.at(batch.steps)
+        recorder = None
+        if kind != "none":
+            recorder = Recorder(*size, kind, plan.cell.patterns, keys_seen(model))
+        progress = bar if trial == 0 else no_progress()
+        drawn = _decode(model, plan, batch, ending, recorder, progress)
+        tokens = torch.stack(list(drawn), dim=1)  # sample step
+        table = _table(model, plan, batch, tokens, ending)
+        stays = np.ones(len(places), dtype=bool)
+        if trial + 1 < plan.method.trials:
+            texts = table["prompt"] + table["continuation"]
+            stays[:] = [
+                plan.method.accepts(batch.prepared[own], text, made)
+                for own, text, made in zip(batch.owner, texts, table["tokens"], strict=True)
+            ]
+        order += [place for place, stay in zip(places, stays, strict=True) if stay]
+        places = [place for place, stay in zip(places, stays, strict=True) if not stay]
+        tables.append(table[stays])
+        if recorder is not None:
+            found = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
+            traces.append(found if stays.all() else found.isel(sample=stays))
+        if not places:
+            break
+    if len(tables) == 1:
+        return tables[0], traces[0] if traces else None
+    back = np.argsort(order)
+    trace = _joined(traces).isel(sample=back) if traces else None
+    return pd.concat(tables).iloc[back], trace
+
+
+def _decode(
+    model: Model,
+    plan: Plan,
+    batch: Batch,
+    ending: Ending,
+    recorder: Recorder | None,
+    bar: tqdm,
+) -> Iterator[Int[Tensor, " sample"]]:
+    """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
+    ends = torch.tensor(
+        model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)), dtype=torch.long
+    )
+    of_prompts = [
+        augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)
+    ]
+    expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
+    method, branches = plan.method, plan.branches
+    n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
+    direct = any(rule.phase == "query" for each in plan.augmentations for rule in several(each))
+    rows = open_rows(model, recompute=method.recomputes, direct=direct)
+    if recorder is not None:
+        recorder.begin(batch.layouts, expansion)
+    state: Any = method.begin(Start(batch.prepared, None, n_prompt))
+    keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
+    with (
+        augmented(model, of_prompts, batch.layouts, recorder),
+        with_neurons_set(model, method.intervene(state), len(branches)),
+    ):
+        # row query vocab; row = branch x prompt
+        read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
+    rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
+    state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
+    logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
+    del read
+
+    barred = None
+    if words := plan.cell.barred_words:
+        barred = Barred(model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs])
+
+    def refuse(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+        """Without the tokens that are never drawn: log-weight -inf."""
+        if plan.cell.eos == "block":
+            log_weights = log_weights.index_fill(1, ends.to(log_weights.device), -torch.inf)
+        return log_weights if barred is None else barred.refuse(log_weights)
+
+    uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
+    if recorder is not None:
+        recorder.begin(batch.sample_layouts)
+    with augmented(
+        model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder
+    ):
+        for step in range(max(batch.steps)):
+            log_probs = _of_branches(logits, branches)  # by branch: sample vocab
+            known = without_refused(log_probs, refuse)
+            log_weights = refuse(method.combine(known, state))  # sample vocab
+            drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
+            # An ended sample's row runs on with the others; what it reads does not matter.
+            tokens = drawn.clamp(min=0)
+            state = method.advance(state, log_probs, tokens)
+            here = drawn.cpu()  # the step's one wait for the device
+            if barred is not None:
+                barred.advance(here.clamp(min=0).tolist())
+            if (nothing := here == NOTHING).any():
+                _check_numbers(model, logits, step)
+            ending.stop(nothing, step, "empty")
+            yield here.clamp(min=0)
+            bar.update(ending.running(step))
+            if plan.cell.eos == "stop":
+                ending.stop(torch.isin(here, ends), step + 1, "end")
+            if not ending.running(step + 1):
+                return
+            with with_neurons_set(model, method.intervene(state), len(branches)):
+                # sample -> row 1 -> row vocab
+                logits = rows.read(tokens.repeat(len(branches))[:, None])[:, -1]
+
+
+def without_refused(log_probs: LogProbs, refuse: Callable[[Tensor], Tensor]) -> LogProbs:
+    """The raw branch, or the only one, without what is refused: a method that keeps the likeliest
+    tokens must not fill up with tokens that are never drawn."""
+    kept = next(iter(log_probs)) if len(log_probs) == 1 else "base"
+    if kept not in log_probs:
+        return log_probs
+    return {**log_probs, kept: refuse(log_probs[kept])}
+
+
+def _check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:
+    """Refuse a model whose logits are no numbers.
+
+    Raises:
+        ModelError: They are NaN.
+    """
+    if logits.isnan().any():
+        card = model_card(model)
+        wider = ", or --dtype float32" if card.dtype in ("float16", "bfloat16") else ""
+        raise ModelError(
+            f"the logits of {card.name} are not numbers (NaN) at step {step}: a weight is NaN, or"
+            f" numbers exceed {card.dtype}; load sound weights{wider}"
+        )
+
+
+def _start(
+    batch: Batch,
+    branches: Sequence[str],
+    n_prompt: Int[Tensor, " prompt"],
+    read: Float[Tensor, "row query vocab"] | None,
+) -> Start:
+    """The start of the batch's samples; `read` holds the logits of their prompts, if they are
+    needed."""
+    owner = torch.tensor(batch.owner)
+    log_likelihood = None
+    if read is not None:
+        # by branch: prompt
+        of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
+        # by branch: prompt -> sample
+        log_likelihood = {
+            name: each[owner.to(each.device)]
+            for name, each in zip(branches, of_prompts, strict=True)
+        }
+    device = "cpu" if read is None else read.device
+    return Start(
+        [batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device)
+    )
+
+
+def _of_branches(
+    logits: Float[Tensor, "row vocab"], branches: Sequence[str]
+) -> Mapping[str, Tensor]:
+    """Log-probabilities by branch, in at least float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # row vocab -> by branch: sample vocab
+    return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
+
+
+def _table(
+    model: Model, plan: Plan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
+) -> pd.DataFrame:
+    rows = []
+    for i, (prompt, sample) in enumerate(batch.pairs):
+        made = tokens[i, : ending.n_tokens[i]].tolist()
+        text = plan.prompts[prompt]
+        new = continuation(model.tokenizer, text, made)
+        rows.append(
+            {
+                "prompt": text,
+                "attribute": plan.cell.attribute,
+                "sample": sample,
+                "text": text + new if plan.cell.task.length_counts_prompt else new,
+                "continuation": new,
+                "tokens": made,
+                "n_tokens": ending.n_tokens[i],
+                "finish": ending.finish[i],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
+    """Join traces along `sample`, padded with NaN to the longest.
+
+    Samples are numbered as the rows of the table.
+    """
+    joined = _joined(traces).assign_coords(sample=np.arange(len(table)))
+    names = {"prompt": "prompt_text"} | {
+        name: name for name in ("task", "attribute", "method", "arm", "cell")
+    }
+    return joined.assign_coords(
+        {
+            name: ("sample", table[column].astype(str).to_numpy())
+            for column, name in names.items()
+            if column in table
+        }
+    )
+
+
+def _joined(traces: Sequence[xr.Dataset]) -> xr.Dataset:
+    import xarray as xr
+
+    return xr.concat(
+        list(traces),
+        dim="sample",
+        join="outer",
+        data_vars="all",
+        coords="different",
+        compat="equals",
+    )

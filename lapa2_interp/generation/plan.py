@@ -1,0 +1,302 @@
+"""A cell resolved before anything runs: layouts, augmentations, steps, and which samples share a
+batch.
+
+Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lapa2_interp._util.errors import MethodError, ModelError
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.generation.arrange import Arrangement, arrange
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.sampling import uniforms
+from lapa2_interp.methods.base import Method, Prepared, PrepareKit, Soft
+from lapa2_interp.models.card import Model, is_bridge, kv_heads, model_card, window_of
+from lapa2_interp.models.load import takes_model
+from lapa2_interp.prefixes.soft_prefix import SoftName, SoftPrefix, find_prefix
+
+MAX_ROWS = 120
+CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are decoded together.
+
+    Attributes:
+        pairs: (prompt number, sample number) of each sample.
+        layouts: Left-padded, branch by branch one per prompt used.
+        prefixes: The soft prefix of each layout, or None.
+        owner: Which of the batch's prompts each sample continues.
+        steps: New tokens of each sample.
+        uniform: The random numbers that tokens are drawn with, [sample, step].
+        prepared: What the method worked out about each of the batch's prompts.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    layouts: tuple[Layout, ...]
+    prefixes: tuple[SoftPrefix | None, ...]
+    owner: tuple[int, ...]
+    steps: tuple[int, ...]
+    uniform: Float[np.ndarray, "sample step"]
+    prepared: tuple[Prepared, ...]
+
+    @property
+    def n_prompts(self) -> int:
+        return max(self.owner) + 1
+
+    @property
+    def expansion(self) -> list[int]:
+        """By row of the expanded batch (branch x sample), the row of the prompt pass it copies
+        (branch x prompt)."""
+        return [
+            first + own
+            for first in range(0, len(self.layouts), self.n_prompts)
+            for own in self.owner
+        ]
+
+    @property
+    def sample_layouts(self) -> list[Layout]:
+        """The layouts of the expanded rows."""
+        return [self.layouts[row] for row in self.expansion]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cell ready to be generated: every branch's layout per prompt, and who shares a batch.
+
+    Attributes:
+        branches: Names of the branches.
+        layouts: By branch, then prompt.
+        prefixes: By branch, the soft prefix or None.
+        augmentations: By branch.
+        steps: New tokens per prompt.
+        prepared: What the method worked out about each prompt.
+        groups: Batches of (prompt number, sample number).
+    """
+
+    cell: Cell
+    branches: tuple[str, ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+    prefixes: tuple[SoftPrefix | None, ...]
+    augmentations: tuple[Joint, ...]
+    steps: tuple[int, ...]
+    prepared: tuple[Prepared, ...] = field(repr=False)
+    groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
+
+    @property
+    def method(self) -> Method:
+        """The method with its parameters."""
+        return self.cell.decoder
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts that are continued."""
+        return self.cell.prompts
+
+    def batch(self, group: Sequence[tuple[int, int]], trial: int = 0) -> Batch:
+        """The batch that decodes one group, for the first time or again."""
+        used = sorted({prompt for prompt, _ in group})
+        steps = tuple(self.steps[prompt] for prompt, _ in group)
+        uniform = np.zeros((len(group), max(steps)))
+        for row, (prompt, sample), n in zip(uniform, group, steps, strict=True):
+            row[:n] = uniforms(self.cell.seed, self.prompts[prompt], sample, n, trial)
+        return Batch(
+            pairs=tuple(group),
+            layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
+            prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
+            owner=tuple(used.index(prompt) for prompt, _ in group),
+            steps=steps,
+            uniform=uniform,
+            prepared=tuple(self.prepared[prompt] for prompt in used),
+        )
+
+    @property
+    def prefix_names(self) -> dict[str, str | SoftName | None]:
+        """What stands in front of the prompt, by branch: a text, a soft prefix, or nothing."""
+        found: dict[str, str | SoftName | None] = {}
+        for branch, prefix in zip(self.cell.branches, self.prefixes, strict=True):
+            found[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
+        return found
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.steps[prompt] for group in self.groups for prompt, _ in group)
+
+    @property
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """What the method worked out, by prompt; under "all prompts" if it is the same for all;
+        empty if nothing."""
+        found = [dict(each.summary) for each in self.prepared]
+        if all(each == found[0] for each in found):
+            return {"all prompts": found[0]} if found[0] else {}
+        return dict(zip(self.prompts, found, strict=True))
+
+    def tokens_read(self, recompute: bool) -> int:
+        """Tokens that go through the model, each once, or (`recompute`) the whole text at every
+        step."""
+        total = 0
+        for row in self.layouts:
+            for group in self.groups:
+                for prompt, _ in group:
+                    first, new = row[prompt].n_live, self.steps[prompt]
+                    total += new * first + new * (new - 1) // 2 if recompute else first + new - 1
+        return total
+
+    @property
+    def rows(self) -> int:
+        return len(self.branches) * sum(len(group) for group in self.groups)
+
+    @property
+    def merged(self) -> list[str]:
+        """Tokens that cross the seam between a prefix and a prompt, in words."""
+        found = [
+            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and"
+            " counts as prefix"
+            for name, row in zip(self.branches, self.layouts, strict=True)
+            for prompt, each in zip(self.prompts, row, strict=True)
+            if each.merged is not None
+        ]
+        return found
+
+
+@takes_model
+def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
+    """Resolve a cell before its first token: checks first, then what the method has to prepare.
+
+    Args:
+        model: The cell's, from `load_model`.
+        kit: What `Method.prepare` is given (`runs.method_context.ModelKit`); plans that share
+            one share what it has made. Methods that prepare nothing need none.
+
+    Raises:
+        ModelError: The model is not the cell's.
+        MethodError: The method cannot prepare for a prompt, or needs a kit.
+        LayoutError, AugmentationError: As `arrange`.
+        PrefixError: A soft prefix the method names is not there, or belongs to another model.
+    """
+    card, method = model_card(model), cell.decoder
+    for name, given in (
+        ("model", card.name),
+        ("dtype", card.dtype),
+        ("model_class", card.model_class),
+    ):
+        if given != getattr(cell, name):
+            raise ModelError(
+                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {given!r}"
+            )
+    prefixes = tuple(
+        (
+            find_prefix(model, cell.task.name, branch.prefix.set, branch.prefix.attribute)
+            if isinstance(branch.prefix, Soft)
+            else None
+        )
+        for branch in cell.branches
+    )
+    names = tuple(branch.name for branch in cell.branches)
+    slots = {
+        name: len(prefix)
+        for name, prefix in zip(names, prefixes, strict=True)
+        if prefix is not None
+    }
+    arrangement = arrange(cell, model.tokenizer, card, slots)
+    prepared = (Prepared(),) * len(cell.prompts)
+    if type(method).prepare is not Method.prepare:
+        if kit is None:
+            raise MethodError(
+                f"{method.name} prepares for its prompts; give plan or generate a kit"
+                " (lapa2_interp.runs.method_context)"
+            )
+        prepared = _prepare(method, kit, cell)
+        arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
+    rows = cell.max_rows or _default_rows(model, method, arrangement)
+    pairs = [
+        (prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)
+    ]
+    size = max(1, rows // len(names))
+    return Plan(
+        cell=cell,
+        branches=names,
+        layouts=arrangement.layouts,
+        prefixes=prefixes,
+        augmentations=arrangement.augmentations,
+        steps=arrangement.steps,
+        prepared=prepared,
+        groups=_groups(
+            pairs,
+            size,
+            arrangement.longest,
+            arrangement.steps,
+            model.cfg.n_ctx,
+            card.short_ctx,
+            alike=bool(slots) and window_of(model) is not None,
+        ),
+    )
+
+
+def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...]:
+    prepared = []
+    with progress_bar(
+        len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"
+    ) as bar:
+        for prompt in cell.prompts:
+            prepared.append(method.prepare(kit, cell.task, cell.attribute, prompt))
+            bar.update()
+    return tuple(prepared)
+
+
+def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
+    """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
+    keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
+    width = kv_heads(model) * model.cfg.d_head
+    row_bytes = 2 * model.cfg.n_layers * width * model.cfg.dtype.itemsize * keys
+    # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
+    # again.
+    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
+    positions = keys if method.recomputes and not is_bridge(model) else positions
+    row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
+    return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
+
+
+def _groups(
+    pairs: Sequence[tuple[int, int]],
+    size: int,
+    longest: Sequence[int],
+    steps: Sequence[int],
+    n_ctx: int,
+    short: int | None = None,
+    alike: bool = False,
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Batches in order: at most `size` samples each. A batch's longest branch and largest number of
+    steps must fit the context together.
+
+    Args:
+        short: As `models.card.short_context`: a batch lies on one side of it, with the steps that
+            an ended sample's row runs on.
+        alike: Prompts of one batch have the same length (`cache.check_window`).
+    """
+    groups: list[list[tuple[int, int]]] = []
+    width = most = 0
+    for pair in pairs:
+        width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
+        last = longest[groups[-1][0][0]] if groups else 0
+        other = alike and last != longest[pair[0]]
+        room = n_ctx
+        if short is not None:
+            other |= (last > short) != (longest[pair[0]] > short)
+            room = n_ctx if longest[pair[0]] > short else short + 1  # the last token is not read
+        if not groups or len(groups[-1]) == size or width + most > room or other:
+            groups.append([])
+            width, most = longest[pair[0]], steps[pair[0]]
+        groups[-1].append(pair)
+    return tuple(map(tuple, groups))

@@ -1,0 +1,218 @@
+"""A given text read as if it had been generated: the same traces, under another augmentation.
+
+Arms that generate write different texts, so that both the augmentation and the text differ between
+their traces. Here the text is fixed and only the augmentation changes. The text goes through the
+network in chunks of queries behind a cache of fixed size,
+every query with its own l; the trace equals that of cached decoding, token by token.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp._util.errors import LayoutError, TraceError
+from lapa2_interp.attention.cache import check_tokens, open_rows
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.bias.augmentation import Augmentation, Rules, of_rows, several
+from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.models.card import (
+    Model,
+    check_one_side,
+    keys_seen,
+    packed_model,
+    short_context_of,
+)
+from lapa2_interp.models.load import takes_model
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+SCORES_AT_ONCE = 2**24
+"""Attention scores of one layer that a chunk may hold; 64 MiB each time they are copied in float32.
+"""
+KEYS_AT_ONCE = 2**14
+"""Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
+
+
+@takes_model
+@torch.no_grad()
+def teacher_forced(
+    model: Model,
+    layouts: Layout | Sequence[Layout],
+    texts: Sequence[Sequence[int]] | Int[Tensor, "row token"],
+    augmentation: Augmentation | Sequence[Rules] | str | None = None,
+    *,
+    prefixes: Sequence[SoftPrefix | None] | None = None,
+    trace: TraceKind = "full",
+    branch: str = "target",
+    patterns: Sequence[tuple[int, int]] = (),
+    chunk: int | None = None,
+    progress: tqdm | None = None,
+) -> xr.Dataset:
+    """The trace of texts that are given, row by row, behind their prefixes and prompts.
+
+    Args:
+        layouts: One per row, or one for all.
+        texts: Token ids after the prompt, of any lengths >= 1. Step t is the query that would
+            predict token t, so that as many steps are recorded as there are tokens, and the last
+            token is not read.
+        augmentation: One, or several as a tuple, for all rows; or a list with those of each row.
+        prefixes: The rows' soft prefixes.
+        trace: "pooled" or "full".
+        branch: Name of the trace's only branch; its samples are the rows.
+        patterns: (layer, head) pairs whose whole attention rows are kept, as in `Recorder`.
+        chunk: Queries read at once; changes nothing but memory and time. Under a pooled law it is
+            1.
+        progress: A bar to advance by the steps read.
+
+    Raises:
+        TraceError: No text, an empty one, trace "none", a head that the model does not have, or a
+            chunk of nothing.
+        LayoutError: A text exceeds the context or crosses a switch of the model's rotary factors,
+            the model lacks a token, or the numbers of layouts,
+            texts, prefixes and augmentations differ.
+    """
+    try:
+        rows = [[operator.index(token) for token in text] for text in texts]
+    except TypeError as error:
+        raise TraceError(
+            f"texts are lists of token ids, one list for each text; found {str(texts)[:80]}"
+        ) from error
+    given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
+    if trace == "none" or not rows or not all(rows):
+        given_texts = (
+            "trace 'none'"
+            if trace == "none"
+            else f"{len(rows)} texts" + (", one empty" if rows else "")
+        )
+        raise TraceError(
+            "a teacher-forced trace needs texts of at least one token, and trace pooled or full;"
+            f" found {given_texts}"
+        )
+    if len(given) != len(rows):
+        raise LayoutError(
+            f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
+        )
+    rules = [named_rules(row) for row in of_rows(named_rules(augmentation), len(rows))]
+    soft = [None] * len(rows) if prefixes is None else list(prefixes)
+    if not len(rules) == len(soft) == len(rows):
+        raise LayoutError(
+            f"{len(rules)} augmentations and {len(soft)} prefixes for {len(rows)} texts; give one a"
+            " text"
+        )
+    if chunk is not None and chunk < 1:
+        raise TraceError(f"chunk must be at least 1, found {chunk}")
+    short = short_context_of(model)
+    for number, (each, row) in enumerate(zip(given, rows, strict=True)):
+        check_tokens(model, row)
+        if each.n_live + len(row) - 1 > model.cfg.n_ctx:
+            raise LayoutError(
+                f"prefix, prompt and text have {each.n_live + len(row) - 1} tokens, more than the"
+                f" model's context of {model.cfg.n_ctx}; give at most"
+                f" {model.cfg.n_ctx - each.n_live + 1} tokens of text"
+            )
+        first = 0 if each.soft else len(each.ids)
+        check_one_side(short, first, each.n_live + len(row) - 1, f"text {number}")
+    parts = []
+    for group in _groups(given, rows, model.cfg.n_ctx, short):
+        batch = _Batch(
+            [given[i] for i in group],
+            [rows[i] for i in group],
+            [rules[i] for i in group],
+            [soft[i] for i in group],
+        )
+        with packed_model(model):
+            parts.append(_read(model, batch, trace, branch, patterns, chunk, progress))
+    if len(parts) == 1:
+        return parts[0]
+    import xarray as xr
+
+    whole = xr.concat(
+        parts, dim="sample", join="outer", data_vars="all", coords="different", compat="equals"
+    )
+    return whole.assign_coords(sample=np.arange(len(rows)))
+
+
+def _groups(
+    layouts: Sequence[Layout],
+    rows: Sequence[Sequence[int]],
+    n_ctx: int,
+    short: int | None,
+) -> list[list[int]]:
+    """Rows that are read together, in order: as many as fit the context side by side and the memory
+    meant for a batch, on one side of a switch of rotary factors."""
+
+    def room(i: int) -> int:
+        return n_ctx if short is None or len(layouts[i].ids) > short else short
+
+    groups: list[list[int]] = []
+    for i in range(len(rows)):
+        group = [*groups[-1], i] if groups else [i]
+        width = _width([layouts[j] for j in group], [rows[j] for j in group])
+        alike = room(group[0]) == room(i)
+        if groups and alike and width <= room(i) and len(group) * width <= KEYS_AT_ONCE:
+            groups[-1] = group
+        else:
+            groups.append([i])
+    return groups
+
+
+def _width(layouts: Sequence[Layout], rows: Sequence[Sequence[int]]) -> int:
+    return (
+        max(each.soft for each in layouts)
+        + max(len(each.ids) for each in layouts)
+        + max(map(len, rows))
+        - 1
+    )
+
+
+class _Batch(NamedTuple):
+    """What belongs to the rows of one batch."""
+
+    layouts: list[Layout]
+    rows: list[list[int]]
+    rules: list[Rules]
+    prefixes: list[SoftPrefix | None]
+
+
+def _read(
+    model: Model,
+    batch: _Batch,
+    trace: TraceKind,
+    branch: str,
+    patterns: Sequence[tuple[int, int]],
+    chunk: int | None,
+    progress: tqdm | None,
+) -> xr.Dataset:
+    padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
+    width = _width(batch.layouts, batch.rows)
+    if any(rule.pooled for row in batch.rules for rule in several(row)):
+        chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
+    chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
+    # Rows that end earlier are filled up with their last token, which no earlier query can see.
+    even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
+    tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
+    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, keys_seen(model))
+    recorder.begin(padded)
+    direct = any(rule.phase == "query" for row in batch.rules for rule in several(row))
+    state = open_rows(model, direct=direct)
+    with augmented(model, batch.rules, padded, recorder):
+        state.prompt_pass(padded, batch.prefixes)
+        state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
+        for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():
+            state.read(part)
+            if progress is not None:
+                progress.update(part.numel())
+    return recorder.dataset(padded, (branch,), steps)

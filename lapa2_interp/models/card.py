@@ -1,0 +1,524 @@
+"""A loaded model of either TransformerLens class, and the card that says what was loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from lapa2_interp._util.errors import LayoutError, ModelError
+from lapa2_interp.bias.keys_seen import FULL, KeysSeen, KeysSeenKind
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.texts import tokenizer_of
+from lapa2_interp.models.prepacked import Packing, choose_packing, packed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import GenerationConfig
+
+ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
+Model = Any
+"""A TransformerLens model (TransformerBridge, or HookedTransformer under transformer-lens 3.9), or
+a `TransformersModel`."""
+
+
+class TransformersModel:
+    """A plain transformers model behind the few names by which texts are generated and read.
+
+    It has no hooks: `augmented` reaches its attention through transformers' own interface. So it
+    also serves architectures that TransformerLens lacks, or whose hooks are dead.
+
+    Args:
+        network: A causal language model.
+        tokenizer, name: The model's.
+
+    Raises:
+        ModelError: It is no transformers model.
+        LayoutError: The tokenizer is none.
+    """
+
+    hook_dict: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
+        if not hasattr(type(network), "set_attn_implementation"):
+            raise ModelError(
+                f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
+                f" {type(network).__name__}; load_model loads one by its name"
+            )
+        self.original_model, self.tokenizer = network, tokenizer_of(tokenizer)
+        config = network.config.get_text_config()  # of a model that reads images, too
+        n_kv_heads, d_head, _ = max(kv_sizes(config))
+        self.cfg = SimpleNamespace(
+            n_layers=config.num_hidden_layers,
+            n_heads=config.num_attention_heads,
+            n_key_value_heads=n_kv_heads,
+            d_head=d_head,
+            d_vocab=config.vocab_size,
+            n_ctx=context_of(config),
+            dtype=network.dtype,
+            device=network.device,
+            model_name=name,
+            original_architecture=type(network).__name__,
+        )
+
+    def __call__(self, ids: Tensor, **settings: Any) -> Tensor:
+        """Logits of ids; `settings` as the network takes them."""
+        return self.original_model(ids.to(self.cfg.device), **settings).logits
+
+    def eval(self) -> TransformersModel:
+        self.original_model.eval()
+        return self
+
+    @property
+    def W_E(self) -> Tensor:
+        """Embeddings [vocab, d_model]."""
+        return self.original_model.get_input_embeddings().weight
+
+
+UNNAMED = 2048
+"""Context of models that name none, such as Bloom: what transformer-lens takes."""
+
+
+def context_of(config: Any) -> int:
+    """Tokens that a transformers model can read: those it has positions for, or was trained on.
+
+    Models without a table of positions name no number, or only that of their training.
+    """
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        if isinstance(found := getattr(config, name, None), int) and found > 0:
+            return found
+    return UNNAMED
+
+
+def rotary_limit(config: Any) -> tuple[str, int] | None:
+    """Where the rotary factors of a transformers model depend on the length of a pass: the kind,
+    "longrope" or "dynamic", and the longest pass with the factors of short texts.
+
+    longrope (Phi-3.5, Phi-4-mini, PhiMoE) has two sets of factors, and PhiMoE two scales of them;
+    dynamic NTK has others for every length beyond the context.
+    """
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (given, *given.values()):  # of all layers, or by their type
+        if not isinstance(each, Mapping):
+            continue
+        kind = each.get("rope_type") or each.get("type") or ""
+        if kind == "longrope" or "long_mscale" in each:
+            original = each.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            return "longrope", original or context_of(config)
+        if "dynamic" in kind:
+            return "dynamic", context_of(config)
+    return None
+
+
+def short_context(config: Any) -> int | None:
+    """Tokens of the longest pass with the rotary factors of short texts; None where there is one
+    set of factors in the whole context."""
+    kind, limit = rotary_limit(config) or ("", 0)
+    return limit if kind == "longrope" and limit < context_of(config) else None
+
+
+def short_context_of(model: Model) -> int | None:
+    """`short_context` of a loaded model."""
+    config = getattr(network_of(model), "config", None)
+    return None if config is None else short_context(config)
+
+
+def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
+    """Refuse passes on both sides of a switch of rotary factors.
+
+    Args:
+        short: As `short_context`.
+        first, last: Tokens of the shortest and the longest pass whose logits count.
+
+    Raises:
+        LayoutError: The first has the factors of short texts, and the last others.
+    """
+    if short is not None and first <= short < last:
+        raise LayoutError(
+            f"{what}: passes of {first} to {last} tokens, and beyond {short} this model has other"
+            " rotary factors (longrope, original_max_position_embeddings), under which keys from"
+            f" before are stale; stay within {short} tokens, or begin beyond them"
+        )
+
+
+def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
+    """KV heads of the layers, and numbers of a key and of a value; one entry where all are alike in
+    the configuration."""
+    found = []
+    for each in getattr(config, "per_layer_config", None) or [config]:
+        heads = each.num_attention_heads
+        key = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
+        key = key or each.hidden_size // heads
+        value = each.v_head_dim if getattr(each, "kv_lora_rank", None) else key
+        found.append((getattr(each, "num_key_value_heads", None) or heads, key, value))
+    return found
+
+
+KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
+    {
+        "full_attention": "full",
+        "attention": "full",
+        "global": "full",
+        "hybrid": "full",
+        "sliding_attention": "sliding",
+        "local": "sliding",
+        "hybrid_sliding": "sliding",
+        "chunked_attention": "chunked",
+        "linear_attention": "none",
+        "mamba": "none",
+        "conv": "none",
+        "moe": "none",
+        "mlp": "none",
+    }
+)
+"""What the layer types of transformers' configurations mean for attention."""
+
+
+OTHER_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
+"""Settings of models that choose keys in ways of their own (Doge, MiniMax M3, Reformer)."""
+
+
+def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
+    """By layer, which keys its queries see.
+
+    Raises:
+        ModelError: A layer is of a type that is not known here.
+    """
+    network: Any = network_of(model)
+    if not hasattr(network, "config"):  # a HookedTransformer
+        cfg = model.cfg
+        local = KeysSeen("sliding", cfg.window_size) if cfg.use_local_attn else FULL
+        kinds = cfg.attn_types or ("local" if cfg.use_local_attn else "global",) * cfg.n_layers
+        return tuple(local if kind == "local" else FULL for kind in kinds)
+    return keys_seen_by(network.config)
+
+
+def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
+    """`keys_seen` of a model with this configuration of transformers."""
+    config = config.get_text_config()
+    if unknown := [name for name in OTHER_MASKS if getattr(config, name, None)]:
+        raise ModelError(
+            f"the model hides keys by {unknown[0]}, so which keys its queries see is not known here"
+        )
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    kinds = next(
+        (
+            found
+            for name in ("layer_types", "layers_block_type", "attention_layers")
+            if (found := getattr(config, name, None)) is not None
+        ),
+        None,
+    )
+    if kinds is None:
+        windowed = window and getattr(config, "use_sliding_window", None) is not False
+        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    if config.model_type == "minimax" and window:  # its window is that of its "full" layers
+        kinds = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
+    sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
+    found = []
+    for layer, kind in enumerate(kinds):
+        size = sizes.get(KEYS_SEEN[kind], 0) if kind in KEYS_SEEN else None
+        if size is None:
+            raise ModelError(
+                f"layer {layer} is of type {kind!r}, and which keys its queries see is not known"
+                f" here; known types: {', '.join(KEYS_SEEN)}"
+            )
+        found.append(KeysSeen(KEYS_SEEN[kind], size))
+    return tuple(found)
+
+
+def unless_full(seen: tuple[KeysSeen, ...]) -> tuple[KeysSeen, ...]:
+    """Nothing where every layer sees all keys, as cards have it."""
+    return () if set(seen) == {FULL} else seen
+
+
+def attention_layers(model: Model) -> list[int]:
+    """The layers that have attention: all, but for hybrids with recurrent or convolutional ones."""
+    return [layer for layer, each in enumerate(keys_seen(model)) if each.kind != "none"]
+
+
+def window_of(model: Model) -> int | None:
+    """The smallest sliding window or chunk of a model's layers; None where every layer sees all
+    keys."""
+    return min((each.size for each in keys_seen(model) if each.size), default=None)
+
+
+def plain_network(model: Model) -> Any | None:
+    """The network of a model without TransformerLens' hooks: a `TransformersModel`, or a bare
+    transformers model; None for the others.
+
+    Raises:
+        ModelError: It is no model, or one inside a wrapper.
+    """
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise ModelError(
+            "the model is a wrapper of torch.compile, and a compiled pass does not see what is"
+            " changed later; pass the model inside it (model._orig_mod)"
+        )
+    if isinstance(model, TransformersModel):
+        return model.original_model
+    if hasattr(type(model), "set_attn_implementation"):
+        return model
+    if not hasattr(model, "hooks"):
+        raise ModelError(
+            f"a {type(model).__name__} is no model of TransformerLens or transformers, nor a"
+            " TransformersModel; pass the one inside it (of a PEFT model: get_base_model())"
+        )
+    return None
+
+
+def check_keeps_cache(network: Any) -> None:
+    """Refuse gradient checkpointing in training mode, which drops caches and reads layers again.
+
+    Raises:
+        ModelError: The network would do so.
+    """
+    if network.training and any(
+        getattr(each, "gradient_checkpointing", False) for each in network.modules()
+    ):
+        raise ModelError(
+            "the model is in training mode with gradient checkpointing, which drops the cache of a"
+            " pass and reads its layers again later; call model.eval() first, or"
+            " switch gradient checkpointing off"
+        )
+
+
+def check_kept(network: Any, kept: bool) -> None:
+    """Refuse a pass that has dropped the cache that it was given.
+
+    Raises:
+        ModelError: It has not `kept` its keys.
+    """
+    if not kept:
+        raise ModelError(
+            f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
+            " another text; a model must keep the keys that it reads in past_key_values"
+        )
+
+
+def size_of(model: Model) -> tuple[int, int]:
+    """Layers, and heads of a layer; also of a bare transformers model."""
+    if hasattr(model, "cfg"):
+        return model.cfg.n_layers, model.cfg.n_heads
+    config = model.config.get_text_config()
+    return config.num_hidden_layers, config.num_attention_heads
+
+
+def kv_heads(model: Model) -> int:
+    """KV heads of a layer; with grouped queries several heads share one."""
+    return getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads
+
+
+def is_bridge(model: Model) -> bool:
+    """Whether a model wraps a transformers model (TransformerBridge, `TransformersModel`), or is a
+    HookedTransformer."""
+    return hasattr(model, "original_model")
+
+
+def network_of(model: Model) -> nn.Module:
+    """The transformers model inside a model that wraps one; any other model itself."""
+    return model.original_model if is_bridge(model) else model
+
+
+def packed_model(model: Model) -> AbstractContextManager[None]:
+    """`packed` for a model, as its card says."""
+    return packed(network_of(model), model_card(model).packing)
+
+
+class ModelCard(BaseModel):
+    """What was loaded, as recorded in every manifest."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """The name it was loaded by: a built-in name, a hub id or a folder."""
+    weights: str
+    """Where the weights come from: a sha256, a hub commit, or the seed of a random model."""
+    architecture: str
+    """The transformers class."""
+    model_class: str
+    """TransformerBridge, HookedTransformer or TransformersModel."""
+    dtype: str
+    device: str
+    n_layers: int
+    n_heads: int
+    n_ctx: int
+    """Positions the model was built for."""
+    short_ctx: int | None = None
+    """As `short_context`."""
+    start_token: str
+    """The token that starts plain text (`bias.layout.text_markers`)."""
+    end_tokens: tuple[str, ...]
+    """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
+    generation config's."""
+    keys_seen: tuple[KeysSeen, ...] = ()
+    """By layer, which keys its queries see; none are listed where every layer sees all keys."""
+    packing: Packing = "none"
+    """Linear layers that compute with packed weights (`packed`), which may decide last bits."""
+
+
+def model_card(model: Model) -> ModelCard:
+    """The card of a loaded model; for one made elsewhere, what can be read from it.
+
+    Weights that were made elsewhere, or changed since they were loaded, are named by a hash of what
+    is in memory.
+
+    Raises:
+        ModelError: It is no loaded model, or has no tokenizer.
+    """
+    check_loaded(model)
+    card, state = getattr(model, "lapa2_card", None), _state(model)
+    if card is not None and getattr(model, "lapa2_state", None) == state:
+        return card
+    if card is None:
+        spread = any(each.is_meta for each in network_of(model).parameters())
+        weights = "not hashed: in part not in memory" if spread else hash_in_memory(model)
+        card = make_card(model, model.cfg.model_name, weights)
+    elif hasattr(model, "lapa2_state"):
+        first = next(each for each in network_of(model).parameters() if each.is_floating_point())
+        now = {"weights": hash_in_memory(model), "dtype": str(first.dtype).removeprefix("torch.")}
+        card = card.model_copy(update=now)
+    return keep_card(model, card)
+
+
+def keep_card(model: Model, card: ModelCard) -> ModelCard:
+    """Give a model its card, which holds as long as its weights are what they are now."""
+    model.lapa2_card, model.lapa2_state = card, _state(model)
+    return card
+
+
+def check_loaded(model: Model) -> None:
+    """Refuse what is no model with a tokenizer.
+
+    Raises:
+        ModelError: A name, a bare transformers model, or a model without a tokenizer.
+    """
+    if isinstance(model, str | Path):
+        raise ModelError(
+            f"a loaded model is needed here, found {model!r}; give load_model(...) of it"
+        )
+    if plain_network(model) is model:
+        raise ModelError(
+            f"a {type(model).__name__} has no tokenizer; give TransformersModel(network, tokenizer,"
+            " NAME) of lapa2_interp, or its folder or hub id, which load_model loads"
+        )
+    if getattr(model, "tokenizer", None) is None:
+        raise ModelError(f"the {type(model).__name__} has no tokenizer; set model.tokenizer")
+
+
+def _state(model: Model) -> int:
+    """A number that changes when a weight is replaced, written to or of another dtype, but not when
+    it is written to through `.data`."""
+    weights = network_of(model).parameters()
+    return hash(tuple((id(p), p.dtype, -1 if p.is_inference() else p._version) for p in weights))
+
+
+def hash_in_memory(model: Model) -> str:
+    """sha256 over a model's weights, configuration and vocabulary, as they are now.
+
+    Raises:
+        ModelError: Some weights are not in memory.
+    """
+    network: Any = network_of(model)
+    config = getattr(network, "config", None)
+    facts = model.cfg if config is None else config
+    kept = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
+    for name, tensor in network.state_dict().items():
+        if not hasattr(tensor, "is_meta"):
+            continue
+        if tensor.is_meta:
+            raise ModelError(f"the weight {name} is not in memory; load the whole model")
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for part in _parts(tensor):
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return f"sha256 {digest.hexdigest()} (of the weights in memory, configuration and vocabulary)"
+
+
+def _parts(tensor: Any) -> Iterator[Any]:
+    """The plain tensors that a tensor consists of; a quantised one has several."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def identity(model: Model) -> str:
+    """What tells a model's weights from all others, for what is kept on disk; random ones depend on
+    the version of torch, too."""
+    weights = model_card(model).weights
+    return weights if weights.startswith(("sha256", "hub commit")) else hash_in_memory(model)
+
+
+def check_weights_read(model: Model, what: str) -> None:
+    """Refuse what reads weights of a model whose weights are quantised.
+
+    Args:
+        model: Also a bare transformers model.
+        what: The beginning of the sentence.
+
+    Raises:
+        ModelError: They are packed, so that their numbers are not those of the layers.
+    """
+    network: Any = network_of(model)
+    packed_one = next(
+        (name for name, each in network.named_parameters() if not each.is_floating_point()), None
+    )
+    if packed_one is not None or getattr(network, "hf_quantizer", None) is not None:
+        raise ModelError(
+            f"{what} the weights themselves, and those of this {type(network).__name__} are"
+            " quantised; load the model without quantization_config, from unquantised files"
+        )
+
+
+def make_card(
+    model: Model,
+    name: str,
+    weights: str,
+    architecture: str | None = None,
+    generation: GenerationConfig | None = None,
+    packing: Packing | None = None,
+) -> ModelCard:
+    """The card of a model.
+
+    Args:
+        name, weights: As the card has them.
+        architecture: The transformers class; by default what the model's configuration says.
+        generation: The model's generation configuration, whose end tokens count, too.
+        packing: By default as `choose_packing` has it.
+    """
+    markers = text_markers(model.tokenizer)
+    listed = generation.eos_token_id if generation is not None else None
+    ends = {*markers.ends, *([listed] if isinstance(listed, int) else listed or [])}
+    # Configurations name ends that the tokenizer lacks, and tokenizers those without a logit.
+    names = [
+        model.tokenizer.convert_ids_to_tokens(i) for i in sorted(ends) if i < model.cfg.d_vocab
+    ]
+    return ModelCard(
+        name=name,
+        weights=weights,
+        architecture=architecture
+        or str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
+        model_class=type(model).__name__,
+        dtype=str(model.cfg.dtype).removeprefix("torch."),
+        device=str(model.cfg.device),
+        n_layers=model.cfg.n_layers,
+        n_heads=model.cfg.n_heads,
+        n_ctx=model.cfg.n_ctx,
+        short_ctx=short_context_of(model),
+        start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
+        end_tokens=tuple(name for name in names if name is not None),
+        keys_seen=unless_full(keys_seen(model)),
+        packing=choose_packing(network_of(model)) if packing is None else packing,
+    )

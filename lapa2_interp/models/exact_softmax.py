@@ -1,0 +1,47 @@
+"""A softmax in float64 where the model is in float64.
+
+Several architectures compute their softmax in float32 whatever the dtype. That rounding would hide
+what the propositions state exactly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lapa2_interp.models.card import Model
+
+
+def make_softmax_exact(model: Model) -> None:
+    """Compute the softmax in float64 in architectures that use float32 whatever the dtype.
+
+    Their float32 softmax also turns float64's masking value into -inf, and the row of a padding
+    query, which sees no key, into NaN. The pattern that arrives at `hook_pattern` is replaced by
+    the float64 softmax of the scores that left `hook_attn_scores`, edits included. Only entries
+    where the two agree to float32 precision are replaced (a learned sink's share stays out).
+    """
+    import torch
+    from transformer_lens.hook_points import HookPoint
+
+    class Remembering(HookPoint):
+        def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+            self.latest = super().__call__(scores)
+            return self.latest
+
+    for block in model.blocks:
+        if not hasattr(getattr(block, "attn", None), "hook_attn_scores"):
+            continue  # a layer without attention
+        scores_point = block.attn.hook_attn_scores
+        scores_point.__class__ = Remembering
+
+        def refine(
+            _point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point
+        ) -> torch.Tensor:
+            latest = vars(scores_point).pop("latest", None)
+            if latest is None or latest.shape != given[0].shape:  # it did not fire before: dead
+                return given[0]
+            exact = latest.softmax(dim=-1)
+            agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
+            return torch.where(agree, exact, given[0])
+
+        block.attn.hook_pattern.register_forward_pre_hook(refine)

@@ -1,0 +1,192 @@
+"""Proof that an augmentation reaches a model: on some architectures the scores hook is there and
+does nothing.
+
+Two passes over a short sequence, the second with +3 on one key's score in every layer:
+
+1. the scores hook fires in every layer and its rows are not probabilities already;
+2. the pattern that follows is the softmax of the *edited* scores, up to the share of a learned
+   sink;
+3. the logits move.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapa2_interp._util.errors import DeadHookError, ModelError
+from lapa2_interp.models.card import Model, attention_layers, check_loaded, is_bridge, plain_network
+from lapa2_interp.models.interface import Visitor, visited
+
+SCORES = "blocks.{}.attn.hook_attn_scores"
+PATTERN = "blocks.{}.attn.hook_pattern"
+EDIT = 3.0
+SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
+"""How far logits may lie apart that are computed in another order; those of another attention
+function lie further apart."""
+
+_IN_BOTH = (
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
+    "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5", "Granite 4",
+)  # fmt: skip
+LIVE = {
+    "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
+    "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
+}
+"""Families of models that work, by class: what tests/models/test_families.py loads and compares
+with transformers (docs/models.md)."""
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """What the probe found.
+
+    Attributes:
+        logit_shift: Largest change of a logit when the scores are edited.
+        problem: Why an augmentation would do nothing; None on a live model.
+    """
+
+    logit_shift: float
+    problem: str | None
+
+    @property
+    def alive(self) -> bool:
+        return self.problem is None
+
+
+@torch.no_grad()
+def probe(model: Model) -> Liveness:
+    """Edit the scores of every layer once and watch what follows.
+
+    Raises:
+        ModelError: Its logits are NaN without any edit.
+    """
+    check_loaded(model)
+    layers = attention_layers(model)
+    if not layers:
+        return Liveness(0.0, "none of its layers has attention")
+    ids = torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
+    scores: dict[int, Tensor] = {}
+    patterns: dict[int, Tensor] = {}
+
+    def edit(tensor: Tensor, hook: Any) -> Tensor:
+        tensor = tensor.clone()
+        tensor[..., 1] += EDIT
+        scores[_layer(hook.name)] = tensor[..., -1, :].float()
+        return tensor
+
+    def read(tensor: Tensor, hook: Any) -> None:
+        patterns[_layer(hook.name)] = tensor[..., -1, :].float()
+
+    plain = model(ids).float()
+    if plain.isnan().any():
+        raise ModelError(
+            "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
+            " or numbers exceed its dtype; load sound weights, or another --dtype"
+        )
+    if (network := plain_network(model)) is not None:
+
+        def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:
+            return edit(tensor, SimpleNamespace(name=SCORES.format(layer)))
+
+        def read_layer(layer: int, tensor: Tensor, first: int) -> None:
+            read(tensor, SimpleNamespace(name=PATTERN.format(layer)))
+
+        try:
+            with visited(network, Visitor(edit_layer, read_layer), lambda kwargs: 0):
+                edited = model(ids).float()
+            with visited(network, Visitor(), lambda _: 0):
+                again = model(ids).float()
+        except DeadHookError as error:
+            return Liveness(0.0, str(error))
+        if not torch.allclose(again, plain, atol=SAME[model.cfg.dtype], rtol=0):
+            return Liveness(
+                0.0,
+                "its attention is not that of transformers' eager function: logits differ by"
+                f" {(again - plain).abs().max():.1g} without any edit",
+            )
+        return _judge(plain, edited, scores, patterns, layers)
+    hooks = [(SCORES.format(layer), edit) for layer in layers] + [
+        (PATTERN.format(layer), read) for layer in layers
+    ]
+    try:
+        with warnings.catch_warnings(), model.hooks(fwd_hooks=hooks):
+            warnings.simplefilter(
+                "ignore"
+            )  # the bridge warns of discarded edits; here that becomes the finding
+            edited = model(ids).float()
+    except (AttributeError, KeyError, ValueError) as error:
+        return Liveness(
+            0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})"
+        )
+    return _judge(plain, edited, scores, patterns, layers)
+
+
+def _judge(
+    plain: Tensor,
+    edited: Tensor,
+    scores: dict[int, Tensor],
+    patterns: dict[int, Tensor],
+    layers: Sequence[int],
+) -> Liveness:
+    """What the two passes show; scores and patterns are those of the edited one, by layer."""
+    shift = (edited - plain).abs().max().item()
+
+    def follows(layer: int) -> bool:
+        if layer not in scores or layer not in patterns:
+            return False
+        # Scores of several units can be told from their softmax at any precision; bfloat16 patterns
+        # carry 3 digits.
+        wanted, found = (
+            scores[layer].softmax(-1),
+            patterns[layer] / patterns[layer].sum(-1, keepdim=True),
+        )
+        return bool((wanted - found).abs().max() < 2e-2)
+
+    dead = tuple(layer for layer in layers if not follows(layer))
+    already = [layer for layer in scores if _is_distribution(scores[layer])]
+    if already:
+        return Liveness(shift, "its scores hook fires after the softmax, on probabilities")
+    if dead:
+        return Liveness(
+            shift, f"in layers {list(dead)} the attention pattern ignores edits of the scores"
+        )
+    if not shift > 0:
+        return Liveness(shift, "its logits do not move when the scores are edited")
+    return Liveness(shift, None)
+
+
+def _layer(hook_name: str) -> int:
+    return int(hook_name.split(".")[1])
+
+
+def _is_distribution(edited: Tensor) -> bool:
+    row = edited.clone()
+    row[..., 1] -= EDIT
+    return bool((row >= -1e-3).all() and ((row.sum(-1) - 1).abs() < 1e-2).all())
+
+
+def assert_live(model: Model, name: str) -> Liveness:
+    """The probe's finding, or an error.
+
+    Raises:
+        DeadHookError: An augmentation would do nothing on this model.
+    """
+    found = probe(model)
+    if not found.alive:
+        other = ""
+        if is_bridge(model) and plain_network(model) is None:
+            takes = model.original_model._can_set_attn_implementation()
+            other = ", or --model-class TransformersModel, which needs no hooks" if takes else ""
+        kind = type(model).__name__
+        raise DeadHookError(
+            f"{name}: {found.problem}, so an augmentation would do nothing; families that work as"
+            f" {kind}: {', '.join(LIVE.get(kind, LIVE['TransformerBridge']))}{other}"
+        )
+    return found

@@ -1,0 +1,551 @@
+"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones,
+and some whose circuit is known.
+
+`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves
+the logits), whose tokenizer starts plain text with the token of `bias.layout.text_markers`;
+`model_card` says what was loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from unittest import mock
+
+from lapa2_interp._util.errors import ModelError, one_of
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.card import (
+    Model,
+    TransformersModel,
+    check_loaded,
+    check_weights_read,
+    context_of,
+    keep_card,
+    make_card,
+    model_card,
+    network_of,
+    short_context,
+)
+from lapa2_interp.models.exact_softmax import make_softmax_exact
+from lapa2_interp.models.liveness import assert_live
+from lapa2_interp.models.machine import default_device, resolve_dtype
+from lapa2_interp.models.planted import NAME as PLANTED
+from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
+from lapa2_interp.models.prepacked import choose_packing
+from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.smollm2 import (
+    SMOLLM2,
+    SMOLLM2_SHA256,
+    SMOLLM2_WHEEL,
+    quiet_transformers,
+    smollm2_folder,
+)
+from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+from lapa2_interp.models.weights import (
+    ADAPTER,
+    adapter_refused,
+    check_ends,
+    check_weights,
+    folder_hash,
+    load_network,
+    unchanged,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
+"""How far log-probabilities of one model may lie apart on average, computed in another order."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+OWN_CODE = (
+    "comes with Python code of its own, which does not run unless you ask for it: read it, then"
+    " give --trust-remote-code (a sweep never runs it)"
+)
+
+
+def load_model(
+    name: str | Path,
+    dtype: str = "float32",
+    device: str | None = None,
+    model_class: str = "TransformerBridge",
+    trust_remote_code: bool = False,
+    pack: str = "auto",
+    workers: int = 1,
+    seed: int | None = None,
+) -> Model:
+    """Load a model, ready for `augmented`.
+
+    Args:
+        name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
+            a Hugging Face hub id, or a local folder (also as a Path).
+        dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
+            computes faster in it than in float32, else float32 (`models.machine.faster_dtype`).
+            Texts differ between dtypes.
+        device: "cpu", "cuda", "cuda:1", ...; CUDA when there is one, by default. "auto" spreads the
+            layers of a model that is larger than one GPU over all there are (transformers'
+            device_map).
+        model_class: "TransformerBridge"; "HookedTransformer" (transformer-lens 3.9 only; weights
+            unprocessed); or "TransformersModel": no hooks, faster on small batches, and also for
+            architectures that TransformerLens lacks or whose hooks are dead.
+        trust_remote_code: Run code that comes with the model.
+        pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
+            takes as much memory again: auto where it fits, on, or off
+            (`models.prepacked.choose_packing`).
+        workers: Processes on this machine that load the model, for pack "auto".
+        seed: Of a planted model; load_model("planted", seed=3) is load_model("planted:3").
+
+    Returns:
+        A model of that class in eval mode, logits equal to transformers'.
+
+    Raises:
+        ModelError: Not found, not loadable, the class is not in the installed transformer-lens, or
+            its logits are not those of transformers.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    import torch
+
+    wrap = {
+        "TransformerBridge": _bridge,
+        "HookedTransformer": _hooked_transformer,
+        "TransformersModel": _transformers_model,
+    }
+    if model_class not in wrap:
+        raise ModelError(one_of("model class", model_class, wrap))
+    if not isinstance(name, str | Path):
+        raise ModelError(
+            f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
+            " tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
+        )
+    name = name_of(name)
+    if seed is not None:
+        if not is_planted(name) or ":" in name:
+            raise ModelError(f"a seed belongs to a planted model without one, not to {name!r}")
+        name = f"{name}:{seed}"
+    spread = device == "auto"
+    if device is None or spread:
+        device = default_device()
+    dtype = resolve_dtype(dtype, device)
+    network, tokenizer, weights = load_transformers(
+        name, dtype, trust_remote_code, "auto" if spread else None
+    )
+    if getattr(network, "hf_device_map", None):
+        _check_spread(network.hf_device_map, model_class)
+    else:
+        move(network, device)
+    architecture = type(network).__name__
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # deprecations inside the libraries, nothing about this model
+        try:
+            # Some adapters change the network that they wrap, so it is read before.
+            wanted = _log_probs(network, network)
+            model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
+            model.eval()
+            if dtype == "float64" and model_class == "TransformerBridge":
+                make_softmax_exact(model)
+            found = _log_probs(model, network)
+        except ModelError:
+            raise
+        except Exception as error:  # each architecture's adapter fails in its own way
+            hint = "" if model_class == "TransformersModel" else "; TransformersModel may do"
+            raise ModelError(
+                f"cannot load {name!r} ({architecture}) as {model_class}:"
+                f" {_reason(error) or type(error).__name__}{hint}"
+            ) from error
+    model.cfg.default_prepend_bos = (
+        True  # text given as a string starts as a layout does, on every architecture
+    )
+    assert_live(model, name)
+    _check_same(found, wanted, name, model_class, dtype)
+    packing = choose_packing(network_of(model), pack, workers)
+    card = make_card(model, name, weights, architecture, network.generation_config, packing)
+    keep_card(model, card)
+    return model
+
+
+def model_of(model: Model | str | Path) -> Model:
+    """A model from what a user gives: a loaded one, or its name.
+
+    One made elsewhere is checked live, once.
+
+    Raises:
+        ModelError: As `load_model`; a bare transformers model, or one without a tokenizer.
+        DeadHookError: Its attention ignores edits of the scores.
+    """
+    if isinstance(model, str | Path):
+        return load_model(model)
+    check_loaded(model)
+    if getattr(model, "lapa2_card", None) is None:
+        assert_live(model, model.cfg.model_name)
+        model_card(model)
+    return model
+
+
+def takes_model(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the argument `model` of a function, its first one, be whatever `model_of` takes."""
+
+    @functools.wraps(function)
+    def with_model(*args: P.args, **settings: P.kwargs) -> R:
+        given: Any = args
+        if args:
+            given = (model_of(args[0]), *args[1:])
+        elif "model" in settings:
+            settings["model"] = model_of(settings["model"])
+        return function(*given, **settings)
+
+    return with_model
+
+
+def _log_probs(model: Any, network: Any) -> Tensor:
+    """What a model makes of 32 ids from all over the vocabulary: [query vocab], on the CPU."""
+    import torch
+
+    config = network.config.get_text_config()
+    n = min(32, context_of(config))
+    ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()[None]
+    with torch.no_grad():
+        found = model(ids.to(network.device))
+    return getattr(found, "logits", found)[0].cpu().float().log_softmax(-1)
+
+
+def _check_same(found: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str) -> None:
+    """Refuse a model that is not the one that transformers loads.
+
+    Raises:
+        ModelError: Its log-probabilities differ by more than rounding.
+    """
+    difference = float((found - wanted).abs().mean())  # in half precision a few lie further apart
+    if difference > ROUNDING[dtype]:
+        raise ModelError(
+            f"{name} as {model_class} is another model than transformers loads: log-probabilities"
+            f" differ by {difference:.2g}, allowed {ROUNDING[dtype]:g} ({dtype});"
+            " transformer-lens ignores some of its configuration; use model class TransformersModel"
+        )
+
+
+def move(network: PreTrainedModel, device: str | None) -> None:
+    """Put a network on a device, by default CUDA when there is one.
+
+    Raises:
+        ModelError: There is no such device, or no room on it.
+    """
+    device = device or default_device()
+    try:
+        network.to(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:
+    places = {str(place) for place in device_map.values()}
+    if places & {"cpu", "disk"}:
+        raise ModelError(
+            "the model is larger than the GPUs here together; give it more of them"
+            " (--gpus-per-worker on a Ray cluster), or half the precision (dtype bfloat16)"
+        )
+    if model_class == "HookedTransformer" and len(places) > 1:
+        raise ModelError(
+            "a HookedTransformer is on one device; use TransformerBridge for a model larger than"
+            " one GPU"
+        )
+
+
+def load_transformers(
+    name: str | Path,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    device_map: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """The plain transformers model with eager attention, its tokenizer, and where its weights come
+    from.
+
+    Args:
+        device_map: As in transformers; by default the model is put on the CPU. Tiny models always
+            are.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    name, dtype = name_of(name), resolve_dtype(dtype)
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    if is_planted(name):
+        network = planted_network(name).to(getattr(torch, dtype))
+        return network.eval(), tokenizer, f"planted, seed {planted(name).seed}"
+    if name in TINY:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = AutoModelForCausalLM.from_config(
+                tiny_config(name, tokenizer), attn_implementation="eager"
+            )
+        return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
+    source = str(source_of(name))
+    check_weights(name)
+    with quiet_transformers(), unchanged(source):
+        try:
+            check_ends(Path(source))
+            network = load_network(
+                AutoModelForCausalLM,
+                source,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                device_map=device_map,
+            )
+        except ModelError:
+            raise
+        except Exception as error:  # damaged files raise errors of half a dozen libraries
+            raise ModelError(_not_loadable(name, error)) from error
+        weights = provenance(name, network.config)
+    if dtype == "float64" and network._can_set_experts_implementation():
+        network.set_experts_implementation("eager")  # the default's kernels have no float64
+    watch(network)
+    return network.eval(), tokenizer, weights
+
+
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone, with `bos_token` set to the token that starts plain text.
+
+    Raises:
+        ModelError: Not found.
+    """
+    from transformers import AutoTokenizer
+
+    name = name_of(name)
+    if is_planted(name):
+        return planted_tokenizer(name)
+    if name in TINY:
+        return tiny_tokenizer(name)
+    source = str(source_of(name))
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
+        except Exception as error:  # damaged files raise errors of half a dozen libraries
+            raise ModelError(_not_loadable(name, error)) from error
+    if not reads:
+        raise ModelError(
+            f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or"
+            " the vocabulary of its kind) are missing or empty; put them beside config.json"
+        )
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@functools.cache
+def reading_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer to read texts with. It is loaded once and shared, so nothing may change it.
+
+    Raises:
+        ModelError: As `load_tokenizer`.
+    """
+    return load_tokenizer(name)
+
+
+def name_of(name: str | Path) -> str:
+    """A model's name or folder as text, with the user's folder for ~."""
+    return os.path.expanduser(name)  # noqa: PTH111  a Path would drop "./", and so rename models
+
+
+def source_of(name: str) -> str | Path:
+    """The folder or hub id that transformers loads a name from."""
+    if name == SMOLLM2:
+        return smollm2_folder()
+    path = Path(name)
+    if path.is_dir() and name:
+        if (path / ADAPTER).is_file():
+            raise ModelError(adapter_refused(name))
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"the folder {name} has no config.json; give a folder that transformers can load"
+            )
+        return path.resolve()
+    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        found = "is a file" if path.is_file() else "does not exist"
+        raise ModelError(
+            f"{name} {found}; give the folder of a model, with config.json and safetensors weights"
+        )
+    check_hub(name)
+    return name
+
+
+def check_hub(name: str) -> None:
+    """Ask the hub once for a model that is not in its cache. Where the hub is not reached, its own
+    library would wait for almost a minute.
+
+    Raises:
+        ModelError: The hub is not reached, and the cache lacks the model.
+    """
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_url,
+        is_offline_mode,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if not here and not is_offline_mode():
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, ValueError):
+        pass  # an answer, or no hub id: transformers says more
+    except Exception as error:  # of whatever library speaks HTTP
+        raise ModelError(
+            _not_loadable(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
+        ) from error
+
+
+def has_own_code(error: Exception) -> bool:
+    """Whether loading failed because code that comes with the model may not run."""
+    return "trust_remote_code" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error of a library, in one line."""
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+
+
+def _not_loadable(name: str, error: Exception) -> str:
+    if has_own_code(error):
+        return f"the model {name!r} {OWN_CODE}"
+    reason = _reason(error)
+    if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
+        return f"the model {name!r} needs a library that is not installed: {reason}; install it"
+    if Path(name).is_dir():
+        return f"cannot load the model in the folder {name}: {reason}; download or save it again"
+    near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    offline = (
+        "; HF_HUB_OFFLINE is set, so the hub is not asked"
+        if os.environ.get("HF_HUB_OFFLINE")
+        else ""
+    )
+    return (
+        f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, {PLANTED}, a Hugging"
+        f" Face hub id or a local folder with safetensors weights{hint} ({reason}{offline})"
+    )
+
+
+def provenance(name: str, config: PretrainedConfig) -> str:
+    """Where a model comes from: a hash of the files that decide its texts, or the hub's commit."""
+    if name == SMOLLM2:
+        return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
+    if Path(name).is_dir():
+        digest = folder_hash(Path(name))
+        return f"sha256 {digest} (of the folder's weights, configuration and tokenizer)"
+    return f"hub commit {getattr(config, '_commit_hash', None)}"
+
+
+# --- the two TransformerLens classes
+
+
+def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
+    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS
+    switched on.
+
+    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS
+    would count one more.
+    """
+    taken = copy.copy(tokenizer)
+    taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
+    return taken
+
+
+def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    # For models that read images, too, transformer-lens would have pip install torchvision.
+    with mock.patch("subprocess.check_call", side_effect=OSError):
+        return TransformerBridge.boot_transformers(
+            name,
+            hf_model=network,
+            tokenizer=_without_reload(tokenizer, name),
+            dtype=dtype,
+            device=device,
+        )
+
+
+def _transformers_model(
+    network: Any, tokenizer: Any, name: str, dtype: Any, device: str
+) -> TransformersModel:
+    return TransformersModel(network, tokenizer, name)
+
+
+def bridge_of(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str
+) -> Model:
+    """A TransformerBridge, with its card, around a transformers model that is there already.
+
+    The network then belongs to the bridge.
+
+    Args:
+        network: With eager attention.
+        name, weights: As the card has them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _bridge(network, tokenizer, name, network.dtype, str(network.device))
+    model.eval()
+    model.cfg.default_prepend_bos = True
+    card = make_card(model, name, weights, type(network).__name__, network.generation_config)
+    keep_card(model, card)
+    return model
+
+
+def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+    if short := short_context(network.config):
+        raise ModelError(
+            "a HookedTransformer has one set of rotary factors, and this model has others beyond"
+            f" {short} tokens (longrope); use TransformerBridge or TransformersModel"
+        )
+    try:
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+        from transformer_lens import loading_from_pretrained as loading
+    except ImportError:
+        found = importlib.metadata.version("transformer-lens")
+        raise ModelError(
+            f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or"
+            " use TransformerBridge"
+        ) from None
+    check_weights_read(network, "a HookedTransformer takes")
+    config = copy.deepcopy(network.config)
+    config.architectures = [type(network).__name__]
+    if config.model_type == "gpt2":
+        config.n_ctx = config.n_positions
+    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral
+    # name.
+    with tempfile.TemporaryDirectory(prefix="config-") as folder:
+        config.save_pretrained(folder)
+        settings = loading.convert_hf_model_config(folder)
+        settings |= {"device": device, "dtype": dtype, "model_name": name, "tokenizer_name": None}
+        cfg = HookedTransformerConfig.from_dict(settings)
+        model = HookedTransformer(
+            cfg, tokenizer=_without_reload(tokenizer, name), move_to_device=False
+        )
+        model.load_and_process_state_dict(
+            loading.get_pretrained_state_dict(folder, cfg, hf_model=network, dtype=dtype),
+            fold_ln=False,
+            center_writing_weights=False,
+            center_unembed=False,
+            fold_value_biases=False,
+        )
+    return model.to(device, print_details=False)

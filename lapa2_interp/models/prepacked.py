@@ -1,0 +1,255 @@
+"""Linear layers with weights packed once for the CPU's matrix products.
+
+    with packed(model), torch.no_grad():
+        logits = model(tokens)
+
+A matrix product first brings its weights into an order that suits the processor. In a step of
+decoding, with few rows, that is a large part of the work, and it is the same at every step. Inside
+the block every linear layer of a model does it once and keeps the result (oneDNN's "reorder"). The
+first pass packs; hooks, outputs, `state_dict` and gradients are as without it.
+
+A kept weight is never stale. Every product asks whether the layer still has the same weight tensor,
+unchanged by any operation on it. Every block asks, by sums over all its bits, whether the weight
+was written to in a way that PyTorch does not count (`weight.data`, NumPy). Where a weight has
+changed, it is packed again.
+
+GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
+
+The rows of a packed product do not depend on each other: in float32 a row has the same bits alone
+and in any batch. In bfloat16 it has the same bits in any batch of as many rows; processors with
+matrix units (AMX) sum in an order that depends on the number of rows, so that the last bit of a
+few numbers may differ. A product of one row would take another kernel, and one of two or three
+takes longer than one of four, so these are computed as four rows.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn import Linear, Parameter
+from torch.nn.functional import gelu, pad
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
+
+from lapa2_interp._util.errors import ModelError, one_of
+
+Pack = Literal["auto", "on", "off"]
+"""Whether to pack: auto packs what fits the memory (`choose_packing`)."""
+Packing = Literal["all", "lm_head", "none"]
+"""What is packed: every linear layer, the output layer alone (a small share of a large model, and
+the layer that gains most), or nothing."""
+SHARE = 0.5
+"""Share of a machine's memory that its workers' weights and packed copies may take together."""
+ROWS = 60
+"""Rows that weights are packed for; the order suits fewer and more rows, too."""
+LEAST = 4
+"""Rows of the smallest product."""
+STRETCH = 61
+"""Numbers of eight bytes that are summed to notice changes. It is prime, so that columns which
+change places do not stay in one sum in all rows."""
+
+Module = Any
+"""A `torch.nn.Module`."""
+
+_kept: weakref.WeakKeyDictionary[Any, _PackedWeight] = weakref.WeakKeyDictionary()
+
+
+def choose_packing(network: Module, pack: str = "auto", workers: int = 1) -> Packing:
+    """What of a network is packed.
+
+    It depends on the machine, the network and the number of workers, and not on what else uses the
+    memory now: a run that goes on computes as it began.
+
+    Args:
+        pack: auto packs everything if weights and packed copies take at most `SHARE` of the memory,
+            all workers together; else the output layer, if that fits; else nothing.
+        workers: Processes on this machine that hold the network.
+
+    Raises:
+        ModelError: Unknown `pack`, or "on" where nothing can be packed.
+    """
+    if pack not in get_args(Pack):
+        raise ModelError(one_of("pack", pack, get_args(Pack)))
+    layers = list(_linear_layers(network))
+    if pack == "off" or not layers or not can_pack(layers[0].weight):
+        if pack == "on":
+            raise ModelError(
+                "pack 'on' needs linear layers in float32 or bfloat16 on a CPU, and a PyTorch with"
+                " oneDNN that computes in this precision; use auto"
+            )
+        return "none"
+    if pack == "on":
+        return "all"
+    budget = SHARE * memory() / workers - sum(each.nbytes for each in network.parameters())
+    head = output_layer(network)
+    if sum(layer.weight.nbytes for layer in layers) <= budget:
+        return "all"
+    return "lm_head" if head is not None and head.weight.nbytes <= budget else "none"
+
+
+@contextmanager
+def packed(network: Module, packing: Packing | None = None) -> Iterator[None]:
+    """Compute the linear layers of a network with packed weights inside the block.
+
+    Products that want gradients, that are of another dtype or on another device, and those of
+    layers whose `forward` was replaced, are computed as outside. Blocks may be nested.
+
+    Args:
+        network: A transformers model.
+        packing: By default `choose_packing(network)`.
+    """
+    packing = choose_packing(network) if packing is None else packing
+    layers: list[Module] = []
+    if packing == "all":
+        layers = [layer for layer in _linear_layers(network) if "forward" not in vars(layer)]
+    elif packing == "lm_head":
+        head = output_layer(network)
+        layers = [head] if head is not None and "forward" not in vars(head) else []
+    for layer in layers:
+        kept = _kept.get(layer)
+        if kept is not None and not kept.has_bits_of(layer.weight):
+            del _kept[layer]
+    if packing == "all":
+        layers += [
+            each
+            for each in network.modules()
+            if type(each) is NewGELUActivation and "forward" not in vars(each)
+        ]
+    try:
+        for layer in layers:
+            layer.forward = _gelu if type(layer) is NewGELUActivation else _forward(layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def output_layer(network: Module) -> Module | None:
+    """The linear layer that makes the logits; None where there is none."""
+    with suppress(AttributeError, NotImplementedError):
+        found = network.get_output_embeddings()
+        if found is not None:
+            return next(_linear_layers(found), None)
+    return None
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether products with this weight can be computed packed here: on a CPU, in float32 or
+    bfloat16, by a PyTorch with oneDNN that has the operations for it."""
+    return weight.device.type == "cpu" and _works(weight.dtype)
+
+
+@cache
+def _works(dtype: torch.dtype) -> bool:
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    weight = torch.ones(16, 16, dtype=dtype)
+    try:  # private operations; some processors have none for bfloat16
+        return bool((_product(weight, _reorder(weight), None) == 16).all())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _linear_layers(network: Module) -> Iterator[Module]:
+    """Each linear layer once; layers and weights of derived classes, such as quantised ones, are
+    left alone."""
+    return (
+        each
+        for each in network.modules()
+        if type(each) in (Linear, Conv1D) and type(each.weight) in (Tensor, Parameter)
+    )
+
+
+def _reorder(weight: Float[Tensor, "out in"]) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+
+
+def _product(
+    x: Float[Tensor, "*rows in"], weight: Tensor, bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "*rows out"]:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _PackedWeight:
+    """A layer's weight as it was packed, and what tells whether it still is the layer's."""
+
+    def __init__(self, layer: Module) -> None:
+        weight = layer.weight
+        rows = weight.detach().t() if isinstance(layer, Conv1D) else weight.detach()
+        self.packed = _reorder(rows)  # out in, in the processor's order
+        self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
+        self.sums = _sums(weight)
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the same tensor, which no operation has changed or moved since."""
+        return self.weight() is weight and self.state == (weight.data_ptr(), weight._version)
+
+    def has_bits_of(self, weight: Tensor) -> bool:
+        return self.is_of(weight) and torch.equal(self.sums, _sums(weight))
+
+
+def _sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
+    """Sums over all bits of a weight, stretch by stretch, as fast as memory is read.
+
+    A change goes unseen only if it keeps every sum: numbers that change places inside a stretch.
+    """
+    rows = weight.detach() if weight.stride(-1) == 1 else weight.detach().t()
+    bits = rows.contiguous().view(-1).view(torch.uint8)
+    whole = len(bits) // (8 * STRETCH) * 8 * STRETCH
+    sums = bits[:whole].view(torch.int64).view(-1, STRETCH).sum(dim=1)
+    return torch.cat([sums, bits[whole:].long()])
+
+
+def _forward(layer: Module) -> Callable[[Tensor], Tensor]:
+    """The layer's `forward`, with a packed weight where that may be."""
+    usual = type(layer).forward
+    kept = _kept.get(layer)
+
+    def forward(x: Tensor) -> Tensor:  # *rows in -> *rows out
+        nonlocal kept
+        weight: Any = layer.weight
+        if (
+            torch.is_grad_enabled()
+            or type(x) is not Tensor
+            or x.dtype != weight.dtype
+            or x.device != weight.device
+            or not x.numel()
+            or weight.is_inference()
+        ):
+            return usual(layer, x)
+        if kept is None or not kept.is_of(weight):
+            if not can_pack(weight):
+                return usual(layer, x)
+            kept = _kept[layer] = _PackedWeight(layer)
+        n_rows = x.numel() // x.shape[-1]
+        if n_rows >= LEAST:
+            return _product(x, kept.packed, layer.bias)
+        few = pad(x.reshape(n_rows, -1), (0, 0, 0, LEAST - n_rows))
+        return _product(few, kept.packed, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """GPT-2's GELU; in half precision as transformers has it, which rounds after each operation."""
+    if x.dtype != torch.float32 or torch.is_grad_enabled():
+        return NewGELUActivation.forward(None, x)
+    return gelu(x, approximate="tanh")
+
+
+def memory() -> int:
+    """Bytes of memory this process may use: the machine's, or what its control group allows."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int(Path(file).read_text("utf-8")))
+    return found

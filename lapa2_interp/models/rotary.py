@@ -1,0 +1,102 @@
+"""Passes of one kind of rotary factors.
+
+Some models choose their rotary factors by the largest position of a pass
+(`models.card.rotary_limit`). Keys in a cache are stale once the choice is another, and rows of one
+pass share it. So one check stands in front of every pass, at the network, and at its base model for
+what reads that alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.models.blocks import by_name
+from lapa2_interp.models.card import rotary_limit
+
+LONG = "lapa2_long"
+"""On a cache: whether its keys were computed under the factors of long texts."""
+
+READ = ("input_ids", "inputs_embeds")
+
+
+def watch(network: Any) -> None:
+    """From now on, refuse passes of a transformers model in which a row gets other rotary factors
+    than alone, or than the keys that its cache holds, or than the tokens up to a query whose logits
+    are asked for by `logits_to_keep`.
+
+    Such a pass raises LayoutError. Models whose factors do not depend on the length of a pass, and
+    HookedTransformers, are left as they are.
+    """
+    found = rotary_limit(network.config) if hasattr(network, "config") else None
+    if found is None:
+        return
+    check = partial(_check, kind=found[0], limit=found[1])
+    for part in {network, network.base_model}:
+        hooks = part._forward_pre_hooks.values()
+        if not any(getattr(each, "func", None) is _check for each in hooks):
+            part.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _check(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
+    given = by_name(part, args, kwargs)
+    cache = given.get("past_key_values")
+    read = next((given[name] for name in READ if given.get(name) is not None), None)
+    if read is None:
+        return  # transformers says what is missing
+    n = read.shape[1]
+    held = 0 if cache is None else int(cache.get_seq_length())
+    longest, rows = _lengths(given, held, n)
+    is_long = longest > limit
+    if kind == "dynamic":
+        if is_long:
+            raise LayoutError(
+                f"the pass reaches {longest} tokens, and beyond {limit} this model's rotary factors"
+                " (dynamic NTK) are others for every length, which its cache and its next passes"
+                f" do not follow; read at most {limit} tokens"
+            )
+        return
+    at = f"{limit} tokens (longrope, original_max_position_embeddings)"
+    if other := [row for row in rows if row and (row > limit) != is_long]:
+        raise LayoutError(
+            f"a row of {other[0]} tokens is in one pass with positions up to {longest}, and the"
+            f" rotary factors of all its rows change beyond {at}; read rows of both sides in"
+            " passes of their own"
+        )
+    keep = given.get("logits_to_keep")
+    least = min((row for row in rows if row), default=0)
+    if is_long and isinstance(keep, int) and keep and least - keep < limit:
+        raise LayoutError(
+            f"a pass up to token {longest} is asked for the logits of token {least - keep + 1}, and"
+            f" rotary factors change beyond {at}, so they are not what that text alone gives; read"
+            " one token at a time there, or texts of one side"
+        )
+    if cache is None:
+        return
+    # Keys that are not known to be of long texts are of short ones, a soft prefix's too.
+    was_long = getattr(cache, LONG, min(rows) - n > limit) if held else is_long
+    if was_long != is_long:
+        raise LayoutError(
+            f"the pass reaches {longest} tokens, and the {held} keys in its cache have the rotary"
+            f" factors of {'long' if was_long else 'short'} texts, which change beyond {at}: they"
+            " are stale; stay on one side, or read the text anew without a cache"
+        )
+    setattr(cache, LONG, is_long)
+
+
+def _lengths(given: dict[str, Any], held: int, n: int) -> tuple[int, list[int]]:
+    """Tokens up to the largest position of a pass, padding included; and those that each row has
+    read after it."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    live = None
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= held + n:
+        live = mask[:, : held + n] != 0
+    if positions is None:
+        return held + n, [held + n] if live is None else live.sum(1).tolist()
+    count = positions.flatten(0, -2) + 1  # row query
+    own = count if live is None else torch.where(live[:, held:], count, 0)
+    return int(count.max()), own.amax(1).tolist()

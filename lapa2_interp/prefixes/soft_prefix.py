@@ -1,0 +1,427 @@
+"""Soft prefixes: trained keys and values that stand in front of a text, in every layer.
+
+One format: `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
+exactly as the model's cache holds them (after rotation and after biases), beside `NAME.json`, a
+card. A folder of such pairs, one per attribute, is a set.
+
+Two conventions of position exist, and a prefix works only in the one it was trained in (the card's
+`shifted`):
+
+    unshifted    the text's positions start at 0, as without a prefix (Air-Decoding, the released LaPA2 code)
+    shifted      they start after the slots (Prefix-Tuning, PEFT, Con-Prefix: whatever passes a prefix as past keys and values)
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from jaxtyping import Float
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from lapa2_interp._util.errors import PrefixError, first_problem
+from lapa2_interp._util.files import read_text, sealed, unsealed, whole_file, write_text
+from lapa2_interp.models.card import Model, keys_seen_by, kv_heads, kv_sizes, model_card, network_of
+from lapa2_interp.stats import Interval
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+SHIPPED = Path(__file__).parent / "shipped"
+"""Sets that come with the package: `<model>/<task>-<set>/<attribute>`."""
+
+
+class Shape(BaseModel):
+    """Size of a soft prefix; all but the slots are the model's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_layers: int
+    n_kv_heads: int
+    n_slots: int
+    d_head: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_layers} layers x {self.n_kv_heads} KV heads x {self.n_slots} slots x"
+            f" {self.d_head}"
+        )
+
+
+def _unknown(given: Any) -> Any:
+    """JSON has no NaN: the bounds of one text's interval are null there."""
+    if isinstance(given, dict):
+        return {name: math.nan if value is None else value for name, value in given.items()}
+    return given
+
+
+Measured = Annotated[Interval, BeforeValidator(_unknown)]
+
+
+class HeldOut(BaseModel):
+    """Numbers on text that was not trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str
+    """Which texts were read, and their sha256."""
+    max_tokens: int
+    """Tokens of a text that are scored, from its beginning."""
+    nll: dict[str, Measured]
+    """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes
+    ("hard positive") and under no prefix ("none"); the interval resamples texts."""
+    accuracy: Measured
+    """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
+    accuracy_of_set: Measured
+    """The same over the texts of all attributes."""
+    hard_accuracy_of_set: Measured
+    """The same for the task's hard prefixes."""
+
+
+class Generated(BaseModel):
+    """Attribute accuracy, by one scorer, of texts written behind a prefix (method `prefix`),
+    without and with LaPA2."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scorer: str
+    """Name and version of the classifier."""
+    length: int
+    """Tokens of a text, the prompt's included where the task counts them."""
+    alpha: float
+    """Strength of LaPA2, profile paper."""
+    baseline: Measured
+    lapa2: Measured
+    """Intervals are over prompts."""
+
+
+class Training(BaseModel):
+    """How a prefix was trained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: dict[str, Any]
+    started_from: str | None = None
+    """sha256 of the soft prefix it began with, where the recipe's start is another set."""
+    data: tuple[str, ...]
+    """Corpora, with counts and what was left out."""
+    data_sha256: tuple[str, ...]
+    texts: int
+    """Pieces of text of this attribute."""
+    tokens: int
+    """Tokens trained on, repeats included. Here, in `steps` and in `seconds` a shared start does
+    not count."""
+    steps: int
+    best_step: int
+    """The step whose prefix was kept: of the lowest held-out loss; the last one where nothing stops
+    early."""
+    losses: dict[int, float]
+    """Held-out loss by step."""
+    seconds: float
+    lapa2_interp: str
+
+
+class SoftName(BaseModel):
+    """A soft prefix as runs refer to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    set: str
+    attribute: str
+    n_slots: int
+    shifted: bool
+    sha256: str
+    """sha256 of its safetensors file."""
+
+    def __str__(self) -> str:
+        position = "shifted" if self.shifted else "unshifted"
+        return f"soft {self.task}-{self.set}/{self.attribute}, {self.n_slots} slots, {position}"
+
+
+class PrefixCard(BaseModel):
+    """What a soft prefix is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    attribute: str
+    task: str
+    set: str
+    """mle, contrastive, or a name of your own."""
+    model: str
+    weights: str
+    """The model's weights, as on its own card (`model_card(model).weights`)."""
+    shape: Shape
+    shifted: bool
+    """Whether the text's positions start after the slots."""
+    sha256: str = ""
+    """sha256 of the safetensors file; filled in on saving."""
+    origin: str
+    """trained, or where it was imported from."""
+    training: Training | None = None
+    held_out: HeldOut | None = None
+    generated: tuple[Generated, ...] = ()
+
+    @property
+    def name(self) -> SoftName:
+        return SoftName(
+            task=self.task,
+            set=self.set,
+            attribute=self.attribute,
+            n_slots=self.shape.n_slots,
+            shifted=self.shifted,
+            sha256=self.sha256,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SoftPrefix:
+    """Trained keys and values with their card.
+
+    Attributes:
+        keys, values: As in the model's cache; any float dtype.
+    """
+
+    keys: Float[Tensor, "layer kv_head slot d_head"]
+    values: Float[Tensor, "layer kv_head slot d_head"]
+    card: PrefixCard
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("keys", self.keys), ("values", self.values)):
+            shape = self.card.shape
+            wanted = (shape.n_layers, shape.n_kv_heads, shape.n_slots, shape.d_head)
+            if tuple(tensor.shape) != wanted:
+                raise PrefixError(
+                    f"the card says {wanted} but {name} are {tuple(tensor.shape)}; one of them is"
+                    " another prefix's"
+                )
+            if not bool(tensor.isfinite().all()):
+                raise PrefixError(
+                    f"{name} of {self.card.attribute!r} hold values that are not finite numbers"
+                )
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return self.card.shape.n_slots
+
+    def __repr__(self) -> str:
+        return f"SoftPrefix({self.card.name} of {self.card.model})"
+
+    def check(self, model: Model) -> None:
+        """Refuse a model this prefix was not made for.
+
+        Raises:
+            PrefixError: Another shape, or other weights.
+        """
+        shape, card = kv_shape(model, len(self)), model_card(model)
+        if shape != self.card.shape:
+            raise PrefixError(
+                f"the soft prefix {self.card.attribute!r} was made for {self.card.model}"
+                f" ({self.card.shape}); {card.name} needs {shape}; train or import one for it"
+                f" (`lapa2 prefix train --model {card.name}`)"
+            )
+        if card.weights != self.card.weights:
+            raise PrefixError(
+                f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with"
+                f" weights {self.card.weights}; this is {card.name} with weights {card.weights}; if"
+                " they are the same, attach it to this one: `lapa2 prefix import`"
+            )
+
+
+def kv_shape(model: Model, n_slots: int) -> Shape:
+    """The shape a soft prefix of a model has.
+
+    Raises:
+        PrefixError: Its layers do not all have keys and values, of one shape.
+    """
+    network: Any = network_of(model)
+    if hasattr(network, "config"):
+        kv_shape_of(network.config.get_text_config(), n_slots)
+    return Shape(
+        n_layers=model.cfg.n_layers,
+        n_kv_heads=kv_heads(model),
+        n_slots=n_slots,
+        d_head=model.cfg.d_head,
+    )
+
+
+def kv_shape_of(config: Any, n_slots: int) -> Shape:
+    """The shape a soft prefix has for a transformers configuration.
+
+    Raises:
+        PrefixError: As `kv_shape`.
+    """
+    (n_kv_heads, d_head, d_value), *others = sorted(set(kv_sizes(config)))
+    hybrid = any(each.kind == "none" for each in keys_seen_by(config))
+    own = "reuse" not in (getattr(config, "kv_sharing_modes", None) or ())
+    if others or d_value != d_head or not own or hybrid:
+        raise PrefixError(
+            "a soft prefix has keys and values of one shape in every layer, and the layers of a"
+            f" {config.model_type} model have others or none; use a hard prefix"
+        )
+    return Shape(
+        n_layers=config.num_hidden_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head
+    )
+
+
+def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> SoftPrefix:
+    """Write `<attribute>.safetensors` and `<attribute>.json`; the prefix as it will be read back.
+
+    Raises:
+        PrefixError: The values do not fit the dtype.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    kept = {name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in
+            (("keys", prefix.keys), ("values", prefix.values))}  # fmt: skip
+    if not all(bool(tensor.isfinite().all()) for tensor in kept.values()):
+        raise PrefixError(
+            f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32"
+        )
+    weights, card_file = prefix_files(folder, prefix.card.attribute)
+    with whole_file(weights) as fresh:
+        save_file(kept, fresh)
+        fresh.chmod(0o644)
+    card = prefix.card.model_copy(
+        update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    )
+    write_text(card_file, sealed(card.model_dump_json()))
+    return SoftPrefix(kept["keys"], kept["values"], card)
+
+
+def load_prefix(folder: Path, attribute: str) -> SoftPrefix:
+    """One prefix of a set.
+
+    Raises:
+        PrefixError: Weights or card are missing, damaged, or do not belong together.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    weights, card_file = prefix_files(folder, attribute)
+    card = read_card(card_file)
+    if not weights.is_file():
+        raise PrefixError(f"the card {card_file} has no weights: {weights.name} is not beside it")
+    stored = weights.read_bytes()
+    if hashlib.sha256(stored).hexdigest() != card.sha256:
+        raise PrefixError(
+            f"{weights} is not the file its card describes (sha256 differs); save or import the"
+            " prefix again"
+        )
+    try:
+        tensors = load(stored)
+        return SoftPrefix(tensors["keys"], tensors["values"], card)
+    except (SafetensorError, KeyError) as error:
+        raise PrefixError(
+            f"{weights} does not hold keys and values ({error}); save or import the prefix again"
+        ) from error
+
+
+def read_card(file: Path) -> PrefixCard:
+    """The card of a prefix, without its tensors.
+
+    Raises:
+        PrefixError: It is not there or not a card.
+    """
+    if not file.is_file():
+        near = (
+            sorted(each.stem for each in file.parent.glob("*.json")) if file.parent.is_dir() else []
+        )
+        have = f"; there are: {', '.join(near)}" if near else ""
+        raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
+    try:
+        fields, _ = unsealed(read_text(file))
+        return PrefixCard.model_validate_json(json.dumps(fields))
+    except ValueError as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise PrefixError(
+            f"{file} is not the card of a soft prefix: {reason}; save or import the prefix again"
+        ) from error
+
+
+def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPrefix:
+    """The prefix of an attribute from a set that ships with the package, or from a folder.
+
+    Args:
+        model: It must have been made for this one.
+        task: The task's name.
+        which: A shipped set of that task (mle, contrastive), or the path of a folder.
+
+    Raises:
+        PrefixError: No such set or attribute, damaged, or of another model.
+    """
+    prefix = load_prefix(set_folder(model_card(model).name, task, which), attribute)
+    prefix.check(model)
+    return prefix
+
+
+def set_folder(model: str, task: str, which: str) -> Path:
+    """Folder of a set of soft prefixes: the shipped set for a model (by name) and task, or the path
+    given (`./mle` where a folder has the name of a shipped set).
+
+    Raises:
+        PrefixError: No such set.
+    """
+    folder = SHIPPED / model / f"{task}-{which}"
+    if "/" not in which and folder.is_dir():
+        return folder
+    if Path(which).is_dir():
+        return Path(which)
+    have = [
+        each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))
+    ]
+    raise PrefixError(
+        f"no soft prefixes {which!r} of task {task} for {model}; "
+        + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
+        + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task"
+        f" {task}` makes them"
+    )
+
+
+def cards(folder: Path) -> list[PrefixCard]:
+    """The cards under a folder, in the order of their places: JSON files with weights of the same
+    name beside them. Hidden folders, such as that of a training under way, have none."""
+    return [
+        read_card(file)
+        for file in sorted(folder.rglob("*.json"))
+        if file.with_suffix(".safetensors").is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+
+
+def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
+    """The weights and the card of an attribute's prefix in the folder of a set.
+
+    Raises:
+        PrefixError: The attribute's name is no file's name, and could lead out of the folder.
+    """
+    if not attribute or "/" in attribute or "\0" in attribute:
+        raise PrefixError(
+            f"attribute {attribute!r} cannot name a file of a soft prefix: / is not allowed there;"
+            " rename it in the task file"
+        )
+    return folder / f"{attribute}.safetensors", folder / f"{attribute}.json"
+
+
+__all__ = [
+    "HeldOut",
+    "PrefixCard",
+    "Shape",
+    "SoftName",
+    "SoftPrefix",
+    "Training",
+    "cards",
+    "find_prefix",
+    "kv_shape",
+    "load_prefix",
+    "prefix_files",
+    "read_card",
+    "save_prefix",
+    "set_folder",
+]

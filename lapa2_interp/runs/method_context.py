@@ -1,0 +1,169 @@
+"""What `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the neurons
+that promote a token.
+
+Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the
+platform's), under a name that says what they depend on: a sample of the weights, the vocabulary,
+precision, the kind of processor, and what was asked; for drafts, also packing and threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from lapa2_interp._util.errors import LayoutError, ScoringError
+from lapa2_interp._util.files import (
+    alone_with,
+    cache_folder,
+    keep_file,
+    read_text,
+    sealed,
+    unsealed,
+)
+from lapa2_interp._util.progress import no_progress
+from lapa2_interp.attention.neurons import is_gated, promoters
+from lapa2_interp.bias.texts import continuation, decode
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.loop import run_plan
+from lapa2_interp.generation.plan import plan
+from lapa2_interp.methods.base import Method
+from lapa2_interp.models.card import Model, check_weights_read, identity, model_card
+from lapa2_interp.models.machine import kind_of
+from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.scorer import Item, run_scorer
+from lapa2_interp.tasks.task import Attribute, Prompts, Task
+
+T = TypeVar("T")
+DRAFT_SEEDS = 2**40
+"""Added to the seeds of drafts, so that no text is drawn with the random numbers of the drafts that
+steer it."""
+
+
+class ModelKit:
+    """A `methods.PrepareKit` for a model from `load_model`.
+
+    Args:
+        model: The model whose texts are to be controlled.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.card = model_card(model)
+        self.end_ids = tuple(model.tokenizer.convert_tokens_to_ids(list(self.card.end_tokens)))
+        self.gated = is_gated(model)
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.model.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return decode(self.model.tokenizer, ids)
+
+    def embedding(self) -> Float[Tensor, "vocab d_model"]:
+        check_weights_read(self.model, "the embedding is read from")
+        return self.model.W_E.detach().float()
+
+    def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
+        asked = [method.name, method.equation, prompt, n, new_tokens, seed]
+        file = self._file("drafts", ".json", self.card.packing, torch.get_num_threads(), *asked)
+        with alone_with(file):
+            with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
+                fields, _ = unsealed(read_text(file))
+                return TypeAdapter(list[str]).validate_python(fields.get("texts"))
+            texts = self._draft(method, prompt, n, new_tokens, seed)
+            kept = sealed({"texts": texts})
+            keep_file(file, lambda path: path.write_text(kept, encoding="utf-8"))
+            return texts
+
+    def _draft(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
+        bare = Task(
+            name="drafts",
+            length_counts_prompt=False,
+            attributes={"none": Attribute(prefix="none")},
+            prompts=Prompts(texts=(prompt,)),
+        )
+        cell = Cell.of(
+            self.model,
+            method=method,
+            task=bare,
+            attribute="none",
+            alpha=0.0,
+            length=new_tokens,
+            samples=n,
+            seed=DRAFT_SEEDS + seed,
+            eos="stop",
+            trace="none",
+        )
+        try:  # a draft is an ordinary generation, whose own plan has nothing to prepare
+            todo = plan(self.model, cell)
+        except LayoutError as error:
+            raise LayoutError(
+                f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
+            ) from None
+        made = run_plan(self.model, todo, progress=no_progress())
+        ends = set(self.end_ids)
+        return [
+            continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
+            for tokens in made.samples["tokens"]
+        ]
+
+    def shares(
+        self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
+    ) -> list[float | None]:
+        name, _, model = scorer.partition("=")
+        options = Options(task=task, device=self.card.device)
+        key = ("scorer", scorer, task.model_dump_json())
+        reader = self.once(key, lambda: make_scorer(name, model, options))
+        table = run_scorer(reader, [Item(text, prompt, attribute) for text in texts])
+        if attribute in table:
+            column = table[attribute]
+        elif "toxicity" in table and attribute in ("toxic", "nontoxic"):
+            column = table["toxicity"] if attribute == "toxic" else 1 - table["toxicity"]
+        else:
+            columns = ", ".join(str(name) for name in table if name != "skipped")
+            raise ScoringError(
+                f"the scorer {scorer} tells {columns}, not {attribute!r}; give another (--set"
+                " scorer=...)"
+            )
+        return [
+            None if skipped else float(value)
+            for value, skipped in zip(column, table["skipped"], strict=True)
+        ]
+
+    def promoters(
+        self, tokens: Sequence[int], k: int, upper: bool = False
+    ) -> Int[Tensor, "token k two"]:
+        reading, first = self.ids(" "), self.model.cfg.n_layers // 2 if upper else 0
+        file = self._file("neurons", ".npz", reading, list(tokens), k, first)
+
+        def make() -> Int[Tensor, "token k two"]:
+            with alone_with(file):  # of all workers of a sweep, one computes the table
+                return promoters(self.model, reading, tokens, k, first, file)[1]
+
+        return self.once(file, make)
+
+    def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
+        """The file in the cache for what was asked of this model."""
+        facts = [
+            identity(self.model),
+            self.card.model_class,
+            self.card.dtype,
+            kind_of(self.card.device),
+            *asked,
+        ]
+        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        return cache_folder() / kind / f"{key}{suffix}"

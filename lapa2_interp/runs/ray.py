@@ -1,0 +1,442 @@
+"""Sweeps on more than one machine: the workers are actors of a Ray cluster.
+
+1. Join the cluster, or start one on this machine, and give it this package.
+2. On every machine as many actors as it has room for, each holding a `worker.Worker`: one per GPU
+   (or `gpus_per_worker` of them) where the cluster has any, else one per CPU core (or `threads` of
+   them).
+3. Give them jobs: an actor has at most one at a time, of a cell it has planned already if possible.
+4. A job whose actor or machine dies goes to another, at most `ATTEMPTS` times. The dead actor is
+   replaced where there is room, and machines that join during the run get actors, too.
+
+Outcomes come back to the coordinator, which alone writes, so that no other machine needs the run's
+folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from tqdm import tqdm
+
+from lapa2_interp._util.errors import RunError, one_of
+from lapa2_interp.models.machine import ISA, cores, slow_note
+from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Outcome, Told, died, unheard
+from lapa2_interp.runs.manifest import library_versions, source_commit
+from lapa2_interp.runs.worker import Worker
+
+SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS", *ISA)
+"""Environment variables the workers get from the coordinator: how they load models, and how they
+compute."""
+PACKAGE = Path(__file__).parents[1]
+PATIENCE = 600.0
+"""Seconds to wait for a cluster that has no room for any worker."""
+ANSWER = 20.0
+"""Seconds in which a cluster must answer, and its head must be back. After a minute without it Ray
+ends the process, without a word on how to go on."""
+JOIN = (
+    "import logging, sys, ray; ray.init(address=sys.argv[1], logging_level=logging.CRITICAL,"
+    " log_to_driver=False)"
+)
+
+
+class RemoteWorker(Worker):
+    """A worker in an actor.
+
+    Args:
+        folder: The coordinator's working folder, for relative paths in cells; a machine that does
+            not have it keeps its own.
+        commit: Commit of the source, which is shipped without its repository.
+    """
+
+    def __init__(
+        self, device: str, threads: int, pack: str, folder: str, commit: str | None
+    ) -> None:
+        super().__init__(device, threads, pack, workers=max(1, cores() // threads))
+        self.commit = commit
+        with suppress(OSError):
+            os.chdir(folder)
+
+    def place(self) -> tuple[str, str, dict[str, str], str | None]:
+        """The node's id, the machine's name, its versions of the libraries that compute, and
+        whether bfloat16 is slow there."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return node, socket.gethostname(), library_versions(), slow_note("bfloat16", self.device)
+
+    def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
+        outcome = super().do(job, told)
+        if isinstance(outcome, Opened):
+            return replace(outcome, facts=outcome.facts | {"commit": self.commit})
+        return outcome
+
+
+@dataclass(eq=False)
+class RayWorker:
+    """An actor, and what it does.
+
+    Attributes:
+        node: Its node in the cluster; empty until the actor has started.
+        job: Its job, and how often that job has been tried.
+        cell: Key of the cell it has planned.
+        machine, slow: The machine's name, and a note if bfloat16 is slow on it.
+    """
+
+    actor: Any
+    node: str = ""
+    machine: str = ""
+    slow: str | None = None
+    job: tuple[Job, int] | None = None
+    cell: str = ""
+
+
+class Cluster:
+    """An engine on the machines of a Ray cluster, for one `with` block.
+
+    Args:
+        workers: By default as many as there is room for, and more when machines join.
+        device: cpu, cuda, or auto: a model over all GPUs of its worker, which is the default where
+            a worker has several.
+        threads: CPU threads of a worker.
+        address: HOST:PORT of a cluster's head, or auto: the cluster this machine belongs to. By
+            default one is started here.
+        gpus_per_worker: GPUs of a worker where the cluster has any; a share of one below 1.
+        pack: As in `load_model`; machines are taken to be full of workers.
+
+    Raises:
+        RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        device: str | None = None,
+        threads: int = 1,
+        address: str | None = None,
+        gpus_per_worker: float = 1.0,
+        pack: str = "auto",
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise RunError(f"--workers must be at least 1, found {workers}")
+        if device not in (None, "cpu", "cuda", "auto"):
+            raise RunError(
+                f"{one_of('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees its own"
+                " GPUs only"
+            )
+        if gpus_per_worker <= 0 or (gpus_per_worker > 1 and gpus_per_worker % 1):
+            raise RunError(
+                "--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found"
+                f" {gpus_per_worker}"
+            )
+        self._ray = _join(address)
+        here = self._ray.get_runtime_context()
+        self._home, self._head = here.get_node_id(), here.gcs_address
+        self._device, self._threads, self._each = device, threads, gpus_per_worker
+        self._pack: str = pack
+        self._fixed = workers is not None
+        self._workers: list[RayWorker] = []
+        self._refs: dict[Any, RayWorker] = {}
+        self._queue: deque[tuple[Job, int]] = deque()
+        self._stillborn, self._alive = 0, monotonic()
+        self._told: set[str] = set()
+        try:
+            self._on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
+            self.slots = workers or self._room()
+            self._check(address)
+        except BaseException:
+            self._ray.shutdown()
+            raise
+
+    def _check(self, address: str | None) -> None:
+        where = f"the Ray cluster at {address}" if address else "this machine"
+        if self._device in ("cuda", "auto") and not self._on_gpus:
+            raise RunError(
+                f"{where} has no GPU for device {self._device!r}; give --device cpu, or join a"
+                " machine that has one"
+            )
+        if self._room() < 1:
+            kind, option = ("GPU", "--gpus-per-worker") if self._on_gpus else ("CPU", "--threads")
+            most = max((node.get(kind, 0) for node in self._nodes()), default=0)
+            needs = self._each if self._on_gpus else self._threads
+            raise RunError(
+                f"no machine of {where} has room for a worker, which needs {needs:g} {kind} where"
+                f" the largest has {most:g}; give a smaller {option}, or join a larger machine with"
+                " `ray start --address=...`"
+            )
+
+    def _nodes(self) -> list[dict[str, float]]:
+        """The resources of each machine, in use or free."""
+        alive = {node["NodeID"]: node["Resources"] for node in self._ray.nodes() if node["Alive"]}
+        if self._home not in alive:
+            raise RunError(
+                "Ray has ended on this machine (`ray stop`, or its process was killed); start it"
+                " again, and the same command goes on where this one stopped"
+            )
+        return list(alive.values())
+
+    def _room(self) -> int:
+        """Workers the cluster has room for."""
+        kind, each = ("GPU", self._each) if self._on_gpus else ("CPU", self._threads)
+        return sum(int(node.get(kind, 0) / each + 1e-9) for node in self._nodes())
+
+    def __enter__(self) -> Cluster:
+        self._versions = _public(library_versions())
+        if self._on_gpus:
+            device = self._device or ("auto" if self._each > 1 else "cuda")
+            needs = {"num_cpus": 0, "num_gpus": int(self._each) if self._each >= 1 else self._each}
+        else:
+            device, needs = "cpu", {"num_cpus": self._threads}
+        kind = self._ray.remote(RemoteWorker).options(**needs)
+        settings = device, self._threads, self._pack, str(Path.cwd()), source_commit()
+        self._new = lambda: kind.remote(*settings)
+        self._workers = [self._new_worker() for _ in range(self.slots)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers if self._answers() else ():
+            with suppress(Exception):
+                self._ray.kill(worker.actor)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cluster, also without a `with` block."""
+        self._ray.shutdown()
+
+    def _answers(self) -> bool:
+        """Whether the head of the cluster takes a connection."""
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def _await_head(self) -> None:
+        last = monotonic() + ANSWER
+        while not self._answers():
+            if monotonic() > last:
+                raise RunError(
+                    f"the head of the Ray cluster at {self._head} has not answered for"
+                    f" {ANSWER:g} s; start it again with `ray start --head`, and the same command"
+                    " goes on where this one stopped"
+                )
+            sleep(1)
+
+    def _new_worker(self) -> RayWorker:
+        """A new actor, which starts when the cluster has room for it."""
+        worker = RayWorker(self._new())
+        self._refs[worker.actor.place.remote()] = worker
+        return worker
+
+    def submit(self, job: Job) -> None:
+        self._queue.append((job, 1))
+        self._give()
+
+    def _give(self) -> None:
+        """Give jobs to the actors that are free."""
+        while self._queue and (
+            free := [worker for worker in self._workers if worker.node and worker.job is None]
+        ):
+            job, attempt = self._queue.popleft()
+            mine = [worker for worker in free if worker.cell == job.cell.key]
+            worker = (mine or free)[0]
+            worker.job, worker.cell = (job, attempt), job.cell.key
+            if worker.slow and job.cell.dtype == "bfloat16" and worker.machine not in self._told:
+                self._told.add(worker.machine)
+                tqdm.write(f"note: on {worker.machine} {worker.slow}", file=sys.stderr)
+            self._refs[worker.actor.do.remote(job)] = worker
+
+    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
+        while True:
+            self._await_head()
+            self._grow()
+            ended, _ = self._ray.wait(list(self._refs), timeout=5.0)
+            if any(worker.node for worker in self._workers):
+                self._alive = monotonic()
+            found = [outcome for ref in ended if (outcome := self._ended(ref))]
+            self._give()
+            if found:
+                yield from found
+                return
+            if (
+                not any(worker.node for worker in self._workers)
+                and monotonic() - self._alive > PATIENCE
+            ):
+                raise RunError(
+                    f"the cluster has had no room for a worker for {PATIENCE / 60:.0f} minutes;"
+                    " `ray status` tells who has it, and the same command goes on where this one"
+                    " stopped"
+                )
+
+    def _grow(self) -> None:
+        """Add actors for machines that have joined."""
+        more = 0 if self._fixed else self._room() - self.slots
+        for _ in range(more):
+            self._workers.append(self._new_worker())
+            self.slots += 1
+
+    def _ended(self, ref: Any) -> tuple[Job, Outcome] | None:
+        """Take an answer of an actor.
+
+        Returns:
+            Its job and the outcome; None if it has started, or has died and its job is tried again.
+        """
+        from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
+
+        worker = self._refs.pop(ref)
+        given, worker.job = worker.job, None
+        try:
+            found = self._ray.get(ref)
+        except (RayTaskError, RuntimeEnvSetupError) as error:
+            if given is None:
+                raise RunError(_cannot_start(error)) from error
+            return given[0], Failed(str(error))
+        except RayError as error:
+            if given is None and getattr(error, "actor_init_failed", False):
+                raise RunError(_cannot_start(error)) from error
+            return self._lost(worker, given, error)
+        if given is not None:
+            return given[0], found
+        self._started(worker, *found)
+        return None
+
+    def _started(
+        self, worker: RayWorker, node: str, machine: str, versions: dict[str, str], slow: str | None
+    ) -> None:
+        self._stillborn, worker.node, worker.machine, worker.slow = 0, node, machine, slow
+        for name, version in _public(versions).items():
+            if version != self._versions[name]:
+                raise RunError(
+                    f"{machine} has {name} {version} and this machine {self._versions[name]}, so"
+                    " texts would depend on where they are made; install the same versions on all"
+                    " machines (requirements.lock) and start Ray there again"
+                )
+
+    def _lost(
+        self, worker: RayWorker, given: tuple[Job, int] | None, error: Exception
+    ) -> tuple[Job, Outcome] | None:
+        """Replace an actor that has died, and give its job to another."""
+        with suppress(Exception):
+            self._ray.kill(worker.actor)
+        self._workers[self._workers.index(worker)] = self._new_worker()
+        if given is None:
+            self._stillborn += 1
+            if self._stillborn > ATTEMPTS * self.slots:
+                raise RunError(_cannot_start(error)) from error
+            return None
+        job, attempt = given
+        if attempt == ATTEMPTS:
+            return job, died(attempt)
+        self._queue.appendleft((job, attempt + 1))
+        return None
+
+
+def _public(versions: dict[str, str]) -> dict[str, str]:
+    """Versions without marks of the build, such as +cu130."""
+    return {name: version.partition("+")[0] for name, version in versions.items()}
+
+
+def _cannot_start(error: Exception) -> str:
+    reason = next(
+        (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
+    ).strip()
+    return (
+        f"a worker cannot start on the cluster: {reason.rstrip('.')}; every machine needs"
+        " lapa2-interp[ray] with what it depends on, in the environment `ray start` was run in,"
+        " and RAY_AUTH_MODE set (or not) as here"
+    )
+
+
+def _join(address: str | None) -> Any:
+    """Ray, connected to the cluster at this address or to one of its own."""
+    # Read when Ray is imported, or by the processes it starts.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise RunError(
+            "--engine ray needs Ray, which is not installed; pip install 'lapa2-interp[ray]', or"
+            " use --engine local"
+        ) from error
+    given = {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    settings: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.CRITICAL,
+        "runtime_env": {"py_modules": [str(PACKAGE)], "env_vars": given},
+    }
+    if address is not None:
+        _reach(address)
+        settings["address"] = address
+    else:
+        settings |= {"address": "local", "num_cpus": cores(), "include_dashboard": False}
+    try:
+        ray.init(**settings)
+    except Exception as error:
+        raise RunError(_not_joined(address or "local", str(error))) from error
+    return ray
+
+
+def _reach(address: str) -> None:
+    """Check that a cluster can be joined.
+
+    This is tried in another process: Ray waits for minutes, then ends the process it is in.
+
+    Raises:
+        RunError: It cannot be joined.
+    """
+    host, mark, port = address.rpartition(":")
+    if address != "auto":
+        if not (host and mark and port.isdigit()) or "/" in host:
+            raise RunError(
+                f"--address {address!r} is not one; allowed: HOST:PORT of the cluster's head, auto"
+            )
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except (OSError, OverflowError) as error:
+            raise RunError(_not_joined(address, str(error))) from error
+    environment = os.environ | {
+        "RAY_gcs_server_request_timeout_seconds": "10",
+        "RAY_NUM_REDIS_GET_RETRIES": "3",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", JOIN, address],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(_not_joined(address, f"no answer in {ANSWER:g} s")) from error
+    if done.returncode:
+        raise RunError(_not_joined(address, done.stderr))
+
+
+def _not_joined(address: str, reason: str) -> str:
+    if "AuthenticationError" in reason:
+        return (
+            f"the Ray cluster at {address} asks for its token, which is missing here or another;"
+            " copy ~/.ray/auth_token from its head to every machine and `export"
+            " RAY_AUTH_MODE=token` there"
+        )
+    last = re.split(r"^(?=[\w.]*(?:Error|Exception)\b)", reason, flags=re.MULTILINE)[-1]
+    return (
+        f"cannot join the Ray cluster at {address}"
+        f" ({' '.join(last.split())[:300].rstrip('.') or 'no reason given'}); allowed: HOST:PORT of"
+        " the cluster's head, or auto on a machine that belongs to it. `ray start --head` begins"
+        " one, `ray start --address=HOST:PORT` makes this machine part of it, and without"
+        " --address one is started here"
+    )

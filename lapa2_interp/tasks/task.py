@@ -1,0 +1,317 @@
+"""Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in
+    or a user's own.
+
+`EXAMPLE` shows the form. A method's own parameters and texts (by attribute, then branch) are
+optional.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lapa2_interp._util.errors import TaskError, first_problem, one_of, worst_problem
+from lapa2_interp._util.files import parse_json, parse_toml, read_text
+from lapa2_interp.tasks.segmentation import words
+
+EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
+
+[attributes.calm]
+prefix = "Very calm:"              # joined to the prompt as it stands
+
+[attributes.angry]
+prefix = "Very angry:"
+
+[prompts]
+texts = ["The lake", "The movie"]
+
+[methods.air-decoding]             # optional: what one method uses here
+parameters = { omega = 100.0 }
+
+[methods.preadd.texts.calm]        # optional: its own texts, by attribute, then branch
+prefix = "The following text is furious.\\n\\n"
+"""  # noqa: E501
+"""A complete task file."""
+"""A word: letters, digits and "_"."""
+
+
+class Attribute(BaseModel):
+    """One attribute: its hard prefix, exactly as it stands in front of the prompt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefix: Annotated[str, Field(min_length=1)]
+
+
+class MethodSettings(BaseModel):
+    """What a method uses on this task instead of its defaults and the attributes' prefixes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parameters: dict[str, float | bool | str] = {}
+    texts: dict[str, dict[str, Annotated[str, Field(min_length=1)]]] = {}
+
+
+class Prompts(BaseModel):
+    """The prompts a task is evaluated on, and where they come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    texts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    source: str = ""
+
+
+class Task(BaseModel):
+    """A control task.
+
+    Attributes:
+        name: The file's name without its ending.
+        length_counts_prompt: True: `length` counts prompt tokens too and the text begins with the
+            prompt (the paper's sentiment and topic). False: `length` new tokens, and the text is
+            the continuation alone (detox).
+        lengths: The lengths it is evaluated at.
+        attributes: By name.
+        prompts: The default prompts.
+        methods: Parameters and texts of single methods.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str = ""
+    length_counts_prompt: bool = True
+    lengths: tuple[Annotated[int, Field(ge=1)], ...] = (64, 128, 256, 384, 512)
+    attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
+    prompts: Prompts
+    methods: dict[str, MethodSettings] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Task:
+        for name in ("base", "target"):
+            if name in self.attributes:
+                raise ValueError(f"an attribute may not be called {name!r}, which names a branch")
+        for kind, names in (("a task", [self.name]), ("an attribute", list(self.attributes))):
+            for name in names:
+                if not name.strip() or set(name) & set("\0/\\") or name.startswith("."):
+                    raise ValueError(
+                        f"{kind}'s name has letters and no NUL, slash or backslash, and no dot in"
+                        f" front, since it names files; found {name!r}"
+                    )
+                if not name.isprintable() or name != name.strip() or len(name) > 200:
+                    raise ValueError(
+                        f"{kind}'s name is one line of at most 200 letters, found {name[:60]!r}"
+                    )
+        for method, settings in self.methods.items():
+            for attribute in settings.texts:
+                if attribute not in self.attributes:
+                    raise ValueError(
+                        f"methods.{method}.texts: {one_of('attribute', attribute, self.attributes)}"
+                    )
+        return self
+
+    def prefix(self, attribute: str) -> str:
+        """The hard prefix of an attribute.
+
+        Raises:
+            TaskError: The task does not have it.
+        """
+        if attribute not in self.attributes:
+            raise TaskError(
+                f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}"
+            )
+        return self.attributes[attribute].prefix
+
+    def words(self, attribute: str) -> tuple[str, ...]:
+        """The words of an attribute's hard prefix, and its name, each once, in small letters.
+
+        Raises:
+            TaskError: The task does not have it.
+        """
+        return tuple(dict.fromkeys(words(f"{self.prefix(attribute)} {attribute}")))
+
+    def others(self, attribute: str) -> list[str]:
+        """The attributes that compete with this one.
+
+        Raises:
+            TaskError: There are none.
+        """
+        others = [name for name in self.attributes if name != attribute]
+        if not others:
+            raise TaskError(
+                f"task {self.name!r} has one attribute, {attribute!r}; a method with classes needs"
+                " a second"
+            )
+        return others
+
+    def texts(self, method: str, attribute: str) -> dict[str, str]:
+        """The texts a method puts in front of the prompt for an attribute, by branch; empty where
+        it has none here."""
+        settings = self.methods.get(method)
+        return settings.texts.get(attribute, {}) if settings else {}
+
+    def parameters(self, method: str) -> dict[str, float | bool | str]:
+        """A method's parameters on this task."""
+        settings = self.methods.get(method)
+        return settings.parameters if settings else {}
+
+
+def built_in() -> list[str]:
+    """Names of the tasks that ship with the package."""
+    return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
+
+
+def read_task(name: str | Path) -> Task:
+    """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is
+    not checked.
+
+    To use one, `methods.load_task`.
+
+    Raises:
+        TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or
+            field.
+    """
+    name, path = str(name), Path(name)
+    if name in built_in():
+        text = (resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
+        return _parsed(name, path.stem, text)
+    elif path.suffix == ".toml" and path.is_file():
+        try:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
+            raise TaskError(f"cannot read the task file {name}: {error}") from None
+    else:
+        raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
+    task = _parsed(name, path.stem, text)
+    if task.name in built_in():
+        raise TaskError(
+            f"task file {name}: {task.name!r} is a task of the package, and results would be told"
+            " for its; give another name"
+        )
+    return task
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, stem: str, text: str) -> Task:
+    """A task from its file's text: grids ask for the same one thousands of times."""
+    try:
+        return Task.model_validate({"name": stem} | parse_toml(text))
+    except ValidationError as error:
+        line = _line_of(text, worst_problem(error)["loc"])
+        raise TaskError(f"task file {name}, line {line}: {first_problem(error)}") from None
+    except ValueError as error:
+        raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
+
+
+def _line_of(text: str, place: Sequence[str | int]) -> int:
+    """The line of a TOML file that a field stands on, or of the nearest table around it that is
+    there; else the last."""
+    lines = text.splitlines()
+    for name in reversed([re.escape(str(part)) for part in place]):
+        for number, line in enumerate(lines, start=1):
+            if re.match(rf'\s*("?{name}"?\s*=|\[.*\b{name}\b)', line):
+                return number
+    return len(lines)
+
+
+def _files() -> Iterable:
+    return resources.files(__package__).iterdir()
+
+
+def more_prompts(task: str) -> tuple[str, ...]:
+    """Prompts written for this package, for grids that need more than the task's own; () for a task
+    of one's own."""
+    file = {"sentiment": "neutral", "topic": "neutral", "detox": "detox"}.get(task)
+    if file is None:
+        return ()
+    text = resources.files(__package__).joinpath("more", f"{file}.txt").read_text("utf-8")
+    return tuple(text.splitlines())
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Prompts from a file: one per line; `.jsonl` objects with a text in "prompt" or
+    "prompt"."text"; or the column "prompt" of a `.csv`.
+
+    Raises:
+        TaskError: Unreadable, empty, a table of another kind, or a line is malformed; the message
+            names it.
+    """
+    kind = path.suffix.lower()
+    if kind in TABLES:
+        raise TaskError(
+            f"{path} is no file of prompts: give lines of text, .jsonl objects with a field"
+            ' "prompt", or a .csv with a column "prompt"'
+        )
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise TaskError(
+            f"cannot read prompts from {path}: {error.strerror}; give a text file"
+        ) from None
+    except ValueError as error:
+        mark = "" if str(error).startswith("line") else ":"
+        raise TaskError(f"cannot read prompts from {path}{mark} {error}") from None
+    if kind == ".csv":
+        return _prompts_of_csv(path, text)
+    read = _prompt_of_json if kind == ".jsonl" else str
+    prompts = []
+    # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
+    for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
+        try:
+            prompts += [read(line)] if line.strip() else []
+        except ValueError:
+            raise TaskError(
+                f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as'
+                ' RealToxicityPrompts has it, in "prompt"."text"), found'
+                f" {line[:60]!r}{'...' * (len(line) > 60)}"
+            ) from None
+    if not prompts:
+        raise TaskError(f"{path} has no prompts; give one per line")
+    return tuple(prompts)
+
+
+TABLES = (".parquet", ".json", ".tsv", ".xlsx", ".npz", ".zip", ".gz", ".xz", ".bz2", ".toml")
+"""Endings of files that hold prompts in a form that is not read."""
+
+
+def _prompts_of_csv(path: Path, text: str) -> tuple[str, ...]:
+    """The column `prompt` of a CSV file."""
+    try:
+        columns, *rows = [
+            row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row
+        ]
+    except (csv.Error, ValueError) as error:
+        raise TaskError(f"{path} is not CSV: {error}; give a column named prompt") from None
+    if columns.count("prompt") != 1:
+        raise TaskError(f"{path} needs one column named prompt; found {', '.join(columns)}")
+    at = columns.index("prompt")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(columns) or not row[at].strip():
+            raise TaskError(
+                f"{path} row {number}: expected {len(columns)} fields and a prompt, found"
+                f" {str(row)[:80]}"
+            )
+    if not rows:
+        raise TaskError(f"{path} has no prompts; give one per row")
+    return tuple(row[at] for row in rows)
+
+
+def _prompt_of_json(line: str) -> str:
+    """The prompt of a line of .jsonl.
+
+    Raises:
+        ValueError: There is none, or it is no text.
+    """
+    read = parse_json(line)
+    prompt = read.get("prompt") if isinstance(read, dict) else None
+    text = prompt.get("text") if isinstance(prompt, dict) else prompt
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(text)
+    return text

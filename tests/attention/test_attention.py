@@ -1,0 +1,595 @@
+"""The bias inside a network: exact, confined to what was selected, and gone afterwards."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, hooks_left, load
+from oracle import oracle_logits
+
+from lapa2_interp import Augmentation, augmented, probe
+from lapa2_interp._util.errors import AugmentationError, DeadHookError, LayoutError
+from lapa2_interp.attention.hooked import PATTERN, SCORES
+from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.bias.theory import shifted_share
+from lapa2_interp.models.liveness import assert_live
+
+GENERATED = [70, 81, 92, 103, 114]
+
+
+def branch(model, prefix="ab cd:", prompt="efg hi"):
+    return Layout.of(model.tokenizer, prefix, prompt)
+
+
+def ids_of(found, generated=()):
+    return torch.tensor([[*found.ids, *generated]])
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-5)])
+def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, rounding):
+    from transformers.models.llama.modeling_llama import repeat_kv
+
+    from lapa2_interp.attention.cached_heads import CachedHeads
+
+    rng = torch.Generator().manual_seed(2)
+    buffer = torch.randn(4, 3, 7, 8, generator=rng, dtype=torch.float64).to(dtype)[:, :, :5]
+    queries, patterns = (
+        torch.randn(4, 6, 2, n, generator=rng, dtype=torch.float64).to(dtype) for n in (8, 5)
+    )
+    expected, found = repeat_kv(buffer, 2), repeat_kv(buffer.as_subclass(CachedHeads), 2)
+    assert isinstance(found, CachedHeads)
+    assert found.shape == expected.shape == (4, 6, 5, 8)
+    done = [
+        lambda kv: torch.matmul(queries, kv.transpose(-2, -1)),
+        lambda kv: torch.matmul(patterns, kv),
+        lambda kv: queries @ kv.transpose(2, 3),
+        lambda kv: torch.matmul(kv, kv.transpose(-2, -1)),
+        lambda kv: torch.einsum("bhqd,bhkd->bhqk", queries, kv),
+        lambda kv: torch.cat([kv, kv], dim=2),
+        lambda kv: torch.nn.functional.scaled_dot_product_attention(queries, kv, value=kv),
+        lambda kv: kv.transpose(-2, -1),
+        lambda kv: kv[:, 1:, None],
+        lambda kv: kv.reshape(4, 2, 3, 40),
+        lambda kv: 2 * kv.float().flip(1),
+    ]
+    for do in done:
+        result, wanted = do(found), do(expected)
+        assert result.shape == wanted.shape
+        assert torch.allclose(result + 0, wanted, rtol=rounding, atol=rounding)
+        again = do(expected.as_subclass(CachedHeads))  # nothing is shared
+        assert torch.allclose(again + 0, wanted, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    from lapa2_interp.attention.cache import open_rows
+    from lapa2_interp.attention.cached_heads import CachedHeads
+
+    model = load(name)
+    monkeypatch.setattr(
+        CachedHeads,
+        "_copied",
+        lambda self: pytest.fail("copied") if self.repeats > 1 else self.as_subclass(torch.Tensor),
+    )
+    real, repeated = modeling_llama.repeat_kv, []
+    monkeypatch.setattr(
+        modeling_llama, "repeat_kv", lambda kv, n: repeated.append(real(kv, n)) or repeated[-1]
+    )
+    rows = left_pad([branch(model)])
+    state = open_rows(model)
+    with torch.no_grad(), augmented(model, Augmentation(alpha=0.7), rows):
+        state.prompt_pass(rows)
+        state.expand(torch.zeros(3, dtype=torch.long), capacity=len(rows[0]) + 2)
+        state.read(torch.full((3, 1), 70))
+    assert all(isinstance(each, CachedHeads) for each in repeated)  # and no copy
+    assert len(repeated) == (
+        4 * model.cfg.n_layers if name == "tiny-llama" else 0
+    )  # keys and values, of two calls
+
+
+def bridge_of(config, name):
+    """A bridge around a random model of another architecture, with the byte tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    from lapa2_interp.models.load import _bridge, load_tokenizer
+
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return _bridge(network, load_tokenizer("tiny-gpt2"), name, torch.float32, "cpu")
+
+
+def patterns_of(model, ids, *contexts):
+    from contextlib import ExitStack
+
+    found = {}
+    reads = [
+        (PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone()))
+        for i in range(model.cfg.n_layers)
+    ]
+    with torch.no_grad(), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        with model.hooks(fwd_hooks=reads):
+            logits = model(ids)
+    return logits, found
+
+
+@pytest.mark.parametrize("layers", ["all", (1,), (2, 3)])
+def test_exact_law_in_the_first_augmented_layer(tiny, model_class, layers):
+    """logit(A') - logit(A) = b per head and query; the renormalised attention on the other keys
+    does not move."""
+    model = load(tiny, "float64", model_class)
+    found = branch(model)
+    augmentation = Augmentation(alpha=0.8, layers=layers)
+    ids = ids_of(found, GENERATED)
+    first = 0 if layers == "all" else layers[0]
+    before, after = (
+        patterns_of(model, ids, augmented(model, each, found))[1][first][0]
+        for each in (None, augmentation)
+    )
+    start, stop = found.prefix
+    bias = found.bias(augmentation, np.arange(ids.shape[1]))
+    share = before[:, :, start:stop].sum(-1).numpy()
+    assert (bias > 0).sum() == len(GENERATED) + 1
+    queries = slice(found.prompt.stop - 1, None)
+    shifted = shifted_share(
+        share[:, queries], np.broadcast_to(bias[queries], share[:, queries].shape)
+    )
+    assert np.abs(after[:, queries, start:stop].sum(-1).numpy() - shifted).max() < 1e-12
+    outside = torch.ones(ids.shape[1], dtype=torch.bool)
+    outside[start:stop] = False
+    rest_before, rest_after = (
+        p[:, :, outside] / p[:, :, outside].sum(-1, keepdim=True) for p in (before, after)
+    )
+    assert (rest_before - rest_after)[:, queries].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        Augmentation(alpha=0.5),
+        Augmentation(alpha=2, profile="released"),
+        Augmentation(alpha=1, phase="all_queries", law="sqrt"),
+        Augmentation(alpha=1, span=((0, 1), (4, 6)), law="constant", l0=128),
+    ],
+)
+def test_a_forward_pass_equals_the_oracle(tiny, model_class, augmentation):
+    model = load(tiny, "float64", model_class)
+    found = branch(model)
+    expected, expected_patterns = oracle_logits(model, found, GENERATED, augmentation)
+    logits, patterns = patterns_of(
+        model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+    )
+    assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
+    for i, pattern in expected_patterns.items():
+        assert (patterns[i][0] - pattern).abs().max() < 1e-10
+    plain, _ = oracle_logits(model, found, GENERATED)
+    assert (plain - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads"),
+    [
+        *((rule, "all") for rule in ("all", "bottom", "top", "even", (2,))),
+        ("all", ((1, 2), (3, 0))),
+        ("odd", ((1, 1), (2, 2))),
+    ],
+)
+def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
+    """Scores before and after the hook differ on the span's keys of the selected heads, and nowhere
+    else."""
+    model = load(tiny, "float64")
+    found = branch(model)
+    augmentation = Augmentation(alpha=1, layers=layers, heads=heads)
+    selected = augmentation.selects(model.cfg.n_layers, model.cfg.n_heads)
+    before, after = {}, {}
+
+    def keep(store):
+        return [
+            (SCORES.format(i), lambda s, hook, i=i: store.__setitem__(i, s[0].clone()))
+            for i in range(model.cfg.n_layers)
+        ]
+
+    first, last = (model.hooks(fwd_hooks=keep(store)) for store in (before, after))
+    with torch.no_grad(), first, augmented(model, augmentation, found), last:
+        model(ids_of(found, GENERATED))
+    for i in range(model.cfg.n_layers):
+        moved = (after[i] - before[i]).abs() > 1e-12
+        for head in range(model.cfg.n_heads):
+            assert bool(moved[head].any()) == bool(selected[i, head])
+            queries, keys = torch.nonzero(moved[head], as_tuple=True)
+            if selected[i, head]:
+                assert sorted(set(keys.tolist())) == list(range(*found.prefix))
+                assert sorted(set(queries.tolist())) == list(
+                    range(found.prompt.stop - 1, len(found) + len(GENERATED))
+                )
+
+
+def test_left_padded_rows_of_different_prefixes_equal_each_row_alone(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    rows = left_pad(
+        [
+            branch(model),
+            branch(model, "a:", "b"),
+            branch(model, None, "longer prompt than the others"),
+        ]
+    )
+    augmentations = [Augmentation(alpha=0.5), Augmentation(alpha=2, profile="released"), None]
+    ids = torch.tensor([(each.ids[0],) * each.pad + each.ids + tuple(GENERATED) for each in rows])
+    mask = torch.ones_like(ids)
+    for row, each in enumerate(rows):
+        mask[row, : each.pad] = 0
+    extra = (
+        {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        if model_class == "TransformerBridge"
+        else {}
+    )
+    with torch.no_grad(), augmented(model, augmentations, rows):
+        logits = model(ids, attention_mask=mask, **extra)
+    for row, each in enumerate(rows):
+        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
+        assert (logits[row, len(each) - 1 :] - expected).abs().max() < 1e-9
+
+
+def test_every_hook_is_gone_after_success_and_after_an_exception(tiny, model_class):
+    model = load(tiny, "float32", model_class)
+    found = branch(model)
+    plain = patterns_of(model, ids_of(found))[0]
+    assert hooks_left(model) == ([], [])
+    with augmented(model, Augmentation(alpha=1), found):
+        assert len(hooks_left(model)[0]) >= 2 * model.cfg.n_layers
+        model(ids_of(found))
+    assert hooks_left(model) == ([], [])
+    with pytest.raises(ZeroDivisionError), augmented(model, Augmentation(alpha=1), found):
+        raise ZeroDivisionError
+    assert hooks_left(model) == ([], [])
+    with (
+        pytest.raises(AugmentationError),
+        augmented(model, Augmentation(alpha=1, layers=(9,)), found),
+    ):
+        pass
+    assert hooks_left(model) == ([], [])
+    assert torch.equal(patterns_of(model, ids_of(found))[0], plain)
+
+
+def test_the_users_own_hooks_survive(model_class):
+    model = load("tiny-gpt2", "float32", model_class)
+    found = branch(model)
+    seen = []
+    model.add_hook(PATTERN.format(0), lambda p, hook: seen.append(1))
+    try:
+        with augmented(model, Augmentation(alpha=1), found):
+            model(ids_of(found))
+        model(ids_of(found))
+    finally:
+        model.reset_hooks()
+    assert len(seen) == 2
+
+
+def test_run_with_cache_and_run_with_hooks_see_the_augmented_model(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    found = branch(model)
+    augmentation = Augmentation(alpha=1)
+    ids = ids_of(found, GENERATED)
+    expected, patterns = oracle_logits(model, found, GENERATED, augmentation)
+    with torch.no_grad(), augmented(model, augmentation, found):
+        logits, cache = model.run_with_cache(ids)
+        again = model.run_with_hooks(ids, fwd_hooks=[])
+    assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
+    assert torch.equal(logits, again)
+    for i in range(model.cfg.n_layers):
+        assert (cache[PATTERN.format(i)][0] - patterns[i]).abs().max() < 1e-10
+
+
+def test_gradients_flow_through_the_bias(tiny):
+    model = load(tiny, "float64")
+    found = branch(model)
+    with augmented(model, Augmentation(alpha=1), found):
+        embedded = (
+            model.original_model.get_input_embeddings()(ids_of(found)).detach().requires_grad_()
+        )
+        model(embedded)[0, -1, 3].backward()
+    assert embedded.grad[0, found.prefix.start].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("profile", ["paper", "released"])
+def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile):
+    """Three significant digits of bfloat16 over four layers; the logits here are of order 10."""
+    augmentation = Augmentation(alpha=2, profile=profile)
+    results = {}
+    for precision in ("float32", dtype):
+        model = load(tiny, precision, model_class)
+        found = branch(model)
+        logits, patterns = patterns_of(
+            model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+        )
+        results[precision] = logits.float()
+        assert {pattern.dtype for pattern in patterns.values()} == {logits.dtype}
+        assert logits.dtype == getattr(torch, precision)
+    difference = (results["float32"] - results[dtype]).abs().max() / results["float32"].abs().max()
+    assert difference < (0.06 if dtype == "bfloat16" else 0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
+    """An edit of scores and one of the pattern, made inside `augmented`, reach the logits as they
+    do outside."""
+    model = load(tiny, dtype, model_class)
+    found = branch(model)
+    ids = ids_of(found, GENERATED)
+
+    def on_scores(scores, hook):
+        scores = scores.clone()
+        scores[..., 2] -= 20
+        return scores
+
+    def on_pattern(pattern, hook):
+        return pattern.roll(1, dims=-1)
+
+    for name, edit in ((SCORES.format(1), on_scores), (PATTERN.format(2), on_pattern)):
+        with torch.no_grad():
+            plain = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
+            with augmented(model, Augmentation(alpha=0), found):
+                same = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
+            with augmented(model, Augmentation(alpha=1), found):
+                edited, unedited = model.run_with_hooks(ids, fwd_hooks=[(name, edit)]), model(ids)
+        assert torch.equal(same, plain)
+        assert (edited - unedited).abs().max() > 1e-2
+
+
+def test_the_exact_softmax_keeps_no_scores(tiny):
+    model = load(tiny, "float64")
+    model(torch.tensor([[1, 2, 3]]))
+    assert not any(hasattr(block.attn.hook_attn_scores, "latest") for block in model.blocks)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
+    """A static cache has more slots than live keys and counts them in a tensor it later changes."""
+    from transformers import DynamicCache, StaticCache
+
+    model = load(tiny, "float64")
+    found, augmentation = branch(model), Augmentation(alpha=1)
+    cache = (
+        DynamicCache()
+        if name == "dynamic"
+        else StaticCache(config=model.original_model.config, max_cache_len=64)
+    )
+    expected, _ = oracle_logits(model, found, GENERATED, augmentation)
+    logits = []
+    with torch.no_grad(), augmented(model, augmentation, found):
+        for chunk in (list(found.ids), *([token] for token in GENERATED)):
+            logits.append(model(torch.tensor([chunk]), past_key_values=cache)[:, -1])
+    assert (torch.cat(logits) - expected).abs().max() < 1e-9
+
+
+def test_soft_slots_in_a_cache(tiny):
+    """Keys without ids in front of BOS: the exact law holds on them, and the trace finds every part
+    at its place."""
+    from transformers import DynamicCache
+
+    from lapa2_interp.attention.recorder import Recorder
+
+    model = load(tiny, "float64")
+    cfg, soft = model.cfg, 5
+    found = Layout.of(model.tokenizer, None, "efg hi", soft=soft)
+    heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    rng = torch.Generator().manual_seed(0)
+    prefix = torch.randn(
+        cfg.n_layers, 2, 1, heads, soft, cfg.d_head, generator=rng, dtype=torch.float64
+    )
+
+    def last_rows(augmentation, observer=None):
+        cache, patterns = DynamicCache(), {}
+        for layer in range(cfg.n_layers):
+            cache.update(*prefix[layer], layer)
+        reads = [
+            (PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0, :, -1]))
+            for i in range(cfg.n_layers)
+        ]
+        with (
+            torch.no_grad(),
+            augmented(model, augmentation, found, observer),
+            model.hooks(fwd_hooks=reads),
+        ):
+            model(
+                found.tensor,
+                attention_mask=torch.ones(1, len(found), dtype=torch.long),
+                position_ids=torch.arange(len(found.ids))[None],
+                past_key_values=cache,
+            )
+        return patterns
+
+    augmentation, recorder = Augmentation(alpha=0.9), Recorder(cfg.n_layers, cfg.n_heads)
+    recorder.begin([found])
+    before, after = last_rows(None)[0], last_rows(augmentation, recorder)
+    bias = found.bias(augmentation, np.array([len(found) - 1]))
+    assert bias == pytest.approx(0.9 * np.log((soft + 6) / soft))
+    share = before[:, :soft].sum(-1).numpy()
+    assert (
+        np.abs(
+            after[0][:, :soft].sum(-1).numpy()
+            - shifted_share(share, np.broadcast_to(bias, share.shape))
+        ).max()
+        < 1e-12
+    )
+    trace = recorder.dataset([found], ["prefix"], [1]).isel(branch=0, sample=0, step=0)
+    for layer, rows in after.items():
+        for name, part in (
+            ("prefix", slice(0, 5)),
+            ("bos", slice(5, 6)),
+            ("prompt", slice(6, 12)),
+            ("released_slice", slice(0, 5)),
+        ):
+            assert (
+                np.abs(trace[name][layer].to_numpy() - rows[:, part].sum(-1).numpy()).max() < 1e-6
+            )
+    assert trace["l_kv"] == 12
+
+
+def test_a_cache_that_drops_keys_is_an_error():
+    from transformers import DynamicCache, MistralConfig
+
+    config = MistralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8,
+    )  # fmt: skip
+    model = bridge_of(config, "tiny-mistral")
+    found, cache = branch(model), DynamicCache(config=config)
+    with torch.no_grad(), augmented(model, Augmentation(alpha=1), found):
+        model(found.tensor, past_key_values=cache)
+        with pytest.raises(LayoutError, match="sliding window drops old ones"):
+            model(torch.tensor([[70]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "masked", "message"),
+    [
+        ("padded", "none", "no attention_mask"),
+        ("unpadded", "right", "row 1 masks 5 slots where its layout has 0"),
+        ("swapped", "right", "row 0 masks 0 slots where its layout has 5"),
+        ("first alone", "right", "row 1 masks 5 slots where its layout has 0"),
+        ("padded", "ones", "row 1 masks 0 slots where its layout has 5"),
+    ],
+)
+def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts, masked, message):
+    """Each of these would put the span on other keys and change the result without a word."""
+    model = load(tiny, "float32", model_class)
+    plain = [branch(model, "ab cd:", "efg hi"), branch(model, "ab:", "efgh")]
+    rows = left_pad(plain)
+    ids = torch.tensor([(each.ids[0],) * each.pad + each.ids for each in rows])
+    mask = torch.ones_like(ids)
+    if masked == "right":
+        mask[1, : rows[1].pad] = 0
+    given = {"padded": rows, "unpadded": plain, "swapped": rows[::-1], "first alone": rows[0]}[
+        layouts
+    ]
+    settings = {} if masked == "none" else {"attention_mask": mask}
+    with augmented(model, Augmentation(alpha=1), given), pytest.raises(LayoutError, match=message):
+        model(ids, **settings)
+
+
+def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
+    """In a process of its own: under the tests' run-time types the package's own checks would never
+    be reached."""
+    program = """
+from lapa2_interp import Augmentation, Cell, Lapa2Error, Layout, augmented, generate, load_model
+
+model = load_model("tiny-gpt2")
+found = Layout.of(model.tokenizer, "ab:", "cd")
+calls = [
+    lambda: augmented(model, 0.5, [found]).__enter__(),
+    lambda: augmented(model, [0.5], found).__enter__(),
+    lambda: augmented(model, found, Augmentation(alpha=1)).__enter__(),
+    lambda: generate(model, attribute="positive", prompts="The lake"),
+    lambda: generate(model, method=3, attribute="positive"),
+    lambda: generate(model, method="prefixx", attribute="positive"),
+    lambda: generate(model, attribute="positive", augmentation=0.5),
+    lambda: generate(model, attribute="positive", alpha=1.0, augmentation=Augmentation(alpha=1)),
+    lambda: generate(model, attribute="positive", trace="ful"),
+    lambda: generate(model, attribute="positive", eos="Stop"),
+    lambda: generate(model, Cell.of(model, attribute="positive"), seed=3),
+    lambda: generate(model, Cell.of("tiny-llama", attribute="positive", dtype="float32")),
+]
+for call in calls:
+    try:
+        call()
+    except Lapa2Error as error:
+        print(error)
+    except Exception as error:
+        print("untyped", repr(error))
+    else:
+        print("accepted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    expected = [
+        *["was given"] * 3,
+        "prompts must be a list of at least one text, found 'The lake'",
+        "method must be a name, or come from methods.get or for_task, found 3",
+        "unknown method 'prefixx'; allowed: none, prefix",
+        "recipes as one text such as 'lapa2 + instaboost:M=5', or None; found 0.5",
+        "give alpha 1, or an augmentation that has its own, not both",
+        "unknown trace 'ful'; allowed: none, pooled, full; did you mean 'full'?",
+        "unknown eos policy 'Stop'; allowed: keep, stop, block",
+        "give a cell, or settings, not both; found seed beside a cell",
+        "the cell's model is 'tiny-llama', and the model's 'tiny-gpt2'",
+    ]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(expected), done.stdout
+    for line, words in zip(lines, expected, strict=True):
+        assert words in line
+
+
+def test_augmentations_without_layouts_are_an_error():
+    model = load("tiny-gpt2")
+    for augmentations, layouts in (([None, None], branch(model)), ([], [])):
+        with pytest.raises(LayoutError, match="augmentations for"):
+            augmented(model, augmentations, layouts).__enter__()
+
+
+def test_alpha_zero_changes_nothing(tiny, model_class):
+    model = load(tiny, "float32", model_class)
+    found = branch(model)
+    plain = patterns_of(model, ids_of(found, GENERATED))[0]
+    for augmentation in (
+        None,
+        Augmentation(alpha=0),
+        Augmentation(alpha=0, law="linear", profile="released"),
+    ):
+        logits = patterns_of(
+            model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+        )[0]
+        assert torch.equal(logits, plain)
+
+
+def test_rows_without_layouts_are_an_error():
+    model = load("tiny-gpt2")
+    found = branch(model)
+    with (
+        augmented(model, Augmentation(alpha=1), [found, found]),
+        pytest.raises(LayoutError, match="3 rows, but 2"),
+    ):
+        model(ids_of(found).repeat(3, 1))
+
+
+def test_a_forward_pass_shorter_than_the_span_is_an_error():
+    model = load("tiny-gpt2")
+    found = branch(model)
+    with (
+        augmented(model, Augmentation(alpha=1), found, check_ids=False),
+        pytest.raises(LayoutError, match="span ends at slot 7"),
+    ):
+        model(ids_of(found)[:, :4])
+
+
+def test_an_explicit_span_outside_the_sequence_is_an_error():
+    model = load("tiny-gpt2")
+    with pytest.raises(LayoutError, match="outside the sequence"):
+        augmented(model, Augmentation(alpha=1, span=((0, 99),)), branch(model)).__enter__()
+
+
+@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
+def test_live_models_pass_the_probe(name, model_class):
+    found = probe(load(name, "float32", model_class))
+    assert found.alive
+    assert found.logit_shift > 1e-3
+
+
+def test_a_dead_scores_hook_raises():
+    """OPT's scores hook fires after the softmax on the bridge, and edits of it change nothing."""
+    from transformers import OPTConfig
+
+    config = OPTConfig(
+        vocab_size=260, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32,
+    )  # fmt: skip
+    model = bridge_of(config, "tiny-opt")
+    assert not probe(model).alive
+    with pytest.raises(DeadHookError, match="tiny-opt: .*augmentation would do nothing"):
+        assert_live(model, "tiny-opt")

@@ -1,0 +1,285 @@
+"""Recorded sums against whole patterns of a full recomputation."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from conftest import generate, load
+from oracle import oracle_logits
+
+from lapa2_interp import Augmentation, load_task
+from lapa2_interp import generate as make_run
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.plots import prefix_token_bars
+from lapa2_interp.attention.recorder import Recorder, trace_bytes
+from lapa2_interp.attention.tables import (
+    fit_table,
+    head_table,
+    local_ratio,
+    pooled,
+    prefix_token_table,
+    step_table,
+)
+from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.theory import fit_decay
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.methods import registry as methods
+
+PROMPTS = ["The lake", "Once upon a time"]
+
+
+def made(model, **settings):
+    settings = {"length": 34, "samples": 2, "augmentation": Augmentation(alpha=1)} | settings
+    return generate(
+        model, methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS, **settings
+    )
+
+
+def expected_sums(pattern, found):
+    """The sums of one query's attention row [head, key], by slicing."""
+    n_bos, pre, n_keys = found.n_bos, found.l_pre, pattern.shape[1]
+    rest = [key for key in range(n_keys) if not n_bos <= key < n_bos + pre]
+    sums = {
+        "bos": pattern[:, :n_bos].sum(1),
+        "prefix": pattern[:, n_bos : n_bos + pre].sum(1),
+        "prompt": pattern[:, n_bos + pre : len(found)].sum(1),
+        "generated": pattern[:, len(found) :].sum(1),
+        "released_slice": pattern[:, : found.counted].sum(1),
+    }
+    return sums | {f"nearest_{k}": pattern[:, rest[-k:]].sum(1) for k in (2, 4, 6, 8)}
+
+
+@pytest.mark.parametrize(
+    "augmentation", [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
+)
+def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(
+    tiny, model_class, augmentation
+):
+    model = load(tiny, "float32", model_class)
+    run = made(model, augmentation=augmentation, patterns=[(1, 2), (3, 0)])
+    trace = run.trace.isel(branch=0)
+    assert trace["prefix"].dims == ("sample", "step", "layer", "head")
+    for number, sample in enumerate(run.samples.itertuples()):
+        found = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
+        _, patterns = oracle_logits(model, found, sample.tokens[:-1], augmentation)
+        for step in range(sample.n_tokens):
+            query = len(found) - 1 + step
+            rows = {
+                layer: pattern[:, query, : query + 1].double()
+                for layer, pattern in patterns.items()
+            }
+            for layer, row in rows.items():
+                for name, expected in expected_sums(row, found).items():
+                    recorded = trace[name][number, step, layer].to_numpy()
+                    assert np.abs(recorded - expected.numpy()).max() < 2e-5, (name, layer, step)
+            tokens = np.mean(
+                [row[:, slice(*found.prefix)].numpy() for row in rows.values()], axis=(0, 1)
+            )
+            assert np.abs(trace["prefix_tokens"][number, step].to_numpy() - tokens).max() < 2e-5
+            for pair, (layer, head) in enumerate([(1, 2), (3, 0)]):
+                kept = trace["pattern"][number, step, pair].to_numpy()
+                assert np.abs(kept[: query + 1] - rows[layer][head].numpy()).max() < 2e-5
+                assert np.isnan(kept[query + 1 :]).all()
+            assert trace["l_kv"][number, step] == query + 1
+
+
+def test_the_parts_add_up_to_one():
+    trace = made(load("tiny-llama")).trace
+    total = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()
+    assert np.nanmax(np.abs(total - 1)) < 1e-6
+
+
+def test_steps_a_sample_does_not_have_are_nan():
+    run = made(load("tiny-gpt2"))
+    for number, sample in enumerate(run.samples.itertuples()):
+        for name in (*SUMS, "prefix_tokens"):
+            values = run.trace[name].to_numpy()[0, number]
+            assert np.isfinite(values[: sample.n_tokens]).all()
+            assert np.isnan(values[sample.n_tokens :]).all()
+
+
+def test_pooled_is_the_mean_of_full():
+    full, mean = (made(load("tiny-neox"), trace=kind).trace for kind in ("full", "pooled"))
+    assert mean["prefix"].dims == ("branch", "sample", "step")
+    for name in SUMS:
+        assert np.allclose(pooled(full, name), mean[name], atol=1e-6, equal_nan=True)
+    assert made(load("tiny-neox"), trace="none").trace is None
+
+
+def test_batches_do_not_change_a_trace():
+    together, alone = (made(load("tiny-gpt2"), max_rows=rows).trace for rows in (None, 1))
+    for name in SUMS:
+        assert np.allclose(together[name], alone[name], atol=1e-5, equal_nan=True)
+
+
+def test_a_base_branch_has_no_prefix():
+    model = load("tiny-gpt2")
+    run = generate(
+        model, methods.get("none"), load_task("sentiment"), "positive", PROMPTS, length=34
+    )
+    assert np.nanmax(run.trace["prefix"].to_numpy()) == 0
+    assert run.trace.sizes["prefix_token"] == 0
+    first = run.trace.isel(branch=0, sample=0, step=0)
+    assert np.allclose(
+        first["released_slice"] + 0, 1 - nearest_last_prompt_token(run, model), atol=1e-5
+    )
+
+
+def nearest_last_prompt_token(run, model):
+    """What the released slice misses at step 0 on the raw model: the last prompt token."""
+    found = Layout.of(model.tokenizer, None, PROMPTS[0])
+    _, patterns = oracle_logits(model, found, [])
+    return np.stack([patterns[i][:, -1, -1].numpy() for i in range(model.cfg.n_layers)])
+
+
+@pytest.mark.parametrize("kind", ["full", "pooled"])
+def test_local_ratios(kind):
+    trace = made(load("tiny-gpt2"), trace=kind).trace
+    nearest, prefix, bos = (trace[name].to_numpy() for name in ("nearest_4", "prefix", "bos"))
+    np.testing.assert_allclose(local_ratio(trace, 4), nearest / (1 - prefix), rtol=1e-4)
+    np.testing.assert_allclose(
+        local_ratio(trace, 4, without_bos=True), nearest / (1 - prefix - bos), rtol=1e-4
+    )
+    with pytest.raises(TraceError, match="nearest 2, 4, 6, 8 keys, not 3"):
+        local_ratio(trace, 3)
+
+
+def test_local_ratios_are_shares_with_doubled_bos_too():
+    for doubled in (False, True):
+        asked = {"attribute": "positive", "prompts": ["a"], "length": 14, "dtype": "float32"}
+        trace = make_run("tiny-llama", doubled_bos=doubled, **asked).trace()
+        for k in (2, 4, 6, 8):
+            assert np.nanmax(local_ratio(trace, k, without_bos=True)) <= 1 + 1e-6
+
+
+def test_local_ratio_in_a_head_that_is_all_sink():
+    """BOS gets all but 1e-6 of the attention: what is left is measured, not rounded away; and BOS
+    is no near key of its own."""
+    import xarray as xr
+
+    rest = np.float32(1e-6)
+    parts = {
+        "prefix": 0.0,
+        "bos": 1 - rest,
+        "prompt": 0.25 * rest,
+        "generated": 0.75 * rest,
+        "nearest_2": 0.5 * rest,
+    }
+    data = {
+        name: (("branch", "sample", "step"), np.full((1, 1, 1), value, np.float32))
+        for name, value in parts.items()
+    }
+    coords = {
+        "l_pre": (("branch", "sample"), [[3]]),
+        "n_bos": (("branch", "sample"), [[1]]),
+        "l_kv": (("branch", "sample", "step"), [[[20]]]),
+    }
+    assert local_ratio(xr.Dataset(data, coords), 2, without_bos=True).item() == pytest.approx(0.5)
+    data["nearest_8"] = (("branch", "sample", "step"), np.ones((1, 1, 1), np.float32))
+    coords["l_kv"] = (("branch", "sample", "step"), [[[8]]])  # BOS, three of the prefix, four more
+    assert local_ratio(xr.Dataset(data, coords), 8, without_bos=True).item() == 1.0
+
+
+def test_tables_of_one_prompt_and_of_short_texts_claim_nothing():
+    run = generate(
+        load("tiny-gpt2"),
+        methods.get("prefix"),
+        load_task("sentiment"),
+        "positive",
+        PROMPTS[:1],
+        length=10,
+    )
+    steps = step_table(run.trace, run.samples)
+    assert steps[["low", "high"]].isna().all(axis=None)
+    assert steps["prompts"].unique().tolist() == [1]
+    fits = fit_table(steps)
+    assert fits["arm"].tolist() == ["run"]
+    assert fits[["C", "D", "R2"]].isna().all(axis=None)
+
+
+def test_netcdf_round_trip(tmp_path):
+    trace = made(load("tiny-gpt2"), patterns=[(0, 0)]).trace.assign_attrs(
+        manifest='{"nested": {"a": [1]}}'
+    )
+    trace.to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
+    with xr.open_dataset(tmp_path / "trace.nc", engine="h5netcdf") as stored:
+        xr.testing.assert_identical(stored.load(), trace)
+
+
+def test_size_estimate_is_the_size():
+    run = made(load("tiny-gpt2"), patterns=[(0, 0)])
+    trace = run.trace
+    size = sum(trace[name].nbytes for name in SUMS) + trace["pattern"].nbytes
+    assert trace_bytes("full", 4, trace.sizes["step"], 4, 4, 1, trace.sizes["key"]) == size
+    assert trace_bytes("none", 4, 30, 4, 4, 0, 60) == 0
+
+
+def test_heads_the_model_lacks():
+    with pytest.raises(TraceError, match=r"head \(4, 0\) does not exist; the model has layers 0-3"):
+        Recorder(4, 4, "full", [(4, 0)])
+
+
+def test_tables_of_a_run_with_two_arms():
+    model = load("tiny-gpt2")
+    arms = {"base": None, "lapa2": Augmentation(alpha=1)}
+    runs = {arm: made(model, augmentation=a, trace="full") for arm, a in arms.items()}
+    samples = pd.concat(
+        [run.samples.assign(arm=arm) for arm, run in runs.items()], ignore_index=True
+    )
+    trace = join_traces([run.trace for run in runs.values()], samples)
+    steps = step_table(trace, samples)
+    shortest = min(samples["n_tokens"])
+    for arm, run in runs.items():
+        mean = pooled(run.trace, "prefix")[0, :, :shortest].mean(axis=0)
+        part = steps[(steps["arm"] == arm) & (steps["name"] == "prefix")]
+        assert len(part) == shortest
+        assert np.allclose(part["mean"], mean)
+        assert (part["low"] <= part["mean"] + 1e-12).all()
+        assert (part["mean"] <= part["high"] + 1e-12).all()
+        fit = fit_decay(np.arange(shortest), mean.astype(float))
+        row = fit_table(steps).set_index("arm").loc[arm]
+        assert row["C"] == pytest.approx(fit.c, rel=1e-5, nan_ok=True)
+        heads = head_table(trace, samples)
+        expected = np.nanmean(run.trace["prefix"].to_numpy()[0], axis=1).mean(0)
+        found = (
+            heads[heads["arm"] == arm]
+            .pivot(index="layer", columns="head", values="prefix")
+            .to_numpy()
+        )
+        assert np.allclose(found, expected, atol=1e-6)
+    tokens = prefix_token_table(trace, samples)
+    assert tokens["key"].tolist() == ["BOS", *(f"p{i}" for i in range(1, 15))] * 2
+    for arm, run in runs.items():
+        own = tokens[tokens["arm"] == arm].set_index("key")["mean"]
+        bos = np.nanmean(run.trace["bos"].to_numpy()[0], axis=(1, 2, 3)).mean()
+        assert own["BOS"] == pytest.approx(bos, rel=1e-5)
+        by_token = np.nanmean(run.trace["prefix_tokens"].to_numpy()[0], axis=1).mean(0)
+        assert own.to_numpy()[1:] == pytest.approx(by_token, rel=1e-5)
+    trace["prefix_tokens"].load()[:, 0, :, -1] = np.nan  # a prefix that is a token shorter
+    of_base = prefix_token_table(trace, samples).set_index(["arm", "key"]).loc["base", "n"]
+    assert of_base["p14"] == of_base["p13"] - 1
+    with pytest.raises(TraceError, match="unknown branch 'other'; allowed: prefix"):
+        step_table(trace, samples, branch="other")
+    with pytest.raises(TraceError, match="pooled over heads"):
+        head_table(made(model, trace="pooled").trace, runs["base"].samples)
+
+
+def test_tables_of_some_samples_need_the_same_part_of_the_trace():
+    run = made(load("tiny-gpt2"))
+    for table in (step_table, head_table, prefix_token_table):
+        with pytest.raises(TraceError, match=r"2 samples for a trace of 4; .*trace.isel\(sample"):
+            table(run.trace, run.samples.iloc[2:])
+        assert len(table(run.trace.isel(sample=[2, 3]), run.samples.iloc[2:]))
+
+
+def test_an_arm_without_a_prefix_token_has_no_bar_of_it():
+    run = made(load("tiny-gpt2"))
+    samples = run.samples.assign(arm=["long", "long", "short", "short"])
+    run.trace["prefix_tokens"].load()[:, 2:, :, -1] = np.nan
+    tokens = prefix_token_table(run.trace, samples)
+    assert tokens["key"].tolist() == [
+        "BOS", *(f"p{i}" for i in range(1, 15)), "BOS", *(f"p{i}" for i in range(1, 14))
+    ]  # fmt: skip
+    bars = prefix_token_bars(tokens).axes[1].containers
+    assert [len(each.patches) for each in bars if hasattr(each, "patches")] == [14, 14]

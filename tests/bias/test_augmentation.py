@@ -1,0 +1,227 @@
+"""The bias as a value: laws, profiles, selection, JSON, errors."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import load
+
+from lapa2_interp import Augmentation, Cell, Layout, augmented
+from lapa2_interp._util.errors import AugmentationError
+
+
+@pytest.mark.parametrize(
+    ("law", "l0", "expected"),
+    [
+        ("log", None, [0.0, 0.0, 0.5 * np.log(8 / 4), 0.5 * np.log(100 / 4)]),
+        ("linear", None, [0.5 * 2 / 4, 0.5, 1.0, 12.5]),
+        ("sqrt", None, [0.5 * np.sqrt(0.5), 0.5, 0.5 * np.sqrt(2), 2.5]),
+        ("constant", 128, [0.5 * np.log(32)] * 4),
+    ],
+)
+def test_laws_at_and_around_n(law, l0, expected):
+    lengths = np.array([2, 4, 8, 100])
+    assert Augmentation(alpha=0.5, law=law, l0=l0).bias(lengths, 4) == pytest.approx(
+        expected, abs=1e-15
+    )
+    released = Augmentation(alpha=0.5, law=law, l0=l0, profile="released").bias(lengths, 4)
+    assert released[:2].tolist() == [0, 0]
+    assert released[2:] == pytest.approx(expected[2:], abs=1e-15)
+
+
+def test_profiles_fill_only_what_is_not_given():
+    paper, released = Augmentation(alpha=1), Augmentation(alpha=1, profile="released")
+    assert (paper.span, paper.length_rule, paper.phase) == ("prefix", "paper", "last_query")
+    assert (released.span, released.length_rule, released.phase) == ("released", "kv", "decode")
+    mixed = Augmentation(alpha=1, profile="released", span="prefix")
+    assert (mixed.span, mixed.length_rule, mixed.phase) == ("prefix", "kv", "decode")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alpha": 0.5},
+        {"alpha": 2, "profile": "released"},
+        {
+            "alpha": 1,
+            "law": "constant",
+            "l0": 128,
+            "span": ((0, 2), (4, 5)),
+            "layers": (0, 3),
+            "heads": ((0, 1), (3, 2)),
+        },
+        {
+            "alpha": 1 / 3,
+            "span": "prefix+bos",
+            "phase": "all_queries",
+            "length": "kv",
+            "layers": "top",
+        },
+    ],
+)
+def test_json_round_trip(fields):
+    augmentation = Augmentation(**fields)
+    again = Augmentation.from_json(augmentation.to_json())
+    assert again == augmentation
+    assert hash(again) == hash(augmentation)
+
+
+def test_a_value_cannot_be_changed():
+    with pytest.raises(Exception, match="frozen"):
+        Augmentation(alpha=1).alpha = 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("all", [0, 1, 2, 3, 4]),
+        ("bottom", [0, 1]),
+        ("top", [2, 3, 4]),
+        ("even", [0, 2, 4]),
+        ("odd", [1, 3]),
+        ((4,), [4]),
+    ],
+)
+def test_layer_rules(layers, expected):
+    selected = Augmentation(alpha=1, layers=layers).selects(5, 2)
+    assert np.flatnonzero(selected.all(axis=1)).tolist() == expected
+    assert selected.sum() == 2 * len(expected)
+
+
+def test_the_papers_halves():
+    assert np.flatnonzero(
+        Augmentation(alpha=1, layers="bottom").selects(24, 16).all(1)
+    ).tolist() == list(range(12))
+    assert np.flatnonzero(
+        Augmentation(alpha=1, layers="top").selects(32, 32).all(1)
+    ).tolist() == list(range(16, 32))
+
+
+def test_layers_and_heads_intersect():
+    selected = Augmentation(alpha=1, layers="even", heads=((0, 1), (1, 1), (2, 0))).selects(4, 2)
+    assert np.argwhere(selected).tolist() == [[0, 1], [2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alpha": True}, "alpha is a number, found True"),
+        ({"alpha": -1}, "alpha.*greater than or equal to 0.*-1"),
+        ({"alpha": float("nan")}, "alpha.*finite"),
+        ({"alpha": float("inf")}, "alpha.*finite"),
+        ({}, "alpha.*required"),
+        ({"alpha": 1, "law": "constant"}, "constant law needs l0"),
+        ({"alpha": 1, "l0": 128}, "l0 belongs to the constant law"),
+        ({"alpha": 1, "law": "cubic"}, "law.*'log'.*cubic"),
+        ({"alpha": 1, "profile": "code"}, "profile.*'paper'.*code"),
+        ({"alpha": 1, "span": ((3, 3),)}, r"span \[3, 3\) is empty"),
+        ({"alpha": 1, "span": ()}, "span"),
+        (
+            {"alpha": 1, "layer": "all"},
+            "unknown field 'layer'; allowed: alpha, .*did you mean 'layers'",
+        ),
+        ({"alfa": 1}, "unknown field 'alfa'; allowed: .*did you mean 'alpha'"),
+        ({"alpha": 1, "span": ((0, 3), (1, 4))}, "overlap at slot 1"),
+        (
+            {"alpha": 1, "span": (1, 4)},
+            r"span: takes 'prefix', .*slots \(\(start, stop\), ...\), or .*; found \(1, 4\)",
+        ),
+        (
+            {"alpha": 1, "heads": "foo"},
+            r"heads: takes 'all', or pairs \(\(layer, head\), ...\); found 'foo'",
+        ),
+        ({"alpha": 1, "layers": "middle"}, "layers: takes 'all', 'bottom', .*; found 'middle'"),
+    ],
+)
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(AugmentationError, match=message) as caught:
+        Augmentation(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_and_heads_the_model_lacks():
+    with pytest.raises(AugmentationError, match="layer 7 does not exist; the model has layers 0-3"):
+        Augmentation(alpha=1, layers=(7,)).selects(4, 4)
+    with pytest.raises(AugmentationError, match=r"head \(1, 9\) does not exist.*heads 0-3"):
+        Augmentation(alpha=1, heads=((1, 9),)).selects(4, 4)
+
+
+def test_layers_and_heads_that_select_nothing():
+    with pytest.raises(AugmentationError, match="have nothing in common in a model of 4 layers"):
+        Augmentation(alpha=1, layers=(0,), heads=((3, 1),)).selects(4, 4)
+
+
+def test_malformed_json():
+    for text, message in (('{"alpha": "much"}', "alpha.*'much'"), ('{"alpha": 1', "JSON")):
+        with pytest.raises(AugmentationError, match=message):
+            Augmentation.from_json(text)
+
+
+def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():
+    class Doubled(Augmentation):
+        def bias(self, l, n):
+            return 2 * super().bias(l, n)
+
+    given = {"attribute": "positive", "dtype": "float32"}
+    assert Cell.of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **given).augmentation
+    with pytest.raises(AugmentationError, match="key cannot tell Doubled from Augmentation"):
+        Cell.of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"law": "linear"},
+        {"law": "sqrt"},
+        {"law": "constant", "l0": 128},
+        {"law": "scale"},
+        {"profile": "released"},
+    ],
+)
+def test_a_bias_beyond_all_use_is_refused(fields):
+    """It would be NaN in the softmax, or blur the shares within the span."""
+    lengths = np.array([2, 8, 100])
+    for alpha in (1e308, 1e38, 1e7):
+        rule = Augmentation(alpha=alpha, **fields)
+        with pytest.raises(
+            AugmentationError, match=r"makes a bias of .*; allowed: -10000 to 10000"
+        ):
+            rule.within(rule.bias(lengths, 4))
+    if fields.get("law") == "scale":
+        with pytest.raises(AugmentationError, match="makes a bias of -1e"):
+            rule.within(-rule.bias(lengths, 4))
+    assert np.abs(Augmentation(alpha=300, **fields).bias(lengths, 4)).max() < 1e4
+    assert np.isneginf(Augmentation(alpha=1, law="cut").bias(lengths, 4)).all()
+
+
+@pytest.mark.parametrize("kind", ["TransformerBridge", "TransformersModel"])
+def test_no_pass_makes_nan_of_a_bias(kind):
+    model = load("tiny-gpt2", "float32", kind)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+
+    class Broken(Augmentation):
+        def bias(self, l, n):
+            return np.full_like(l, np.nan, dtype=float)
+
+    class Endless(Augmentation):
+        def bias(self, l, n):
+            return np.full_like(l, -np.inf, dtype=float)
+
+    for rule in (Augmentation(alpha=1e308), Broken(alpha=1), Endless(alpha=1)):
+        with (
+            augmented(model, rule, layout),
+            pytest.raises(AugmentationError, match="makes a bias of"),
+        ):
+            model(layout.tensor)
+    # The largest that is allowed; and laws that read the scores are cut at +-20 anyway.
+    reading = [{"law": "power"}, {"law": "target", "tau": 0.3}, {"law": "ratio", "tau": 0.3}]
+    rules = [Augmentation(alpha=1e308, law="power")] + [
+        Augmentation(alpha=1, **fields) for fields in reading
+    ]
+    for rule in (
+        Augmentation(alpha=1e4, law="scale"),
+        Augmentation(alpha=-1e4, law="scale"),
+        *rules,
+    ):
+        with torch.no_grad(), augmented(model, rule, layout):
+            assert model(layout.tensor).isfinite().all()

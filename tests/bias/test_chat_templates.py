@@ -1,0 +1,138 @@
+"""Arguments of chat templates, reasoning as a span, and messages of other shapes."""
+
+import json
+
+import pytest
+from conftest import load
+from test_layout import CHAT, chat_tokenizer
+
+from lapa2_interp import Layout
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.cli.app import main
+
+TEMPLATE = """{%- if tools %}[tools]{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}
+{%- for each in documents or [] %}[document] {{ each['text'] }} {% endfor %}
+{%- set mood = mood or 'calm' %}
+{%- for m in messages %}[{{ m['role'] }}]
+{%- if m['role'] == 'assistant' %}{% generation %}
+{%- if m['reasoning_content'] and not drop %}<think>{{ m['reasoning_content'] }}</think>{% endif %}
+{%- for call in m['tool_calls'] or [] %}<call>{{ call['function']['name'] }}</call>{% endfor %}
+{{- m['content'] }}{% endgeneration %}
+{%- else %} {{ m['content'] }} {% endif %}
+{%- if m['role'] == 'skip' %}{% continue %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ mood }}{% endif %}"""
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {}}}
+THOUGHT = [
+    *CHAT[:2],
+    CHAT[2] | {"reasoning_content": "They ask about rain. Be short."},
+    CHAT[3],
+]
+
+
+def text_of(tokenizer, found):
+    return tokenizer.decode(found.ids), tokenizer.decode(found.ids[slice(*found.prefix)])
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"enable_thinking": False}, "[assistant]<think></think>calm"),
+        ({"enable_thinking": True}, "[assistant]calm"),
+        ({"tools": [TOOL]}, "[tools]look_up "),
+        ({"documents": [{"title": "a", "text": "Rain falls."}]}, "[document] Rain falls. "),
+        ({"mood": "wild"}, "[assistant]wild"),
+        ({"tools": [TOOL], "mood": "wild"}, "[tools]look_up "),
+    ],
+)
+def test_arguments_reach_the_template_and_the_span_stays_its_text(given, written):
+    tokenizer = chat_tokenizer(TEMPLATE)
+    found = Layout.of_chat(tokenizer, CHAT, template=given)
+    expected = tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=False, **given
+    )
+    assert list(found.ids) == expected
+    whole, span = text_of(tokenizer, found)
+    assert written in whole
+    assert span.strip() == CHAT[0]["content"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+def test_a_span_may_be_reasoning(field):
+    tokenizer = chat_tokenizer(TEMPLATE)
+    messages = [*CHAT[:2], CHAT[2] | {field: "They ask about rain. Be short."}, CHAT[3]]
+    found = Layout.of_chat(tokenizer, messages, span="reasoning:2")
+    assert text_of(tokenizer, found)[1].strip("<>") == "They ask about rain. Be short."
+    found = Layout.of_chat(tokenizer, messages, span="phrase:ask about")
+    assert text_of(tokenizer, found)[1] == " ask about"
+
+
+def test_calls_of_tools_may_stand_for_a_text():
+    call = {"role": "assistant", "tool_calls": [TOOL]}
+    answer = {"role": "tool", "content": "It rains."}
+    tokenizer = chat_tokenizer(TEMPLATE)
+    for content in ({}, {"content": None}):
+        messages = [*CHAT, call | content, answer]
+        found = Layout.of_chat(tokenizer, messages, span="turn:5", template={"tools": [TOOL]})
+        whole, span = text_of(tokenizer, found)
+        assert "<call>look_up</call>" in whole
+        assert span.strip() == "It rains."
+        with pytest.raises(LayoutError, match="message 5 of the chat is empty"):
+            Layout.of_chat(tokenizer, messages, span="turn:4")
+
+
+@pytest.mark.parametrize(
+    ("messages", "asked", "problem"),
+    [
+        (CHAT, {"template": {"enable_thinkin": False}}, "unknown argument of the chat template 'enable_thinkin'; .*did you mean 'enable_thinking'"),
+        (CHAT, {"template": {"padding": True}}, "unknown argument of the chat template 'padding'"),
+        (CHAT, {"template": {"tokenize": False}}, "unknown argument of the chat template 'tokenize'"),
+        (CHAT, {"template": {"messages": []}}, "unknown argument of the chat template 'messages'"),
+        (CHAT, {"template": {"m": 1}}, "unknown argument of the chat template 'm'"),
+        (CHAT, {"template": {"tools": ["look_up"]}}, "refuses these messages: Tools should"),
+        (CHAT, {"template": {"documents": ["text"]}}, "refuses these messages: Documents should"),
+        (CHAT, {"span": "reasoning:2"}, "turn 2 has no reasoning; give its message a text 'reasoning_content'"),
+        (CHAT, {"span": "reasoning:9"}, "no turn 9"),
+        (THOUGHT, {"span": "reasoning:2", "template": {"drop": True}}, "does not write the reasoning of message 3 once"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], {"span": "turn:1"}, "both of them text .join the texts of parts.; found .*'type'"),
+        ([{"role": "user", "content": None}], {"span": "turn:1"}, "both of them text"),
+        ([{"role": 3, "content": "a"}], {"span": "turn:1"}, "both of them text"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_read_is_refused(messages, asked, problem):
+    with pytest.raises(LayoutError, match=problem):
+        Layout.of_chat(chat_tokenizer(TEMPLATE), messages, **asked)
+
+
+def test_a_template_without_arguments_takes_none():
+    with pytest.raises(
+        LayoutError, match="unknown argument of the chat template 'enable_thinking'"
+    ):
+        Layout.of_chat(chat_tokenizer(), CHAT, template={"enable_thinking": False})
+    with pytest.raises(LayoutError, match="refuses these messages: can only concatenate"):
+        Layout.of_chat(chat_tokenizer("{{ messages[0]['content'] + 1 }}"), CHAT)
+
+
+def test_arguments_on_the_command_line(tmp_path, capsys, monkeypatch):
+    model = load("tiny-llama")
+    monkeypatch.setattr("lapa2_interp.models.load_model", lambda *_, **__: model)
+    tokenizer = chat_tokenizer(TEMPLATE, "tiny-llama")
+    monkeypatch.setattr("lapa2_interp.models.load_tokenizer", lambda *_: tokenizer)
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(THOUGHT), "utf-8")
+    asked = [
+        "chat",
+        str(file),
+        "--length",
+        "2",
+        "--dtype",
+        "float32",
+        "--span",
+        "reasoning:2",
+        "--json",
+    ]
+    assert main([*asked, "--template", '{"mood": "wild"}']) == 0
+    assert "rain" in "".join(json.loads(capsys.readouterr().out)["span"]["tokens"])
+    for wrong in ("mood", "[1]", ""):
+        assert main([*asked, "--template", wrong]) == 2
+        assert "--template should be a JSON object" in capsys.readouterr().err

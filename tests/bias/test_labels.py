@@ -1,0 +1,177 @@
+"""What an arm is called: a recipe's name, or a label of the user's, which decides no text."""
+
+import pytest
+import torch
+
+from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
+from lapa2_interp._util.errors import AugmentationError, GridError
+from lapa2_interp.bias.recipes import read_recipes, recipe
+from lapa2_interp.models.load import load_model
+from lapa2_interp.runs.generate import make_cells
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.sweep import sweep
+
+ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "length": 12}
+GRID = """model = "tiny-gpt2"
+method = "prefix"
+task = "sentiment"
+attribute = "positive"
+prompts = 1
+samples = 1
+length = 20
+{block}
+"""
+
+
+def grid(folder, block, name="mine"):
+    file = folder / f"{name}.toml"
+    file.write_text(GRID.format(block=block))
+    return load_grid(str(file))
+
+
+def arms(found):
+    return [cell.arm for cell in found.cells]
+
+
+@pytest.mark.parametrize(
+    ("given", "label"),
+    [
+        (recipe("instaboost", M=5), "instaboost:M=5"),
+        (recipe("lapa2"), "lapa2"),
+        (recipe("set-point", tau=0.25, floor=False), "set-point:tau=0.25,floor=false"),
+        (recipe("selective", tokens=(0, 2), heads=((3, 1),)), "selective:tokens=0/2,heads=3.1"),
+        (recipe("lapa2", steps=(0, 16)), "lapa2:steps=0:16"),
+        (
+            read_recipes("lapa2:tokens=1 +instaboost:M=5.0,layers=top"),
+            "lapa2:tokens=1 + instaboost:M=5,layers=top",
+        ),
+    ],
+)
+def test_a_recipe_has_its_name(given, label):
+    assert given.label == label
+    assert read_recipes(label) == given
+    assert Cell.of("tiny-gpt2", augmentation=given, **ASKED).arm == label
+    assert Cell.of("tiny-gpt2", augmentation=label, **ASKED).arm == label
+
+
+def test_long_lists_are_short_in_a_label():
+    many = recipe("head-selective", heads=tuple((layer, 0) for layer in range(12)), alpha=1.0)
+    assert many.label.startswith("head-selective:heads=12 of ")
+    assert len(many.label) < 60
+
+
+def test_a_label_is_no_part_of_the_key():
+    plain = Cell.of("tiny-gpt2", alpha=0.5, **ASKED)
+    named = Cell.of("tiny-gpt2", alpha=0.5, label="ours", **ASKED)
+    assert (named.arm, plain.arm) == ("ours", "alpha 0.5 paper")
+    assert named.key == plain.key
+    assert named.draw == plain.draw
+    assert Cell.model_validate_json(named.model_dump_json()).arm == "ours"
+    by_name = Cell.of("tiny-gpt2", augmentation="lapa2:alpha=0.5", **ASKED)
+    assert by_name.key == plain.key
+
+
+@pytest.mark.parametrize("label", ["baseline", " ours", "two\nlines", "x" * 201])
+def test_labels_that_are_refused(label):
+    with pytest.raises(AugmentationError, match="label"):
+        Cell.of("tiny-gpt2", alpha=0.5, label=label, **ASKED)
+
+
+def test_the_base_method_is_the_baseline():
+    with pytest.raises(AugmentationError, match="label 'ours': 'baseline' is the arm without"):
+        Cell.of("tiny-gpt2", alpha=0, label="ours", **ASKED)
+    assert Cell.of("tiny-gpt2", augmentation="lapa2:alpha=0", **ASKED).arm == "baseline"
+
+
+def test_recipes_by_name_do_what_their_augmentations_do():
+    model = load_model("tiny-gpt2", "float32")
+    text, rules = "instaboost:M=5", recipe("instaboost", M=5)
+    made = generate(model, augmentation=text, **ASKED)
+    assert made.cells["arm"].tolist() == [text]
+    assert made.samples()["arm"].tolist() == [text]
+    assert made.manifest().arms == {text: rules[0]}
+    assert made.trace()["arm"].to_numpy().tolist() == [text]
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    logits = []
+    for given in (text, rules, [text]):
+        with augmented(model, given, layout), torch.no_grad():
+            logits.append(model(layout.tensor))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    with (
+        pytest.raises(AugmentationError, match="unknown recipe 'instabost'.*did you mean"),
+        augmented(model, "instabost", layout),
+    ):
+        pass
+    one, two = (teacher_forced(model, layout, [[5, 6, 7]], each) for each in (text, rules))
+    assert one.equals(two)
+
+
+@pytest.mark.parametrize("given", [["lapa2", "instaboost"], 3])
+def test_what_is_no_augmentation_is_told(given):
+    with pytest.raises(AugmentationError, match="recipes as one text such as 'lapa2 . instaboost"):
+        Cell.of("tiny-gpt2", augmentation=given, **ASKED)
+
+
+def test_labels_of_a_grid(tmp_path):
+    found = grid(
+        tmp_path,
+        """augmentation = ["none", "instaboost:M=5", "paper", { alpha = 1.0, label = "strong" },
+            { recipe = "set-point:tau=0.3", label = "held" }]""",
+    )
+    assert arms(found) == ["baseline", "instaboost:M=5", "alpha 0.5 paper", "strong", "held"]
+    of_block = grid(
+        tmp_path, '[[block]]\nlabel = "ours"\nmethod = ["prefix", "preadd"]\n'
+        'augmentation = ["none", "paper"]'
+    )  # fmt: skip
+    assert arms(of_block) == ["baseline", "ours", "baseline", "ours"]  # of two methods
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        (
+            'augmentation = [{ alpha = 1.0, label = "a" }, { alpha = 2.0, label = "a" }]',
+            "label 'a' names two arms .alpha 1 paper; alpha 2 paper.",
+        ),
+        ('label = "a"\naugmentation = ["paper", "released"]', "label 'a' names two arms"),
+        ('label = ["a", "b"]\naugmentation = "paper"', "label is one text, not a list"),
+        (
+            'augmentation = ["paper", { alpha = 2.0, label = "alpha 0.5 paper" }]',
+            "label 'alpha 0.5 paper' names two arms .alpha 0.5 paper; alpha 2 paper.",
+        ),
+        ('label = "a"', "label 'a' is for an augmentation, and the block has none"),
+        ("augmentation = { alpha = 1.0, label = 3 }", "label of an augmentation is a text"),
+        ('augmentation = { recipe = "lapa2", alpha = 1.0 }', "leave out alpha"),
+    ],
+)
+def test_labels_of_a_grid_that_are_refused(tmp_path, block, told):
+    with pytest.raises(GridError, match=told):
+        grid(tmp_path, block)
+
+
+def test_labels_of_two_grids_in_one_run(tmp_path):
+    """The same cell takes the later label; two arms of one label are told apart."""
+    run = tmp_path / "run"
+    one = grid(tmp_path, 'augmentation = ["none", "paper"]', "one")
+    sweep(run, [one], InProcess("cpu"))
+    two = 'augmentation = [{ alpha = 0.5, label = "ours" }, { alpha = 1.0, label = "more" }]'
+    sweep(run, [grid(tmp_path, two, "two")], InProcess("cpu"))
+    found = load_run(run)
+    assert found.cells["arm"].tolist() == ["baseline", "ours", "more"]
+    assert found.samples()["arm"].tolist() == ["baseline", "ours", "more"]
+    assert found.trace()["arm"].to_numpy().tolist() == ["baseline", "ours", "more"]
+    third = grid(tmp_path, 'augmentation = { alpha = 2.0, label = "more" }', "three")
+    sweep(run, [third], InProcess("cpu"))
+    assert load_run(run).cells["arm"].tolist()[2:] == ["more", "more (alpha 2 paper)"]
+    again = load_run(load_run(run).save(tmp_path / "copy").folder)
+    assert again.cells["arm"].tolist()[2:] == ["more", "more (alpha 2 paper)"]
+
+
+def test_a_label_survives_a_cell_that_lies_alone(tmp_path):
+    cell = Cell.of("tiny-gpt2", augmentation="instaboost:M=5", **ASKED)
+    run = make_cells(load_model("tiny-gpt2", "float32"), [cell]).save(tmp_path / "run")
+    alone = load_run(run.place(cell.key))
+    assert alone.cells["arm"].tolist() == ["instaboost:M=5"]
+    assert alone.plan[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))

@@ -1,0 +1,570 @@
+"""Spans and lengths: every row of the table "which keys the official span covers", both profiles,
+all phases."""
+
+import copy
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+from conftest import load
+from oracle import oracle_bias
+
+from lapa2_interp import Augmentation
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.bias.layout import Layout, explain, left_pad, text_markers
+from lapa2_interp.bias.recipes import recipe
+from lapa2_interp.bias.texts import pieces
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.models.load import load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("prefix", "count"),
+    [
+        ("Very positive:", 3),
+        ("Very negative:", 3),
+        ("Positive:", 3),
+        ("A positive text:", 4),
+        ("Very nontoxic:", 4),
+        ("Very toxic:", 3),
+        ("World-related:", 4),
+        (
+            (
+                "The following text perpetuates negative stereotypes, is threatening or sexually"
+                " explicit, or contains profane language."
+            ),
+            20,
+        ),
+    ],
+)
+def test_prefix_lengths_of_the_paper_under_gpt2(gpt2_tokenizer, prefix, count):
+    found = Layout.of(gpt2_tokenizer, prefix, " The lake")
+    assert found.l_pre == count == found.counted
+
+
+def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
+    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    assert found.tokens == ("<|endoftext|>", "Very", " positive", ":", "The", " lake")
+    assert (found.bos, found.prefix, found.prompt) == ((0, 1), (1, 4), (4, 6))
+    assert found.spans("prefix") == ((1, 4),)
+    assert found.spans("released") == ((0, 3),), "BOS and all but the last prefix token"
+    assert found.spans("bos") == ((0, 1),)
+    assert found.spans("prefix+bos") == ((0, 1), (1, 4))
+    assert found.spans(((0, 2), (5, 6))) == ((0, 2), (5, 6))
+    assert [
+        found.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))
+    ] == [3, 3, 3, 3, 3]
+
+
+def test_soft_prefix_row(gpt2_tokenizer):
+    found = Layout.of(gpt2_tokenizer, None, "The lake", soft=20)
+    assert (found.prefix, found.bos, found.prompt) == ((0, 20), (20, 21), (21, 23))
+    assert found.spans("prefix") == found.spans("released") == ((0, 20),), (
+        "exactly the prefix; BOS not boosted"
+    )
+    assert (found.l_pre, found.n("prefix"), found.n("released"), found.n("bos")) == (20, 20, 20, 20)
+    assert found.spans(((19, 22),)) == ((19, 20), (20, 22))
+    query = np.array([len(found) - 1])
+    assert (found.lengths(query, "paper"), found.lengths(query, "kv")) == ([22], [23])
+    soft, hard = left_pad(
+        [found, Layout.of(gpt2_tokenizer, "Very positive:", "Once upon a time in")]
+    )
+    assert (len(soft), len(hard)) == (29, 29)
+    assert (soft.pad, hard.pad) == (6, 20), "rows without soft slots have them masked"
+    soft = found.padded(26)
+    assert (soft.prefix, soft.bos, soft.prompt) == ((0, 20), (23, 24), (24, 26))
+    assert soft.spans(((19, 22),)) == (
+        (19, 20),
+        (23, 25),
+    ), "padding stands between the soft slots and BOS"
+    assert soft.lengths(np.array([25]), "kv") == [23]
+
+
+def test_a_branch_has_one_prefix(gpt2_tokenizer):
+    for prefix, soft in (("Very positive:", 20), (None, -1)):
+        with pytest.raises(LayoutError, match="one prefix, hard or soft"):
+            Layout.of(gpt2_tokenizer, prefix, "The lake", soft=soft)
+
+
+def test_base_branch_row(gpt2_tokenizer):
+    found = Layout.of(gpt2_tokenizer, None, "The year is 1910.")
+    assert found.l_pre == 0
+    assert found.spans("prefix") == ((1, 1 + found.l_pro),), "Pro-Aug acts on the prompt"
+    assert found.spans("released") == ((0, found.l_pro),), "BOS and all but the last prompt token"
+
+
+def test_llama_rows_count_the_automatic_bos():
+    tokenizer = load_tokenizer("tiny-llama")
+    single = Layout.of(tokenizer, "ab:", "cd")
+    assert (single.n_bos, single.l_pre, single.counted) == (1, 3, 4)
+    doubled = Layout.of(tokenizer, "ab:", "cd", doubled_bos=True)
+    assert doubled.ids == (single.ids[0], *single.ids)
+    assert doubled.prefix == (2, 5)
+    assert doubled.spans("released") == ((0, 4),), "both BOS and all but the last prefix token"
+    assert doubled.n("released") == 4
+
+
+def test_doubled_bos_needs_a_tokenizer_that_adds_one(gpt2_tokenizer):
+    with pytest.raises(LayoutError, match="doubled_bos"):
+        Layout.of(gpt2_tokenizer, "Very positive:", "The lake", doubled_bos=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tiny-gpt2", "<|endoftext|>The lake"),
+        ("tiny-llama", "<s>The lake"),
+        ("tiny-llama", "  <s> The lake"),
+        ("planted", None),
+        ("smollm2-135m", "<|endoftext|>The lake"),
+        ("smollm2-135m", "<|im_start|>user\nThe lake"),
+    ],
+)
+def test_a_text_brings_no_bos_of_its_own(name, text):
+    """It would be the second one, and count in every l."""
+    tokenizer = load_tokenizer(name)
+    text = text or f"{tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)} The lake"
+    for prefix, prompt in ((None, text), ("Very", text), (text, "Once"), ("Very ", " " + text)):
+        for doubled in (False, True):
+            with pytest.raises(LayoutError, match=r"begins with '<.*Layout\.of_chat"):
+                Layout.of(tokenizer, prefix, prompt, doubled_bos=doubled)
+
+
+def test_special_tokens_inside_a_text_are_the_users_own():
+    tokenizer = load_tokenizer("tiny-llama")
+    layout = Layout.of(tokenizer, "Very", " good</s><s>The lake")
+    assert layout.ids.count(text_markers(tokenizer).start) == 2
+    assert layout.n_bos == 1
+    # A marker that the tokenizer does not know is text.
+    assert Layout.of(tokenizer, None, "<|im_start|>user").l_pro > 1
+
+
+def test_what_takes_a_tokenizer_takes_its_models_or_says_so():
+    model = load("tiny-llama")
+    asked = ("Very", " lake")
+    assert Layout.of(model, *asked) == Layout.of(model.tokenizer, *asked)
+    assert text_markers(model) == text_markers(model.tokenizer)
+    assert pieces(model, "a", [5]) == pieces(model.tokenizer, "a", [5])
+    for given, message in (
+        ("tiny-llama", r"found a str; give load_tokenizer\('tiny-llama'\)"),
+        (model.original_model, "found a LlamaForCausalLM; give model.tokenizer"),
+        (None, "found a NoneType"),
+    ):
+        for call in (
+            lambda given=given: Layout.of(given, *asked),
+            lambda given=given: Layout.of_chat(given, []),
+            lambda given=given: text_markers(given),
+            lambda given=given: pieces(given, "", [1]),
+        ):
+            with pytest.raises(LayoutError, match=f"a tokenizer is needed here, {message}"):
+                call()
+
+
+def test_biases_of_the_worked_example(gpt2_tokenizer):
+    """l_pre 3, l_pro 4, alpha 1/2: paper .4236 .4904 .5493 .6020, released 0 .5493 .6020 .6496."""
+    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake is blue")
+    assert (found.l_pre, found.l_pro) == (3, 4)
+    queries = np.arange(7, 11)
+    paper = found.bias(Augmentation(alpha=0.5), queries)
+    released = found.bias(Augmentation(alpha=0.5, profile="released"), queries)
+    assert paper.round(4).tolist() == [0.4236, 0.4904, 0.5493, 0.6020]
+    assert released.round(4).tolist() == [0.0, 0.5493, 0.6020, 0.6496]
+
+
+def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
+    """l_pro 4, alpha 1/2, second step: .1116 (paper), .2027 (released); the first step's is 0 in
+    both."""
+    found = Layout.of(gpt2_tokenizer, None, "The lake is blue")
+    queries = np.arange(4, 6)
+    assert found.bias(Augmentation(alpha=0.5), queries).round(4).tolist() == [0.0, 0.1116]
+    assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [
+        0.0,
+        0.2027,
+    ]
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "gpt2 prefix",
+        "gpt2 base",
+        "gpt2 soft",
+        "llama single",
+        "llama doubled",
+        "llama base",
+        "llama soft",
+    ],
+)
+@pytest.mark.parametrize("profile", ["paper", "released"])
+def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
+    llama = load_tokenizer("tiny-llama")
+    found = {
+        "gpt2 prefix": lambda: Layout.of(gpt2_tokenizer, "Very positive:", "The lake"),
+        "gpt2 base": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time"),
+        "gpt2 soft": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time", soft=4),
+        "llama soft": lambda: Layout.of(llama, None, "cdefg", soft=4),
+        "llama single": lambda: Layout.of(llama, "ab:", "cde"),
+        "llama doubled": lambda: Layout.of(llama, "ab:", "cde", doubled_bos=True),
+        "llama base": lambda: Layout.of(llama, None, "cdefg"),
+    }[branch]()
+    total = len(found) + 6
+    phases, laws = ("decode", "last_query", "all_queries"), ("log", "linear", "sqrt", "constant")
+    spans = ("prefix", "prefix+bos", "bos", "released", ((0, 1), (3, 5)))
+    for phase, law, span, pad in product(phases, laws, spans, (0, 5)):
+        case = (phase, law, span, pad)
+        l0 = 128 if law == "constant" else None
+        augmentation = Augmentation(
+            alpha=0.7, profile=profile, phase=phase, law=law, l0=l0, span=span
+        )
+        expected = np.array(
+            oracle_bias(
+                n_bos=found.n_bos,
+                l_pre=found.l_pre,
+                l_pro=found.l_pro,
+                counted=found.counted,
+                total=total,
+                alpha=0.7,
+                law=law,
+                l0=l0,
+                span=span,
+                length=augmentation.length_rule,
+                phase=phase,
+                released=profile == "released",
+                soft=found.soft > 0,
+            )
+        )
+        padded = found.padded(len(found) + pad)
+        live = np.delete(np.arange(pad + total), slice(found.soft, found.soft + pad))
+        bias = padded.bias(augmentation, live)
+        keys = np.zeros(pad + total)
+        for start, stop in padded.spans(augmentation.span):
+            keys[start:stop] = 1
+        assert keys.sum() == keys[live].sum(), f"{case}: no padding is boosted"
+        assert np.abs(bias[:, None] * keys[live] - expected).max() < 1e-12, case
+        assert expected.any(), case
+
+
+def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_tokenizer):
+    found = Layout.of(gpt2_tokenizer, "Very positive:", '"Quoted" text')
+    assert found.merged == ':"'
+    assert found.tokens[found.prefix.stop - 1] == ':"'
+    assert Layout.of(gpt2_tokenizer, "Very positive:", "The lake").merged is None
+
+
+@pytest.mark.parametrize(
+    "prefix", ["Very positive:", "The following text contains profane language.\n\n", "x"]
+)
+@pytest.mark.parametrize(
+    "prompt", ["The lake", " The lake", "“OMG u", "湖 is 🏞️ nice", "  two spaces"]
+)
+def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
+    for tokenizer in (gpt2_tokenizer, load_tokenizer("tiny-neox")):
+        found = Layout.of(tokenizer, prefix, prompt)
+        assert found.prompt.stop == len(found) == found.n_bos + found.l_pre + found.l_pro
+        if found.merged is None:
+            assert tokenizer.decode(found.ids[found.prefix.start : found.prefix.stop]) == prefix
+            assert tokenizer.decode(found.ids[found.prompt.start : found.prompt.stop]) == prompt
+
+
+def test_trimmed_offsets_do_not_move_the_seam(gpt2_tokenizer):
+    """Some tokenizers leave the leading space of a token out of its offsets; the space still opens
+    the prompt."""
+    import copy
+
+    from tokenizers import processors
+
+    trimming = copy.deepcopy(gpt2_tokenizer)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(
+        add_prefix_space=False, trim_offsets=True
+    )
+    assert trimming(" a", return_offsets_mapping=True)["offset_mapping"] == [(1, 2)]
+    assert Layout.of(trimming, "Be kind.", " The lake") == Layout.of(
+        gpt2_tokenizer, "Be kind.", " The lake"
+    )
+
+
+def test_empty_prefix(gpt2_tokenizer):
+    with pytest.raises(LayoutError, match="prefix '' tokenises to nothing"):
+        Layout.of(gpt2_tokenizer, "", "The lake")
+
+
+def test_empty_prompt(gpt2_tokenizer):
+    with pytest.raises(LayoutError, match="prompt '' tokenises to nothing"):
+        Layout.of(gpt2_tokenizer, "Very positive:", "")
+
+
+def test_span_outside_the_sequence(gpt2_tokenizer):
+    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
+        found.spans(((2, 9),))
+
+
+def test_left_padding_moves_slots_not_lengths(gpt2_tokenizer):
+    short = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    long = Layout.of(gpt2_tokenizer, "A positive text:", "Once upon a time")
+    padded, same = left_pad([short, long])
+    assert same == long
+    assert padded.pad == 3
+    assert padded.prefix == (4, 7)
+    queries = np.array([8, 9])
+    assert (
+        padded.lengths(queries, "kv").tolist()
+        == short.lengths(queries - 3, "kv").tolist()
+        == [6, 7]
+    )
+
+
+def test_plain_text_starts_are_decided_in_one_place(gpt2_tokenizer):
+    assert (
+        gpt2_tokenizer.convert_ids_to_tokens(text_markers(gpt2_tokenizer).start) == "<|endoftext|>"
+    )
+    llama = load_tokenizer("tiny-llama")
+    assert llama.convert_ids_to_tokens(text_markers(llama).start) == "<s>"
+    assert llama.convert_ids_to_tokens(list(text_markers(llama).ends)) == ["</s>"]
+    smol = load_tokenizer("smollm2-135m")
+    assert text_markers(smol).start == 0, "not the configured <|im_start|>, which opens a chat turn"
+    assert text_markers(smol).ends == (0, 2)
+    assert smol.bos_token == "<|endoftext|>"
+
+
+def test_an_unknown_token_is_neither_start_nor_end():
+    """Tokenizers answer <unk> for a token they do not have, such as <|endoftext|> in a Llama-2
+    vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = Tokenizer(
+        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>")
+    )
+    names = {"unk_token": "<unk>", "eos_token": "</s>"}
+    with_bos = PreTrainedTokenizerFast(tokenizer_object=vocabulary, bos_token="<s>", **names)
+    assert text_markers(with_bos) == (1, (2,))
+    assert text_markers(PreTrainedTokenizerFast(tokenizer_object=vocabulary, **names)) == (2, (2,))
+
+
+def test_released_counts_do_not_depend_on_what_transformer_lens_did_to_the_tokenizer(
+    gpt2_tokenizer,
+):
+    """TransformerLens switches BOS on in tokenizers that have it off; the released count of GPT-2
+    has no BOS in it."""
+    import copy
+
+    from tokenizers import processors
+
+    adding = copy.deepcopy(gpt2_tokenizer)
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 50256)]
+    )
+    assert adding("a").input_ids[0] == 50256
+    assert Layout.of(adding, "Very positive:", "The lake") == Layout.of(
+        gpt2_tokenizer, "Very positive:", "The lake"
+    )
+
+
+def test_a_tokenizer_of_gpt2s_class_counts_the_bos_that_it_adds(gpt2_tokenizer):
+    """OPT's is one: its BOS is </s>, and its own files have it on."""
+    import copy
+
+    from tokenizers import processors
+
+    adding = copy.deepcopy(gpt2_tokenizer)
+    adding.add_special_tokens({"bos_token": "</s>"})
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", adding.bos_token_id)]
+    )
+    found = Layout.of(adding, "Very positive:", "The lake")
+    assert found.counted == Layout.of(gpt2_tokenizer, "Very positive:", "The lake").counted + 1
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+def test_transformer_lens_tokenises_text_as_the_layout_does(name):
+    model = load(name)
+    found = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    assert model.to_tokens("Very positive:The lake")[0].tolist() == list(found.ids)
+    assert found.counted == Layout.of(load_tokenizer(name), "Very positive:", "The lake").counted
+
+
+def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
+    """The method description counts 11 of the 203 prompts whose first character merges with a ":"
+    before it."""
+    import json
+    import lzma
+
+    with lzma.open(data / "prompts" / "rtp_challenging_203.jsonl.xz", "rt") as lines:
+        prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts) == 203
+    merged = [
+        Layout.of(gpt2_tokenizer, "Very nontoxic:", prompt).merged is not None for prompt in prompts
+    ]
+    assert sum(merged) == 11
+    assert not any(
+        Layout.of(gpt2_tokenizer, "Very nontoxic:", " " + prompt).merged for prompt in prompts
+    )
+
+
+def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):
+    from lapa2_interp import load_task
+
+    for name in ("sentiment", "topic"):
+        task = load_task(name)
+        for attribute in task.attributes:
+            for prompt in task.prompts.texts:
+                assert Layout.of(gpt2_tokenizer, task.prefix(attribute), prompt).merged is None
+
+
+CHAT = [
+    {"role": "system", "content": "Be very brief. Speak like a pirate."},
+    {"role": "user", "content": "What is rain? Water?"},
+    {"role": "assistant", "content": "Water, arr\u00e9."},
+    {"role": "user", "content": "And snow? Tell me, please."},
+]
+TEMPLATES = {
+    "trims": (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "folds": (
+        "{% for m in messages %}{% if m['role'] == 'system' %}<<{{ m['content'] }}>>"
+        "{% else %}({{ m['content'] }}){% endif %}{% endfor %}!"
+    ),
+}
+
+
+def chat_tokenizer(template=None, name="smollm2-135m"):
+    found = copy.copy(load_tokenizer(name))
+    if template is not None:
+        found.chat_template = template
+    return found
+
+
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+@pytest.mark.parametrize(
+    ("span", "text"),
+    [
+        ("system", CHAT[0]["content"]),
+        ("turn:1", CHAT[1]["content"]),
+        ("turn:2", CHAT[2]["content"]),
+        ("turn:3", CHAT[3]["content"]),
+        ("phrase:like a pirate", "like a pirate"),
+        ("phrase:arr\u00e9", "arr\u00e9"),
+        ("phrase:Tell me", "Tell me"),
+    ],
+)
+def test_the_span_of_a_chat_is_its_text_among_the_templates_own_tokens(template, span, text):
+    tokenizer = chat_tokenizer(TEMPLATES.get(template))
+    found = Layout.of_chat(tokenizer, CHAT, span=span)
+    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert list(found.ids) == whole
+    covered = tokenizer.decode(found.ids[slice(*found.prefix)])
+    if found.merged is None:
+        assert covered.strip() == text
+    else:  # "?)" is one token
+        assert (template, covered, found.merged) == ("folds", f"{text})", covered)
+    parts = (found.bos, found.before, found.prefix, found.prompt)
+    assert [a.stop for a in parts[:-1]] == [b.start for b in parts[1:]]
+    assert (parts[0].start, parts[-1].stop) == (0, len(found))
+    assert found.lengths(np.array([len(found) - 1]), "paper") == len(found) - found.n_bos
+    padded = left_pad([found, Layout.of(tokenizer, "a:", "b " * 99)])[0]
+    assert padded.prefix.start == found.prefix.start + padded.pad
+
+
+def test_what_a_chat_does_not_have_is_named():
+    tokenizer = chat_tokenizer()
+    for messages, span, problem in [
+        (CHAT[1:], "system", "no system message in front .its roles: user, assistant, user"),
+        (CHAT, "turn:4", "no turn 4; the chat has turns 1 to 3"),
+        (CHAT, "turn:0", "no turn 0"),
+        (CHAT, "phrase:ater", "occurs 2 times"),
+        (CHAT, "phrase:storm", "occurs 0 times"),
+        (CHAT, "phrase:", "occurs 0 times"),
+        (CHAT, "phrase:irate", "begins or ends inside a token; mark whole words"),
+        (CHAT, "user", "should be system, turn:NUMBER, reasoning:NUMBER or phrase:TEXT"),
+        ([], "system", "a chat is a list of messages"),
+        ([{"role": "system"}], "system", "a chat is a list of messages"),
+        (
+            [{"role": "system", "content": " "}, *CHAT[1:]],
+            "system",
+            "message 1 of the chat is empty",
+        ),
+    ]:
+        with pytest.raises(LayoutError, match=problem):
+            Layout.of_chat(tokenizer, messages, span=span)
+    for template, problem in {
+        "{{ raise_exception('no system role') }}": "refuses these messages: no system role",
+        "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}": "once and unchanged",
+        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}": "once and unchanged",
+        "{{ messages[-1]['content'] }}": "once and unchanged",
+    }.items():
+        with pytest.raises(LayoutError, match=problem):
+            Layout.of_chat(chat_tokenizer(template), CHAT)
+    bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(LayoutError, match="nothing stands behind .*add_generation_prompt=True"):
+        Layout.of_chat(chat_tokenizer(bare), CHAT, span="turn:3")
+    assert Layout.of_chat(chat_tokenizer(bare), CHAT).n_bos == 0
+    with pytest.raises(LayoutError, match="no chat template"):
+        Layout.of_chat(load_tokenizer("tiny-gpt2"), CHAT)
+
+
+def test_a_chat_is_explained_and_traced_whole():
+    model = load("tiny-llama", "float64")
+    tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
+    found = Layout.of_chat(tokenizer, CHAT, span="phrase:arr\u00e9")
+    rule = Augmentation(alpha=0.5, phase="every_query")
+    facts = explain(found, rule, 3)
+    assert sum(key["boosted"] for key in facts["tokens"]) == found.l_pre
+    assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
+    (made,) = continue_chats(model, [found], rule, length=5, samples=3, trace="full")
+    sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))
+    for i, tokens in enumerate(made.tokens):
+        assert np.abs(sums[0, i, : len(tokens)] - 1).max() < 1e-5
+    (alone,) = continue_chats(model, [found], rule, length=5)
+    assert alone.tokens[0] == made.tokens[0]
+    (steady,) = continue_chats(model, [found], recipe("set-point", tau=0.4), length=8, eos="block")
+    assert np.abs(steady.trace["prefix"].values - 0.4).min() < 1e-6
+    assert (steady.trace["prefix"].values > 0.4 - 1e-6).all()
+    for wrong in ({"length": 0}, {"samples": 0}, {"length": 9999}):
+        with pytest.raises(LayoutError, match="at least 1|exceed the context"):
+            continue_chats(model, [found], **wrong)
+
+
+def test_chats_are_continued_together_as_alone():
+    model = load("tiny-llama", "float64")
+    tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
+    other = [{"role": "system", "content": "Be brief."}, *CHAT[1:2]]
+    layouts = [Layout.of_chat(tokenizer, CHAT, span="system"), Layout.of_chat(tokenizer, other)]
+    assert layouts[0].l_pre != layouts[1].l_pre
+    rule = Augmentation(alpha=0.5)
+    together = continue_chats(model, layouts, rule, length=6, samples=2, eos="block")
+    for layout, made in zip(layouts, together, strict=True):
+        (alone,) = continue_chats(model, [layout], rule, length=6, samples=2, eos="block")
+        assert (made.tokens, made.texts) == (alone.tokens, alone.texts)
+        assert made.trace.sizes == alone.trace.sizes
+        for name, values in made.trace.items():
+            np.testing.assert_allclose(values, alone.trace[name], atol=1e-6)
+    with pytest.raises(LayoutError, match="no chat to continue"):
+        continue_chats(model, [])
+
+
+def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
+    model = load("smollm2-135m")
+    monkeypatch.setattr("lapa2_interp.models.load_model", lambda *_, **__: model)
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(CHAT), "utf-8")
+    asked = ["chat", str(file), "--length", "3", "--dtype", "float32"]
+    assert main([*asked, "--span", "phrase:very brief", "--augmentation", "set-point:tau=0.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "(' very', ' brief')" in shown
+    assert "step     0" in shown
+    assert main([*asked, "--alpha", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["augmentation"] == []
+    assert len(facts["attention"]) <= 3
+    file.write_text("[1]")
+    for wrong, problem in (
+        (asked, "should be a list of"),
+        (["chat", str(tmp_path / "none.json")], "cannot read"),
+    ):
+        assert main(wrong) == 2
+        assert problem in capsys.readouterr().err

@@ -1,0 +1,1118 @@
+"""Control score and knock-out: identities that hold in every model, the planted answer, statistics."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import TINY, load, soft_prefix
+from scipy.stats import ttest_1samp
+
+from lapa2_interp import Augmentation, Layout
+from lapa2_interp._util.errors import CircuitError, LayoutError, TaskError
+from lapa2_interp.circuits import cases
+from lapa2_interp.circuits.cases import Case, attribute_words, make_cases
+from lapa2_interp.circuits.edits import Edit, read
+from lapa2_interp.circuits.knockout import (
+    Kept,
+    Unit,
+    joint_curve,
+    knock_out,
+    prefix_mass,
+    read_heads,
+    units_everything,
+    write_heads,
+)
+from lapa2_interp.circuits.metrics import METRICS
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.score import control
+from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
+from lapa2_interp.tasks.task import Task
+
+PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
+ALL = ("cut", "zero", "resample", "mean")
+
+
+def cases_of(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
+    rng = np.random.default_rng(3)
+    return [
+        Case.of(model.tokenizer, prefixes, prompt, rng.integers(60, 120, n).tolist())
+        for prompt in prompts
+    ]
+
+
+def words_of(model):
+    return ((70, 71, 72), (90, 91))
+
+
+def question(model, **settings):
+    return Question(tuple(cases_of(model, **settings)), words_of(model))
+
+
+def logits_of(model, cases, edit=None, **settings):
+    return torch.stack([read(model, [(case, edit)], **settings)[0][:, 0] for case in cases], dim=1)
+
+
+def whole_pass(model, layout, text):
+    """Logits of every step by one plain forward pass."""
+    with torch.no_grad():
+        return model(torch.tensor([[*layout.ids, *text[:-1]]]))[0, len(layout) - 1 :]
+
+
+# --- reading
+
+
+@pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
+def test_a_reading_is_the_plain_forward_pass(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    for case in cases_of(model):
+        (found,), raw = read(model, [(case, None)], raw=True)[0].unbind(1), None
+        raw = read(model, [(case, None)], raw=True)[1][0]
+        for logits, layout in zip((*found, raw), (*case.layouts, case.raw), strict=True):
+            # A plain transformers model computes its softmax in float32.
+            precision = 1e-10 if model_class == "TransformerBridge" else 1e-5
+            assert (logits - whole_pass(model, layout, case.text)).abs().max() < precision
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+@pytest.mark.parametrize("how", ["cut", "mean"])
+def test_heads_that_do_not_see_the_prefix_leave_no_control(name, how):
+    """What later queries know of a prefix comes through its keys and values alone."""
+    model = load(name)
+    prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}
+    for case in cases_of(model, prefixes=prefixes):
+        logits = logits_of(model, [case], Edit(units_everything(model), how))
+        plain = logits_of(model, [case])
+        assert (logits[0] - logits[1]).abs().max() < 1e-6 * max(1, plain.abs().max())
+        assert (plain[0] - plain[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.slow)])
+def test_all_keys_and_values_of_the_other_prefix_make_its_logits(name):
+    model = load(name, "float64")
+    prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}
+    edit = Edit(units_everything(model), "resample", branches="target")
+    for case in cases_of(model, prefixes=prefixes):
+        plain, edited = logits_of(model, [case]), logits_of(model, [case], edit)
+        assert (edited[0] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
+        assert (edited[1] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
+
+
+def by_hand(model, case, heads, how, phase="all_queries"):
+    """One branch, in one pass of tiny-gpt2 with keys, queries and values in hand: no rotary angles,
+    no grouped heads."""
+    own, other = (torch.tensor([[*each.ids, *case.text[:-1]]]) for each in case.layouts[:2])
+    span = slice(*case.layouts[0].prefix)
+    kept = {}
+
+    def keep(tensor, hook):
+        kept[hook.name] = tensor.clone()
+
+    parts = [f"blocks.{i}.attn.{part}.hook_out" for i in range(4) for part in "kv"]
+    with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in parts]):
+        model(other)
+    other_of, state = dict(kept), {}
+
+    def of(name):
+        theirs = other_of[name][0, span]  # key head d_head
+        ours = state[name][0, span]
+        return theirs if how == "resample" else (theirs + ours) / 2
+
+    first = {"all_queries": span.stop, "last_query": len(case.layouts[0]) - 1}[phase]
+
+    def remember(tensor, hook):
+        state[hook.name] = tensor.clone()
+
+    def output(z, hook):
+        layer = int(hook.name.split(".")[1])
+        z = z.clone()
+        q, k, v = (state[f"blocks.{layer}.attn.{part}.hook_out"][0] for part in "qkv")
+        for head in [h for i, h in heads if i == layer]:
+            keys, values = k[:, head].clone(), v[:, head].clone()
+            if how == "zero":
+                values[span] = 0
+            else:
+                keys[span] = of(f"blocks.{layer}.attn.k.hook_out")[:, head]
+                values[span] = of(f"blocks.{layer}.attn.v.hook_out")[:, head]
+            for query in range(first, z.shape[1]):
+                scores = keys[: query + 1] @ q[query, head] / math.sqrt(q.shape[-1])
+                z[0, query, head] = scores.softmax(0) @ values[: query + 1]
+        return z
+
+    hooks = [(f"blocks.{i}.attn.{part}.hook_out", remember) for i in range(4) for part in "qkv"]
+    hooks += [(f"blocks.{i}.attn.o.hook_in", output) for i in range(4)]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        return model(own)[0, len(case.layouts[0]) - 1 :]
+
+
+@pytest.mark.parametrize("how", ["zero", "resample", "mean"])
+@pytest.mark.parametrize("heads", [((1, 2),), ((0, 0), (0, 3), (2, 1), (3, 3))])
+@pytest.mark.parametrize("phase", ["all_queries", "last_query"])
+def test_replacements_are_what_they_say(how, heads, phase):
+    model = load("tiny-gpt2", "float64")
+    for case in cases_of(model):
+        found = logits_of(model, [case], Edit(heads, how, phase))[0, 0]
+        assert (found - by_hand(model, case, heads, how, phase)).abs().max() < 1e-9
+        assert (found - logits_of(model, [case])[0, 0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("how", ALL)
+@pytest.mark.parametrize("phase", ["all_queries", "last_query", "decode", "query"])
+def test_with_and_without_hooks_the_same(tiny, how, phase):
+    model, plain = load(tiny, "float64"), load(tiny, "float64", "TransformersModel")
+    edit = Edit(((0, 1), (2, 2), (2, 3)), how, phase, positions=(1, 3))
+    cases = cases_of(model)
+    assert (
+        logits_of(model, cases[:1], edit) - logits_of(plain, cases[:1], edit)
+    ).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("how", ALL)
+def test_phase_query_is_each_step_by_itself(tiny, how):
+    """A step under phase query is the last step of that shorter text, whose other queries are
+    clean."""
+    model = load(tiny, "float64")
+    case = cases_of(model)[0]
+    edit = Edit(((1, 0), (2, 3)), how, "query")
+    whole = logits_of(model, [case], edit)[:, 0]
+    for t in range(case.n):
+        short = Case(
+            case.prompt, case.names, case.layouts, case.text[: t + 1], case.source, case.raw
+        )
+        assert (logits_of(model, [short], edit)[:, 0, -1] - whole[:, t]).abs().max() < 1e-10
+    last = logits_of(model, [case], Edit(edit.heads, how, "last_query"))[:, 0]
+    assert (last[:, 0] - whole[:, 0]).abs().max() < 1e-10
+    assert (last[:, 1:] - whole[:, 1:]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
+@pytest.mark.parametrize("how", ["cut", "zero"])
+def test_under_phase_query_a_span_may_end_with_the_prompt(how, model_class):
+    """The prompt before its last token is read before that key exists. The first step is that of
+    phase last_query, whatever acts."""
+    model = load("tiny-llama", "float64", model_class)
+    case = cases_of(model)[0]
+    heads = ((1, 0), (2, 3))
+    early = Augmentation(alpha=0.7, phase="all_queries")
+    for phase in ("query", "last_query"):
+        rule = (Augmentation(alpha=0.5, span="input", phase=phase), early)
+        whole, last = (
+            logits_of(model, [case], Edit(heads, how, each), augmentation=rule)[:, 0]
+            for each in ("query", "last_query")
+        )
+        assert (last[:, 0] - whole[:, 0]).abs().max() < 1e-10
+        lone = logits_of(model, [case], Edit(heads, how, "query"), augmentation=rule[0])[:, 0]
+        assert (lone[:, 0] - whole[:, 0]).abs().max() > 1e-6
+
+
+def test_hooks_of_a_user_stay_live():
+    model = load("tiny-llama")
+    case = cases_of(model)[0]
+
+    def double(z, hook):
+        return 2 * z
+
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", double)]):
+        expected = whole_pass(model, case.layouts[0], case.text)
+        found = logits_of(model, [case])[0, 0]
+    assert (found - expected).abs().max() < 1e-5
+    assert (found - logits_of(model, [case])[0, 0]).abs().max() > 1e-3
+
+
+def test_soft_prefixes_of_any_two_texts():
+    model = load("tiny-llama")
+    soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
+    layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
+    case = Case("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
+    plain = logits_of(model, [case])[:, 0]
+    assert (plain[0] - plain[1]).abs().max() > 1e-3
+    for how in ("cut", "mean"):
+        edited = logits_of(model, [case], Edit(units_everything(model), how))[:, 0]
+        assert (edited[0] - edited[1]).abs().max() < 1e-5
+    swapped = Edit(units_everything(model), "resample", branches="target")
+    assert (logits_of(model, [case], swapped)[0, 0] - plain[1]).abs().max() < 1e-5
+
+
+# --- control
+
+
+def test_metrics_by_their_definitions(tiny):
+    model = load(tiny, "float64")
+    asked = question(model)
+    found = control(model, asked)
+    for i, case in enumerate(asked.cases):
+        p, q, raw = (
+            whole_pass(model, each, case.text).log_softmax(-1) for each in (*case.layouts, case.raw)
+        )
+        tokens = torch.tensor(case.text)[:, None]
+        expected = {
+            "llr": (p - q).gather(1, tokens)[:, 0],
+            "kl": (p.exp() * (p - q)).sum(1),
+            "js": divergence(p, q),
+            "from_raw": (divergence(p, raw) + divergence(q, raw)) / 2,
+            "lex": favour(p) - favour(q),
+        }
+        for name, values in expected.items():
+            assert np.abs(found.values[name][i] - values.numpy()).max() < 1e-10
+    assert found.values["js"].max() <= math.log(2)
+
+
+def divergence(p, q):
+    mean = ((p.exp() + q.exp()) / 2).log()
+    return ((p.exp() * (p - mean)).sum(1) + (q.exp() * (q - mean)).sum(1)) / 2
+
+
+def favour(log_probs):
+    plus, minus = words_of(None)
+    return log_probs[:, plus].exp().sum(1).log() - log_probs[:, minus].exp().sum(1).log()
+
+
+def test_swapping_the_branches_negates_llr_and_lex(tiny):
+    model = load(tiny, "float64")
+    asked = question(model)
+    turned = Question(tuple(case.swapped() for case in asked.cases), asked.words)
+    one, other = control(model, asked).values, control(model, turned).values
+    for name, sign in {"llr": -1, "lex": -1, "js": 1, "from_raw": 1}.items():
+        assert np.abs(one[name] - sign * other[name]).max() < 1e-12
+
+
+def test_equal_prefixes_have_exactly_no_control(tiny):
+    model = load(tiny)
+    cases = cases_of(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
+    found = control(model, Question(tuple(cases), words_of(model)))
+    assert all(not found.values[name].any() for name in ("llr", "lex", "js", "kl"))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", [3, 9])
+def test_shares_of_no_control_are_not_numbers(n):
+    for found in share_interval(np.zeros((n, 2)), np.zeros(n)):
+        assert np.isnan(found).all()
+    model = load("tiny-llama")
+    same = {"plus": "ab cd:", "minus": "ab cd:"}
+    table = knock_out(model, cases_of(model, prefixes=same), over="layer", metric="js", also=())
+    assert table.frame()["share"].isna().all()
+
+
+def test_sums_of_llr_are_differences_of_likelihoods(tiny):
+    """Against a plain pass: a text's likelihood behind one prefix and the other."""
+
+    model = load(tiny, "float64")
+    for case in cases_of(model):
+        found = control(model, [case], metrics=("llr",)).values["llr"].sum()
+        scores = []
+        for layout in case.layouts:
+            ids = torch.tensor([[*layout.ids, *case.text]])
+            with torch.no_grad():
+                log_probs = model(ids)[0].log_softmax(-1)
+            at = range(len(layout) - 1, ids.shape[1] - 1)
+            scores.append(sum(log_probs[i, ids[0, i + 1]].item() for i in at))
+        assert found == pytest.approx(scores[0] - scores[1], abs=1e-9)
+
+
+def test_batches_and_order_change_nothing(tiny):
+    model = load(tiny)
+    cases = cases_of(model, prompts=("efg hi", "jkl", "mn", "opq rs", "tuv"))
+    together = control(model, cases, at_once=8).values["js"]
+    alone = control(model, cases, at_once=1).values["js"]
+    backwards = control(model, cases[::-1], at_once=3).values["js"][::-1]
+    assert np.abs(together - alone).max() < 1e-6
+    assert np.abs(together - backwards).max() < 1e-6
+
+
+def test_more_than_two_attributes():
+    """One against the mean of the others; js is that of all of them."""
+    model = load("tiny-gpt2", "float64")
+    prefixes = {"a": "ab cd:", "b": "xy zw:", "c": "mn op:"}
+    cases = cases_of(model, prefixes=prefixes)
+    found = control(model, cases, metrics=("js", "kl", "llr"))
+    for i, case in enumerate(cases):
+        p, q, r = (
+            whole_pass(model, each, case.text).log_softmax(-1).exp() for each in case.layouts
+        )
+        rest, mean = (q + r) / 2, (p + q + r) / 3
+        kl = (p * (p / rest).log()).sum(1)
+        js = sum((each * (each / mean).log()).sum(1) for each in (p, q, r)) / 3
+        assert np.abs(found.values["kl"][i] - kl.numpy()).max() < 1e-10
+        assert np.abs(found.values["js"][i] - js.numpy()).max() < 1e-10
+    assert found.values["js"].max() <= math.log(3)
+
+
+def test_a_metric_of_ones_own_and_a_task_by_name():
+    model = load_planted()
+    found = control(
+        model,
+        "sentiment",
+        metrics={"top": lambda found: (found.logits[0] - found.logits[1]).amax(2)},
+        prompts=["The lake", "The book"],
+        tokens=4,
+        samples=2,
+    )
+    frame = found.frame()
+    assert list(frame) == ["prompt", "source", "case", "step", "l_kv", "top"]
+    assert len(frame) == 2 * 2 * 4
+    assert frame["l_kv"].tolist()[:4] == [6, 7, 8, 9]
+    assert set(found.interval("top", by="source")["source"]) == {"raw"}
+    assert found.plot()._repr_png_()[:4] == b"\x89PNG"
+    # Texts written behind a prefix say so.
+    behind = make_cases(model, "sentiment", prompts=["The lake"], source="positive", tokens=4)
+    assert behind[0].source == "positive"
+
+
+def load_planted(name="planted", dtype="float32", model_class="TransformerBridge"):
+    return load(name, dtype, model_class)
+
+
+def test_what_cannot_be_asked_is_refused():
+    model = load("tiny-gpt2")
+    with pytest.raises(CircuitError, match=r"different lengths in tokens \(a 5, b 3\).*reword"):
+        Case.of(model.tokenizer, {"a": "abcd:", "b": "xy:"}, "p", "t")
+    with pytest.raises(CircuitError, match="two branches or more"):
+        Case.of(model.tokenizer, {"a": "abcd:"}, "p", "t")
+    with pytest.raises(CircuitError, match="is empty"):
+        Case.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, "p", "")
+    mixed = [*cases_of(model), *cases_of(model, prefixes={"plus": "ab:", "minus": "xy:"})]
+    for over in ("position", "head x position"):
+        with pytest.raises(CircuitError, match="no common positions"):
+            knock_out(model, mixed, over=over)
+    with pytest.raises(CircuitError, match=r"\(nontoxic 14, toxic 11\)"):
+        control(model, "detox")
+    lone = load_task("sentiment").model_dump() | {"methods": {}}
+    lone["attributes"] = {"positive": lone["attributes"]["positive"]}
+    with pytest.raises(TaskError, match="has one attribute"):
+        control(model, Task(**lone))
+    with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
+        control(model, cases_of(model), metrics=("jz",))
+    with pytest.raises(CircuitError, match="needs the words"):
+        control(model, cases_of(model), metrics=("lex",))
+    with pytest.raises(CircuitError, match="tokens belongs to a task"):
+        control(model, cases_of(model), tokens=3)
+    with pytest.raises(CircuitError, match="unknown setting 'token'.*did you mean 'tokens'"):
+        control(model, "sentiment", token=3)
+    with pytest.raises(CircuitError, match="tokens=0, samples=1"):
+        control(load_planted(), "sentiment", tokens=0)
+    with pytest.raises(CircuitError, match="words are given for plus; the attributes are plus, mi"):
+        control(model, cases_of(model), words={"plus": [3]})
+    with pytest.raises(CircuitError, match=r"'flat' must give a number.*, 5\).*found \(1,\)"):
+        control(model, cases_of(model), metrics={"flat": lambda found: found.logits[0, :, 0, 0]})
+    with pytest.raises(CircuitError, match="no unit to knock out"):
+        knock_out(model, cases_of(model), units=[])
+    for name in ("", "nothing"):
+        with pytest.raises(CircuitError, match=f"two units are called '{name}'"):
+            knock_out(model, cases_of(model), over={name: [[0, 1]]})
+    with pytest.raises(CircuitError, match="from a TransformerBridge or a TransformersModel"):
+        read(object(), [(cases_of(model)[0], None)])
+    with pytest.raises(CircuitError, match="unknown replacement 'cat'"):
+        Edit(((0, 0),), "cat")
+    with pytest.raises(CircuitError, match="head 7 of|unknown kind|does not exist"):
+        knock_out(model, cases_of(model), over={"x": [[0, 9]]})
+    with pytest.raises(CircuitError, match="unknown kind of unit 'heads'.*did you mean 'head'"):
+        knock_out(model, cases_of(model), over="heads")
+    with pytest.raises(CircuitError, match="pairs"):
+        knock_out(model, cases_of(model), over={"x": [3]})
+
+
+# --- knock-out on the planted model
+
+
+def planted_question(model, name, n, prompts=None, seed=0):
+    words = attribute_words(model.tokenizer, "sentiment", ("positive", "negative"))
+    vocabulary = model.tokenizer.get_vocab()
+    known = [vocabulary[word] for word in (*POSITIVE, *NEGATIVE, *FILLERS)]
+    rng = np.random.default_rng(seed)
+    texts = {
+        prompt: [rng.choice(known, n).tolist()]
+        for prompt in prompts or ("The lake", "The book", "Once upon a time")
+    }
+    cases = make_cases(model, "sentiment", prompts=list(texts), texts=texts)
+    return Question(tuple(cases), tuple(words.values()))
+
+
+def expected_effects(key, question, role):
+    """The closed form of a cut, by case: its mean over steps."""
+    found = []
+    for case in question.cases:
+        layout = case.layouts[0]
+        steps = [
+            key.effect(role, len(layout) + t, layout.l_pro, asking=t == 0) for t in range(case.n)
+        ]
+        found.append(np.mean(steps))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("n", [8, 64, 200])
+@pytest.mark.parametrize(
+    "name", ["planted", "planted-gpt2:3", "planted-spread:1", "planted-backup"]
+)
+def test_planted_effects_are_the_closed_form(name, n):
+    model, key = load_planted(name), planted(name)
+    asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
+    table = knock_out(model, asked, metric="lex", also=())
+    places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
+    for role, head in key.heads.items():
+        found = table.effects[:, places.pop(head)]
+        assert np.abs(found - expected_effects(key, asked, role)).max() < 2e-5
+    for other in places.values():  # idle heads
+        assert np.abs(table.effects[:, other]).max() < 1e-5
+
+
+@pytest.mark.parametrize("how", ALL)
+def test_the_planted_order_is_found_whatever_the_replacement(how):
+    """And never by attention mass: the decoy has most of it."""
+    model, key = load_planted(), planted("planted")
+    asked = planted_question(model, "planted", 24)
+    table = knock_out(model, asked, how=how, metric="lex", also=["js"])
+    best = table.best(8)
+    assert best[:2] == (key.heads["carrier"], key.heads["relay"])
+    assert best[-1] == key.heads["suppressor"]
+    assert table.with_metric("js").best(1) == best[:1]
+    mass = prefix_mass(model, asked)
+    assert np.unravel_index(mass.argmax(), mass.shape) == key.heads["decoy"]
+    places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
+    assert np.abs(table.effects[:, places[key.heads["decoy"]]]).max() < 1e-5
+
+
+def test_phases_are_part_of_the_question():
+    """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
+    model, key = load_planted(), planted("planted")
+    asked = planted_question(model, "planted", 12)
+    lost = {
+        phase: knock_out(
+            model, asked, over={"relay": [key.heads["relay"]]}, phase=phase, metric="lex", also=()
+        ).effects.mean()
+        for phase in ("all_queries", "last_query", "decode", "query")
+    }
+    assert lost["all_queries"] == pytest.approx(lost["last_query"])
+    assert lost["all_queries"] > 0.5
+    assert abs(lost["decode"]) < 1e-6
+    # At the step that the relay's own query predicts, what it leaves is read at once.
+    one = knock_out(
+        model, planted_question(model, "planted", 1), over={"relay": [key.heads["relay"]]},
+        phase="query", metric="lex", also=(),
+    )  # fmt: skip
+    assert lost["query"] * 12 == pytest.approx(one.effects.mean(), rel=0.2)
+
+
+def test_layers_cells_positions_and_sets():
+    model, key = load_planted(), planted("planted")
+    asked = planted_question(model, "planted", 12)
+    tables = {
+        over: knock_out(model, asked, over=over, metric="lex", also=())
+        for over in ("layer", "kv", "position", "head x position")
+    }
+    assert tables["layer"].frame()["layer"].tolist() == [1, 0]
+    cell = tables["kv"].frame().iloc[0]
+    layer, head = key.heads["carrier"]
+    assert (cell["layer"], cell["kv_head"]) == (layer, head // 2)
+    assert tables["kv"].map().shape == (2, 2)
+    assert tables["position"].frame()["position"].tolist()[0] == 1  # " positive"
+    best = tables["head x position"].frame().iloc[0]
+    assert (best["layer"], best["head"], best["position"]) == (layer, head, 1)
+    both = knock_out(
+        model, asked, over={"both": [key.heads["carrier"], key.heads["relay"]]}, metric="lex"
+    )
+    assert both.frame()["effect"][0] > tables["layer"].frame()["effect"][1]
+    for table in (*tables.values(), both):
+        assert table.plot()._repr_png_()[:4] == b"\x89PNG"
+
+
+def test_self_repair_hides_a_head_that_a_joint_cut_shows():
+    model, key = load_planted("planted-backup"), planted("planted-backup")
+    asked = planted_question(model, "planted-backup", 24)
+    carrier, backup = key.heads["carrier"], key.heads["backup"]
+    sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
+    table = knock_out(model, asked, over=sets, metric="lex", also=())
+    alone, hidden, both = table.effects.mean(0)
+    assert both > 1.2 * (alone + hidden)
+    assert abs(hidden) < 0.05 * both
+
+
+def test_joint_curves_of_the_planted_model():
+    model, key = load_planted(), planted("planted")
+    asked = planted_question(
+        model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
+    )
+    table = knock_out(model, asked, metric="lex")
+    curve = joint_curve(model, table, sizes=(1, 2), mass=prefix_mass(model, asked))
+    left = curve.frame().set_index(["kind", "heads"])["left"]
+    assert left["without", 2] < 0.1 < left["without", 1] < 0.6
+    assert left["only", 2] > 0.95
+    assert left["mass", 1] == pytest.approx(1, abs=1e-4)
+    assert left["random", 1] > left["without", 1]
+    assert curve.plot()._repr_png_()[:4] == b"\x89PNG"
+    assert key.heads["carrier"] == table.best(1)[0]
+
+
+def test_a_joint_curve_asks_what_the_table_asked():
+    """Sizes that a table of few heads does not have are left out; the rest is the table's."""
+    model, pairs = load_planted(), planted("planted").heads
+    asked = planted_question(model, "planted", 6, prompts=("The lake", "The book"))
+    units = [
+        Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
+    ]
+    rule = Augmentation(alpha=0.5)
+    table = knock_out(
+        model, asked, units=units, how="zero", phase="last_query", metric="js", augmentation=rule
+    )
+    curve = joint_curve(model, table, sizes=(1, 2, 4))
+    assert (curve.metric, set(curve.frame()["heads"])) == ("lex", {1, 2})
+    assert list(curve.interval()) == ["kind", "heads", "left", "low", "high"]
+    both = {"both": [unit.heads[0] for unit in units]}
+    alike = knock_out(
+        model, asked, over=both, how="zero", phase="last_query", metric="lex", augmentation=rule
+    )
+    left = curve.frame().set_index(["kind", "heads"])["left"]["without", 2]
+    assert left == pytest.approx(1 - alike.effects.sum() / alike.whole.sum(), abs=1e-6)
+
+
+def test_units_and_batches_change_nothing():
+    model = load("tiny-llama")
+    asked = question(model, prompts=("efg hi", "jkl", "mno"))
+    table = knock_out(model, asked, at_once=7)
+    again = knock_out(model, asked, units=table.units[::-1], at_once=1)
+    assert np.abs(table.effects - again.effects[:, ::-1]).max() < 1e-6
+    assert table.noise < 1e-5
+
+
+def test_one_branch_at_a_time_is_averaged():
+    """In a model that adds up, resampling one branch loses D - a, both at once D - 2a."""
+    model = load("tiny-llama", "float64")
+    case = cases_of(model)[0]
+    asked = Question((case,), words_of(model))
+    table = knock_out(model, asked, over={"x": [[1, 0], [2, 1]]}, how="resample", metric="lex")
+    whole = control(model, asked).values["lex"].mean()
+    parts = []
+    for branches in ("target", "others"):
+        logits, _ = read(model, [(case, Edit(((1, 0), (2, 1)), "resample", branches=branches))])
+        log_probs = logits[:, 0].log_softmax(-1)
+        parts.append((favour(log_probs[0]) - favour(log_probs[1])).mean().item())
+    assert table.effects[0, 0] == pytest.approx(whole - np.mean(parts), abs=1e-10)
+
+
+def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, monkeypatch):
+    """As the best head is the one with most attention; a sweep that goes on knows the model by both."""
+    from lapa2_interp.circuits import knockout
+
+    model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
+    asked, real, seen = question(model), knockout.answers, []
+    one, other = ((0, 0),), ((1, 1), (0, 1))
+    named = {"best": one, "largest": one, "random": other, "again": one, "last": other}
+    units = [Unit({"name": name}, heads) for name, heads in named.items()]
+
+    def counts(model, question, edits, *rest):
+        seen.append(len(edits))
+        return real(model, question, edits, *rest)
+
+    monkeypatch.setattr(knockout, "answers", counts)
+    found = [knock_out(model, asked, units=units, file=file).effects for _ in range(2)]
+    assert seen == [4, 3], "the control, nothing, two units; the control and both units"
+    assert np.array_equal(*found)
+    apart = [knock_out(model, asked, units=[unit]).effects for unit in units]
+    assert np.array_equal(found[0], np.concatenate(apart, axis=1))
+    assert len(file.read_text().splitlines()) == 5
+
+
+def test_a_store_is_filled_by_one_process_at_a_time(tmp_path):
+    """And a line that is no unit's is damage."""
+    file = tmp_path / "units.jsonl"
+    store = Kept(file, "key")
+    store.add("a", {"js": np.arange(3.0)})
+    with pytest.raises(CircuitError, match="units.jsonl is being filled by another process; wait"):
+        Kept(file, "key")
+    store.add("b", {"js": np.arange(3.0)})
+    store.close()
+    file.write_text(file.read_text() + "{}\n[]\n")
+    again = Kept(file, "key")
+    again.close()
+    assert list(again.done) == ["a", "b"]
+    assert len(file.read_text().splitlines()) == 3
+
+
+def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
+    from lapa2_interp.circuits import knockout
+
+    model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
+    asked = question(model)
+    whole = knock_out(model, asked)
+    real, seen = knockout.answers, []
+
+    def stops(*arguments):
+        for n, each in enumerate(real(*arguments)):
+            if len(seen) == 0 and n == 9:
+                raise KeyboardInterrupt
+            yield each
+
+    monkeypatch.setattr(knockout, "answers", stops)
+    with pytest.raises(KeyboardInterrupt):
+        knock_out(model, asked, file=file, at_once=1)
+    lines = file.read_text().splitlines()
+    assert 1 < len(lines) < len(whole.units)
+    file.write_text("\n".join(lines)[:-30])  # a line cut short
+
+    def counts(model, question, edits, *rest):
+        seen.append(len(edits))
+        return real(model, question, edits, *rest)
+
+    monkeypatch.setattr(knockout, "answers", counts)
+    found = knock_out(model, asked, file=file)
+    assert np.array_equal(found.effects, whole.effects)
+    knock_out(model, asked, file=file)
+    # The control itself is always read again, and so are two units.
+    n_kept = max(0, len(lines) - 4)
+    assert seen == [len(whole.units) + 3 - (len(lines) - 2) + min(2, n_kept), 3]
+    told = 'another question: how "cut", here "zero"; give another file'
+    with pytest.raises(CircuitError, match=told):
+        knock_out(model, asked, how="zero", file=file)
+    lines = file.read_text().splitlines()
+    lines[0] = json.dumps({"question": json.loads(lines[0])["question"]})  # an earlier version's
+    at = max(i for i, letter in enumerate(lines[5]) if letter.isdigit() and i < len(lines[5]) / 2)
+    lines[5] = f"{lines[5][:at]}{9 - int(lines[5][at])}{lines[5][at + 1 :]}"
+    file.write_text("\n".join(lines) + "\n")
+    assert np.array_equal(knock_out(model, asked, file=file).effects, whole.effects)
+    assert seen[2:] == [4], "the damaged unit, two others, and the control itself"
+    assert f"{file}: line 6 is damaged and made anew" in capsys.readouterr().err
+    file.write_text("{}")
+    with pytest.raises(CircuitError, match="another question, or is damaged; give another file"):
+        knock_out(model, asked, file=file)
+
+
+def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
+    """Names and lengths may be equal: hooks, functions and soft prefixes differ by what they do."""
+    model = load("tiny-llama")
+    asked = question(model)
+    file = tmp_path / "units.jsonl"
+
+    def mine(found):
+        return (found.logits[0] - found.logits[1]).abs().amax(2)
+
+    knock_out(model, asked, over="layer", metric={"mine": mine}, file=file)
+    with pytest.raises(CircuitError, match="another model or metric: mine was"):
+        knock_out(model, asked, over="layer", metric={"mine": lambda x: 2 * mine(x)}, file=file)
+    hooks = [("blocks.1.attn.hook_z", lambda z, hook: 3 * z)]
+    with model.hooks(fwd_hooks=hooks), pytest.raises(CircuitError, match="another model or metric"):
+        knock_out(model, asked, over="layer", metric={"mine": mine}, file=file)
+    layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in range(2))
+    keys = []
+    for seed in (0, 1):
+        pair = tuple(soft_prefix(model, seed=2 * seed + i) for i in range(2))
+        case = Case("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
+        keys.append(Question((case,)).key(model))
+    assert keys[0] != keys[1]
+
+
+def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
+    """Without one head the planted model has the control it had, but other effects."""
+    model, file = load_planted(), tmp_path / "units"
+    asked = planted_question(model, "planted", 12, prompts=("The lake", "The book"))
+
+    def silent(z, hook):
+        z = z.clone()
+        z[:, :, 0] = 0
+        return z
+
+    kept = knock_out(model, asked, metric="js", also=(), file=file)
+    same = knock_out(model, asked, metric="js", also=(), file=file, at_once=1)
+    assert np.array_equal(kept.effects, same.effects)
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
+        fresh = knock_out(model, asked, metric="js", also=())
+        assert np.abs(fresh.whole - kept.whole).max() < 0.01 * kept.whole.max()
+        with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
+            knock_out(model, asked, metric="js", also=(), file=file)
+
+
+def test_a_function_a_name_or_one_case_is_enough():
+    model = load("tiny-llama")
+    case = cases_of(model)[0]
+
+    def mine(found):
+        return found.logits[0].amax(2)
+
+    assert set(control(model, case, metrics=mine).values) == {"mine"}
+    assert set(control(model, case, metrics="js").values) == {"js"}
+    assert knock_out(model, case, over="layer", metric=mine).metric == "mine"
+    words = dict(zip(PAIR, words_of(model), strict=True))
+    named = control(model, case, metrics="lex", words=dict(reversed(words.items())))
+    expected = control(model, Question((case,), words_of(model)), metrics="lex")
+    assert (named.values["lex"] == expected.values["lex"]).all()
+
+
+def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatch):
+    """Also where soft prefixes are the task's default."""
+    seen = []
+    real = cases.generate
+    monkeypatch.setattr(
+        cases, "generate", lambda model, cell: (seen.append(cell), real(model, cell))[1]
+    )
+    model = load("tiny-llama")
+    cases.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)
+    assert (seen[0].method, seen[0].attribute) == ("prefix", "world")
+    assert seen[0].parameters["prefixes"] == "hard"
+
+
+def test_few_prompts_give_numbers_and_no_claims():
+    model = load_planted()
+    table = knock_out(model, planted_question(model, "planted", 6), metric="lex")
+    frame = table.frame()
+    assert frame["p"].isna().all()
+    assert frame["effect"].notna().all()
+    with pytest.raises(CircuitError, match="3 prompts are too few"):
+        table.carriers()
+
+
+def test_heads_are_plain_lists(tmp_path):
+    write_heads([(1, 2), (0, 3)], tmp_path / "heads.json")
+    assert json.loads((tmp_path / "heads.json").read_text()) == [[1, 2], [0, 3]]
+    assert read_heads(tmp_path / "heads.json") == ((1, 2), (0, 3))
+    for wrong in ("[1]", "[[1.7, 2]]", "[[true, 1]]", '["12"]', "[[1, 2, 3]]"):
+        (tmp_path / "heads.json").write_text(wrong)
+        with pytest.raises(CircuitError, match="pairs"):
+            read_heads(tmp_path / "heads.json")
+
+
+def test_in_bfloat16_what_is_noise_is_marked():
+    model = load("tiny-llama", "bfloat16")
+    table = knock_out(model, question(model, prompts=("efg hi", "jkl", "mn")), metric="js")
+    exact = knock_out(
+        load("tiny-llama"), question(load("tiny-llama"), prompts=("efg hi", "jkl", "mn"))
+    )
+    assert table.noise > 10 * exact.noise
+    frame = table.frame()
+    own = frame["effect"].abs() <= table.noise
+    assert (frame["below_noise"] == own).all()
+    assert own.any()
+    assert not exact.frame()["below_noise"].all()
+
+
+# --- statistics
+
+
+def brute_force(values):
+    n = len(values)
+
+    def t(flipped):
+        return np.abs(flipped.mean(0) / (flipped.std(0, ddof=1) / math.sqrt(n)))
+
+    observed = t(values)
+    flips = [t(values * np.array(signs)[:, None]) for signs in product((1, -1), repeat=n)]
+    alone = np.mean([each >= observed - 1e-9 for each in flips], axis=0)
+    largest = np.mean([each.max() >= observed - 1e-9 for each in flips], axis=0)
+    return alone, largest
+
+
+def test_max_t_is_the_definition():
+    values = np.random.default_rng(0).normal(0.5, 1, size=(8, 5))
+    found, (alone, largest) = max_t(values), brute_force(values)
+    assert found.p == pytest.approx(alone)
+    assert found.p_max == pytest.approx(largest)
+    assert (found.p_max >= found.p).all()
+    assert found.t == pytest.approx(ttest_1samp(values, 0).statistic)
+    order = np.argsort(found.p)
+    ranked = found.p[order] * 5 / np.arange(1, 6)  # Benjamini and Hochberg, by hand
+    assert found.q[order] == pytest.approx(np.minimum.accumulate(ranked[::-1])[::-1].clip(max=1))
+
+
+def test_many_prompts_use_random_signs():
+    values = np.random.default_rng(1).normal(0.6, 1, size=(24, 4))
+    found = max_t(values)
+    assert 1 / 100_001 <= found.p.min() < 0.05
+    exact = max_t(values[:16])
+    assert exact.p.min() >= 2 / 2**16
+
+
+def test_the_family_wise_level_holds():
+    """200 maps of 30 units without any effect: a head is found in at most 18 of them (5 %, and two
+    standard errors)."""
+    rng, found = np.random.default_rng(2), 0
+    for _ in range(200):
+        shared = rng.normal(size=(10, 1))
+        found += max_t(shared + rng.normal(size=(10, 30))).p_max.min() < 0.05
+    assert found <= 18
+
+
+def test_random_labels_select_no_head():
+    """Branches swapped by prompt at random leave lex without a direction: at most 18 of 200 such
+    labellings select any head. js does not see a swap."""
+    model = load_planted()
+    prompts = [
+        f"The {word}"
+        for word in ("lake", "book", "city", "road", "horse", "movie", "pizza", "country")
+    ]
+    asked = planted_question(model, "planted", 4, prompts=prompts)
+    table = knock_out(model, asked, metric="lex", also=())
+    rng, selected = np.random.default_rng(0), 0
+    assert table.carriers()[["layer", "head"]].to_numpy().tolist()
+    for _ in range(200):
+        signs = rng.choice([-1, 1], len(prompts))
+        selected += bool((max_t(table.effects * signs[:, None]).p_max < 0.05).any())
+    assert selected <= 18
+
+
+def test_swapping_a_case_swaps_its_effect():
+    """What the labelling test relies on: swapped branches negate a case's lex effects exactly."""
+    model = load("tiny-gpt2", "float64")
+    asked = question(model)
+    turned = Question(tuple(case.swapped() for case in asked.cases), asked.words)
+    one, other = (knock_out(model, each, metric="lex", also=()) for each in (asked, turned))
+    assert np.abs(one.effects + other.effects).max() < 1e-10
+
+
+def test_ranks_shares_and_halves():
+    rng = np.random.default_rng(4)
+    truth = np.arange(20.0)
+    clear = truth + rng.normal(0, 0.1, size=(12, 20))
+    noisy = rng.normal(size=(12, 20))
+    assert ranks(clear).rank.tolist() == list(range(20, 0, -1))
+    assert (ranks(clear).high - ranks(clear).low).max() <= 2
+    assert (ranks(noisy).high - ranks(noisy).low).mean() > 8
+    assert split_half(clear) > 0.99
+    assert abs(split_half(noisy)) < 0.5
+    whole = clear.sum(1)
+    share, low, high = share_interval(clear, whole)
+    assert share.sum() == pytest.approx(1)
+    assert ((low <= share) & (share <= high)).all()
+    assert math.isnan(split_half(clear[:3]))
+    constant = max_t(np.zeros((9, 3)))
+    assert constant.p_max.tolist() == [1, 1, 1]
+    assert constant.t.tolist() == [0, 0, 0]
+    tied = ranks(np.array([[5.0, 1, 1, 0, 0]] * 9))
+    assert tied.rank.tolist() == tied.low.tolist() == tied.high.tolist() == [1, 2, 2, 4, 4]
+    assert math.isnan(spearman(np.zeros(4), np.arange(4.0)))
+    assert pd.notna(share).all()
+
+
+def test_an_augmentation_of_the_user_is_part_of_the_reading():
+    model = load("tiny-llama", "float64")
+    rule = Augmentation(alpha=1.0)
+    asked = question(model)
+    plain, boosted = control(model, asked), control(model, asked, augmentation=rule)
+    assert np.abs(plain.values["js"] - boosted.values["js"]).max() > 1e-6
+    table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", also=())
+    assert np.allclose(table.whole, boosted.values["js"].mean(1))
+
+
+def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
+    """Head 0.1 is not KV head 0.1, and a set of heads is not another set of the same name."""
+    model, asked = load("tiny-llama"), question(load("tiny-llama"))
+    file = tmp_path / "kept"
+    for over in ("head", "kv", "layer", "position", {"best": [[1, 2]]}, {"best": [[0, 1]]}):
+        kept, fresh = (
+            knock_out(model, asked, over=over, metric="lex", also=(), file=place)
+            for place in (file, None)
+        )
+        np.testing.assert_allclose(kept.effects, fresh.effects, rtol=1e-5, atol=1e-6)
+
+
+def test_cases_that_cannot_be_read_are_refused():
+    model = load("tiny-llama")
+    case = cases_of(model)[0]
+    crossing = replace(case.layouts[0], merged=":e")
+    with pytest.raises(
+        CircuitError, match="the token ':e' is part of the prefix and of the prompt"
+    ):
+        Case(case.prompt, case.names, (crossing, case.layouts[1]), case.text)
+    behind = [replace(each, n_before=1, l_pre=each.l_pre - 1) for each in case.layouts]
+    with pytest.raises(CircuitError, match="a chat's span has tokens before it"):
+        Case(case.prompt, case.names, tuple(behind), case.text)
+    long = Case(case.prompt, case.names, case.layouts, (70,) * 260)
+    with pytest.raises(CircuitError, match="more than the model's context of 256; give shorter"):
+        control(model, [long])
+    with pytest.raises(CircuitError, match="texts has none for the prompt 'The sea'"):
+        make_cases(model, "sentiment", prompts=["The lake", "The sea"], texts={"The lake": [[70]]})
+    with pytest.raises(CircuitError, match="texts has none for the prompt 'The lake'"):
+        make_cases(model, "sentiment", prompts=["The lake"], texts={"The lake": []})
+    with pytest.raises(CircuitError, match="there is no prompt; give at least one"):
+        control(model, "sentiment", prompts=[])
+    soft = Layout.of(model.tokenizer, None, "efg hi", soft=case.layouts[0].l_pre)
+    with pytest.raises(CircuitError, match="the layouts have 6, 0 slots, the prefixes 0, 0"):
+        Case(case.prompt, case.names, (soft, case.layouts[1]), case.text)
+    own = soft_prefix(model, slots=soft.soft)
+    with pytest.raises(CircuitError, match="has soft and hard prefixes, so that the branches"):
+        Case(case.prompt, case.names, (soft, case.layouts[1]), case.text, prefixes=(own, None))
+
+
+def test_raw_texts_of_other_lengths_are_read_apart():
+    """The prompt alone may have more tokens than behind a prefix."""
+    model = load("tiny-llama")
+    one, two = cases_of(model)[:1] * 2
+    longer = replace(two.raw, ids=(*two.raw.ids, 70), tokens=(*two.raw.tokens, "x"),
+                     l_pro=two.raw.l_pro + 1)  # fmt: skip
+    two = Case(two.prompt, two.names, two.layouts, two.text, two.source, longer)
+    both = control(model, [one, two], metrics="from_raw").values["from_raw"]
+    for i, each in enumerate((one, two)):
+        alone = control(model, [each], metrics="from_raw").values["from_raw"]
+        np.testing.assert_allclose(both[i], alone[0], rtol=1e-5)
+
+
+def test_a_metric_of_some_steps_has_an_interval():
+    def first_two(found):
+        return METRICS["js"](found)[:, :2]
+
+    made = control(load("tiny-llama"), cases_of(load("tiny-llama")), metrics={"two": first_two})
+    row = made.interval("two", None).iloc[0]
+    assert row["n"] == 4
+    assert row["mean"] == pytest.approx(np.nanmean(made.values["two"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4, 7])
+def test_shares_of_few_prompts_cover(n):
+    """Of 400 sets of prompts, about 95 % have the share, .5, inside their interval."""
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(400):
+        whole = rng.normal(3, 1, n)
+        part = 0.5 * whole + rng.normal(0, 0.5, n)
+        _, low, high = share_interval(part[:, None], whole)
+        inside += low[0] <= 0.5 <= high[0]
+    assert 0.92 <= inside / 400 <= 1
+
+
+def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
+    model = load("tiny-llama")
+    asked = question(model)
+    table = knock_out(model, asked, metric="lex", also=())
+    with pytest.raises(
+        CircuitError, match="a joint curve of .* heads needs sizes below that; found 1"
+    ):
+        joint_curve(model, table, sizes=(1000,))
+    for sizes in ((0, 1), (-1, 1), (1000, -1)):
+        with pytest.raises(CircuitError, match=f"at least 1; found {min(sizes)}"):
+            joint_curve(model, table, sizes=sizes)
+    with pytest.raises(CircuitError, match="at least once for each size; found seeds=0"):
+        joint_curve(model, table, sizes=(1,), seeds=0)
+    own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
+    with pytest.raises(CircuitError, match="'mine' is a function of your own; give it again"):
+        joint_curve(model, own, sizes=(1,))
+    parts = knock_out(model, asked, over="head x position", also=())
+    twice = knock_out(model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], also=())
+    for several in (parts, twice):
+        with pytest.raises(CircuitError, match="needs knock-outs of single heads"):
+            joint_curve(model, several, sizes=(1,))
+
+
+def test_a_joint_curve_takes_heads_by_prompts():
+    """Nine texts of one prompt are no more than one of another."""
+    model = load("tiny-llama")
+    one, two, three, four = (cases_of(model, prompts=(each,))[0] for each in ("a", "b", "c", "d"))
+    asked = Question((*[one] * 9, two, three, four), words_of(model))
+    units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
+    table = knock_out(model, asked, units=units, metric="lex", also=())
+    effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
+    found = joint_curve(model, replace(table, effects=effects), sizes=(1,), seeds=1).table
+    left = found[found["kind"] == "without"]["left"].iloc[0]
+    whole = asked.by_prompt(table.whole[:, None])[:, 0]
+    rest = asked.by_prompt(table.whole[:, None] - table.effects)
+    assert left == pytest.approx((rest[[1, 3], 1].sum() + rest[[0, 2], 0].sum()) / whole.sum())
+
+
+def test_a_key_knows_where_a_prefix_ends():
+    model = load("tiny-llama")
+    text = [70, 71]
+    one = Case.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, " p", text)
+    two = Case.of(model.tokenizer, {"a": "ab", "b": "cd"}, " p", text, join=":")
+    assert [each.ids for each in one.layouts] == [each.ids for each in two.layouts]
+    assert Question((one,)).key(model) != Question((two,)).key(model)
+
+
+def test_noise_is_that_of_the_metric():
+    model = load("tiny-llama")
+    asked = question(model)
+    both = knock_out(model, asked, metric="js", also=["lex"])
+    alone = knock_out(model, asked, metric="lex", also=())
+    assert both.noise != both.with_metric("lex").noise == alone.noise
+    assert both.with_metric("lex").with_metric("js").noise == both.noise
+
+
+def test_what_moved_the_control_moves_no_effect(tmp_path):
+    """A file begun in another precision: new units are told apart from the control of today."""
+    from lapa2_interp._util.files import sealed, unsealed
+
+    model, file = load("tiny-gpt2"), tmp_path / "units"
+    asked = question(model)
+    fresh = knock_out(model, asked, also=())
+    knock_out(model, asked, over="layer", also=(), file=file)
+    lines = file.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines[1:], 1) if unsealed(line)[0]["unit"] == "")
+    line, _ = unsealed(lines[at])
+    line["values"]["js"] = [1.009 * value for value in line["values"]["js"]]
+    lines[at] = sealed(line, indent=None).rstrip("\n")
+    file.write_text("\n".join(lines) + "\n")
+    found = knock_out(model, asked, also=(), file=file)
+    np.testing.assert_allclose(found.whole, 1.009 * fresh.whole, rtol=1e-6)
+    np.testing.assert_allclose(found.effects, fresh.effects, atol=1e-3 * fresh.whole.max() / 100)
+
+
+def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
+    from lapa2_interp.circuits.direct import writes
+    from lapa2_interp.circuits.gradients import attribution
+
+    model = load("tiny-gpt2")  # its released span ends inside the prefix
+    asked = question(model)
+    for span in ("bos", "released", ((0, 2),)):
+        rule = Augmentation(alpha=0.5, span=span, phase="all_queries")
+        for instrument in (control, attribution, writes):
+            with pytest.raises(
+                CircuitError, match="acts on queries inside it .phase 'all_queries'"
+            ):
+                instrument(model, asked, augmentation=rule)
+        control(model, asked, augmentation=Augmentation(alpha=0.5, span=span))
+    control(
+        model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="all_queries")
+    )
+    pooled = Augmentation(alpha=1, law="ratio", tau=0.3, pooled=True)
+    for instrument in (control, attribution, writes):
+        with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
+            instrument(model, asked, augmentation=pooled)
+
+
+@pytest.mark.parametrize("how", ["cut", "zero", "resample", "mean"])
+def test_phases_and_positions_are_refused_whatever_the_replacement(how):
+    model = load("tiny-llama")
+    asked = question(model)
+    heads = {"one": [(0, 0)]}
+    with pytest.raises(CircuitError, match="acts on queries inside it .phase 'every_query'"):
+        knock_out(model, asked, over=heads, how=how, phase="every_query")
+    n = asked.l_pre
+    unit = Unit({"name": "far"}, ((0, 0),), (n,))
+    with pytest.raises(LayoutError, match=f"position {n} lies outside the prefix.*up to {n - 1}"):
+        knock_out(model, asked, units=[unit], how=how)
+
+
+def test_a_recipe_is_an_augmentation_everywhere():
+    from lapa2_interp.bias.recipes import recipe
+    from lapa2_interp.circuits.direct import writes
+    from lapa2_interp.circuits.gradients import attribution
+    from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
+
+    model, rule = load("tiny-llama"), Augmentation(alpha=0.5)
+    asked = question(model)
+    assert isinstance(recipe("lapa2"), tuple)
+    one, two = (attribution(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
+    assert np.array_equal(one.cut_hats, two.cut_hats)
+    one, two = (writes(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
+    assert np.array_equal(one.direct, two.direct, equal_nan=True)
+    goal = mean_mass(model, asked, recipe("lapa2"))
+    assert alpha_at_mass(model, asked, goal, recipe("lapa2")) == pytest.approx(0.5, rel=0.02)
+    with pytest.raises(CircuitError, match="alpha is that of one augmentation; found 2"):
+        alpha_at_mass(model, asked, goal, (rule, rule))
+
+
+def test_texts_of_any_source_have_a_mass():
+    from lapa2_interp.circuits.mass import mean_mass
+
+    model = load("tiny-llama")
+    raw, human = (
+        [replace(case, source=source) for case in cases_of(model)] for source in ("raw", "human")
+    )
+    assert mean_mass(model, human) == mean_mass(model, raw)
+
+
+def test_many_metrics_have_a_panel_each(tmp_path):
+    model = load("tiny-llama")
+    metrics = {f"m{i}": METRICS["js"] for i in range(9)}
+    figure = control(model, cases_of(model), metrics=metrics).plot()
+    assert [axes.get_title() for axes in figure.axes] == list(metrics)

@@ -1,0 +1,176 @@
+"""Direct logit attribution: everything sums, and the planted heads write what they should."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import load, soft_prefix
+from test_circuits import cases_of, planted_question, question, words_of
+
+from lapa2_interp import Augmentation, Layout, load_model
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.direct import OTHERS, PARTS, writes
+from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.models.planted import NEGATIVE, POSITIVE, planted
+
+
+def gap(found):
+    whole = found.direct.sum((-1, -2, -3)) + found.others.sum(-1)
+    return np.nanmax(np.abs(whole - found.total))
+
+
+@pytest.mark.parametrize("along", ["lex", "text"])
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+def test_all_parts_sum_to_the_logit_difference(name, along):
+    model = load(name)
+    prefixes = {"a": "Very positive:", "b": "Very negative:"}
+    asked = question(model, **({"prefixes": prefixes} if name == "smollm2-135m" else {}))
+    found = writes(model, asked, along=along)
+    assert gap(found) < 1e-4 * max(1, np.abs(found.total).max())
+    for i, case in enumerate(asked.cases):
+        for branch, layout in enumerate(case.layouts):
+            with torch.no_grad():
+                ids = torch.tensor([[*layout.ids, *case.text[:-1]]])
+                logits = model(ids)[0, len(layout) - 1 :].double()
+            plus, minus = words_of(model)
+            if along == "lex":
+                expected = sum(
+                    sign * (logits[:, list(words)].softmax(1) * logits[:, list(words)]).sum(1)
+                    for sign, words in ((1, plus), (-1, minus))
+                )
+            else:
+                own = logits.gather(1, torch.tensor(case.text)[:, None])[:, 0]
+                expected = own - (logits.softmax(1) * logits).sum(1)
+            assert np.abs(found.total[i, branch] - expected.numpy()).max() < 1e-3
+
+
+def test_a_head_is_its_output_through_the_frozen_norm(tiny):
+    """Independently: the head's z times W_O, taken out of the final stream, sigma held."""
+    model = load(tiny, "float64")
+    asked = question(model)
+    found = writes(model, asked)
+    case, kept = asked.cases[0], {}
+    ids = torch.tensor([[*case.layouts[0].ids, *case.text[:-1]]])
+
+    def keep(tensor, hook):
+        kept[hook.name] = tensor.clone()
+
+    names = ["blocks.2.attn.o.hook_in", "ln_final.hook_in", "ln_final.hook_scale"]
+    with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
+        logits = model(ids)[0, -case.n :]
+    z, stream, scale = (kept[name][0, -case.n :] for name in names)
+    norm = model.ln_final.original_component
+
+    def through(x):
+        x = x - x.mean(1, keepdim=True) if isinstance(norm, torch.nn.LayerNorm) else x
+        return x / scale * norm.weight @ model.W_U
+
+    plus, minus = (list(each) for each in asked.words)
+    for head in range(model.cfg.n_heads):
+        lost = through(stream) - through(stream - z[:, head] @ model.W_O[2, head])
+        expected = (logits[:, plus].softmax(1) * lost[:, plus]).sum(1)
+        expected -= (logits[:, minus].softmax(1) * lost[:, minus]).sum(1)
+        ours = found.direct[0, 0, :, 2, head].sum(1)
+        assert np.abs(ours - expected.detach().numpy()).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["planted", "planted-gpt2:2"])
+def test_planted_heads_write_what_the_key_says(name):
+    model, key = load(name), planted(name)
+    asked = planted_question(model, name, 24)
+    found = writes(model, asked)
+    assert gap(found) < 1e-4
+    for i, case in enumerate(asked.cases):
+        layout = case.layouts[0]
+        for t in range(1, case.n):
+            l = len(layout) + t
+            x, other = key.written(l, layout.l_pro)
+            for role in ("carrier", "suppressor"):
+                part = key.gain[role] * key.odds[role] / (key.odds[role] + l - 1)
+                expected = 2 * key.unit * part / np.sqrt(1 + (x**2 + other) / 16)
+                layer, head = key.heads[role]
+                assert found.direct[i, 0, t, layer, head, 0] == pytest.approx(expected, abs=1e-4)
+    frame = found.frame().set_index(["layer", "head"])
+    assert frame.index[0] == key.heads["carrier"]
+    assert frame.index[-1] == key.heads["suppressor"]
+    # The relay writes for the reader: nothing directly, and much is lost without it.
+    assert abs(frame.loc[key.heads["relay"], "direct_all"]) < 1e-5
+    lost = knock_out(model, asked, over={"relay": [key.heads["relay"]]}, metric="lex", also=())
+    assert lost.effects.mean() > 0.5
+    # The reader writes from the prompt, not from the prefix; the decoy's mass writes nothing.
+    reader = frame.loc[key.heads["reader"]]
+    assert abs(reader["direct"]) < 1e-5 < reader["direct_all"]
+    decoy = frame.loc[key.heads["decoy"]]
+    assert decoy["mass"] == frame["mass"].max()
+    assert decoy["size"] == 0
+    best, worst = found.words(*key.heads["carrier"], n=6)
+    assert set(best) == set(POSITIVE)
+    assert set(worst) == set(NEGATIVE)
+
+
+def test_a_head_without_an_output_writes_nothing():
+    model = load_model("tiny-gpt2", device="cpu")
+    with torch.no_grad():  # Conv1D: head x d_head, d_model
+        model.blocks[1].attn.o.original_component.weight[8:16] = 0
+    found = writes(model, question(model))
+    assert np.abs(found.direct[..., 1, 1, :]).max() == 0
+    assert np.abs(found.direct[..., 1, 2, :]).max() > 0
+    assert gap(found) < 1e-4
+
+
+def test_parts_are_places_and_masses_are_shares(tiny):
+    model = load(tiny)
+    found = writes(model, question(model))
+    assert np.abs(found.mass.sum(-1) - 1).max() < 1e-5
+    assert found.mass[:, :, 0, :, :, PARTS.index("generated")].max() == 0
+    assert (found.size >= 0).all()
+    dataset = found.dataset()
+    assert dict(dataset.sizes)["part"] == 4
+    assert list(dataset.other.values) == list(OTHERS)
+    table = found.parts()
+    assert table["direct"][:-1].sum() == pytest.approx(table["direct"].iloc[-1], abs=1e-4)
+    assert found.plot()._repr_png_()[:4] == b"\x89PNG"
+
+
+def test_soft_prefixes_and_an_augmentation():
+    model = load("tiny-llama")
+    soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
+    layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
+    case = Case("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
+    asked = Question((case,), words_of(model))
+    plain, boosted = (writes(model, asked, augmentation=a) for a in (None, Augmentation(alpha=1)))
+    for found in (plain, boosted):
+        assert gap(found) < 1e-4
+    assert boosted.mass[..., 0].mean() > plain.mass[..., 0].mean()
+
+
+def test_what_cannot_be_attributed_is_refused():
+    plain = load("tiny-gpt2", "float32", "TransformersModel")
+    with pytest.raises(CircuitError, match="load the model as TransformerBridge"):
+        writes(plain, cases_of(plain))
+    model = load("tiny-gpt2")
+    with pytest.raises(CircuitError, match="give along='text'"):
+        writes(model, cases_of(model))
+
+    def doubled(tensor, hook):
+        return 2 * tensor
+
+    with (
+        model.hooks(fwd_hooks=[("blocks.2.hook_out", doubled)]),
+        pytest.raises(CircuitError, match="residual stream .*would not sum"),
+    ):
+        writes(model, question(model))
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ("query", "under phase 'query' prefix and text are not read in one pass"),
+        ("every_query", "acts on queries inside it .phase 'every_query'"),
+    ],
+)
+def test_phases_of_several_passes_are_refused(phase, message):
+    with pytest.raises(CircuitError, match=message):
+        writes(load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase),
+               prompts=["The lake"], tokens=4)  # fmt: skip

@@ -1,0 +1,267 @@
+"""Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
+readings that must change nothing."""
+
+import importlib
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lapa2_interp import circuits
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.circuits.fading import (
+    ALL,
+    NEAR,
+    VERDICTS,
+    _held,
+    _Reading,
+    _scored,
+    measure_fading,
+)
+from lapa2_interp.circuits.metrics import METRICS
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.models.planted import planted
+from tests.conftest import load
+
+TOKENS = 4
+
+
+def found_of(name="planted", filler=(8, 64, 200), **settings):
+    key = planted(name)
+    heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
+    return measure_fading(
+        load(name), "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def planted_fading():
+    return found_of()
+
+
+def mean_control(key, case, filler, weight=None):
+    """The closed form of D, mean over the scored tokens, the carrier's weights times `weight(l)`."""
+    layout = case.layouts[0]
+    there = layout.n_live + filler  # keys of the first scored query
+    values = []
+    for l in range(there, there + TOKENS):
+        weights = None if weight is None else {"carrier": (weight(l),) * 3}
+        values.append(key.control(l, layout.l_pro, weights=weights))
+    return np.mean(values)
+
+
+def test_near_far_and_held_are_the_closed_forms(planted_fading):
+    """The carrier's attention is E / (E + l - 1), so its log-odds fall as -log(l - n)."""
+    key, found, n = planted("planted"), planted_fading, 3
+    for i, case in enumerate(found.question.cases):
+        assert found.near[i] == pytest.approx(mean_control(key, case, NEAR), abs=2e-3)
+        for filler in (8, 64, 200):
+            more = filler - NEAR
+            assert found.far[filler][i] == pytest.approx(mean_control(key, case, filler), abs=2e-3)
+            weights = {
+                "hold": lambda l, more=more: (l - n) / (l - more - n),
+                "lapa2": lambda l: math.sqrt((l - 1) / n),
+            }
+            for bias, weight in weights.items():
+                held = mean_control(key, case, filler, weight)
+                made = found.changed[filler, "carrier", bias][i]
+                assert made == pytest.approx(held, abs=2e-3), (filler, bias)
+            back = mean_control(key, case, NEAR, lambda l, more=more: (l - n) / (l + more - n))
+            assert found.changed[filler, "carrier", "removed"][i] == pytest.approx(back, abs=2e-3)
+
+
+def test_dilution_is_hold_where_scores_are_constant(planted_fading):
+    """The carrier gives every key but one the same score, BOS too."""
+    for filler in (8, 64, 200):
+        one, other = (
+            planted_fading.changed[filler, "carrier", bias] for bias in ("dilution", "hold")
+        )
+        assert np.abs(one - other).max() < 1e-4
+
+
+def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
+    module = importlib.import_module("lapa2_interp.circuits.fading")  # the package has the function
+    file, read = tmp_path / "kept", []
+
+    def once(model, cases, *rest):
+        read.append(len(cases))
+        return made(model, cases, *rest)
+
+    made = module._read
+    monkeypatch.setattr(module, "_read", once)
+    first = found_of(filler=(8,), at_once=4, file=file)
+    lines = file.read_text().splitlines()
+    assert len(lines) == 1 + len(read) > 3
+    file.write_text(
+        "\n".join([*lines[:2], lines[3][: len(lines[3]) // 2]])
+    )  # stopped while it wrote
+    read.clear()
+    second = found_of(filler=(8,), at_once=4, file=file)
+    assert read[0] == 2, "texts by which the model is known again"
+    assert len(read[1:]) == len(lines) - 2
+    pd.testing.assert_frame_equal(first.frame(), second.frame())
+    told = r"another question: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
+    with pytest.raises(CircuitError, match=told):
+        found_of(filler=(8, 32), at_once=4, file=file)
+    with pytest.raises(CircuitError, match=r"another question: alpha 0.5, here 1.0; give another"):
+        found_of(filler=(8,), alpha=1.0, at_once=4, file=file)
+
+
+def test_verdicts_of_the_planted_models(planted_fading):
+    """In one the mass mediates the fade; in its twin what fades is a reader of the prompt."""
+    table = planted_fading.frame().set_index(["filler", "heads", "bias"])
+    assert planted_fading.verdict() == "mass mediates"
+    assert table.loc[(200, "decoy", "hold"), "share"] == pytest.approx(0, abs=1e-5)
+    assert table.loc[(200, "carrier", "hold"), "low"] > 0.95
+    twin = found_of("planted-gain", (64, 200))
+    assert twin.fades()["fade"].iloc[-1] > 10
+    assert twin.verdict() == "mass does not"
+    held = twin.frame().set_index(["heads", "bias", "filler"])["share"]
+    assert abs(held[ALL, "hold", 200]) < 0.05
+    assert set(table["verdict"]) <= set(VERDICTS)
+
+
+def test_a_reading_held_at_its_own_mass_is_unchanged():
+    model = load("planted")
+    (case, *_) = Question.of(model, "sentiment", tokens=12).cases
+    reading = _Reading(model, [_scored(case, 8, 4)], 4)
+    with torch.no_grad():
+        plain = reading.logits()
+        every = torch.ones(2, 4, dtype=torch.bool)
+        held = reading.logits(_held(dict(reading.log_odds)), every)
+        assert (held - plain).abs().max() < 1e-5
+        twice = {layer: odds + math.log(2) for layer, odds in reading.log_odds.items()}
+        assert (reading.logits(_held(twice), every) - plain).abs().max() > 0.1
+
+
+def test_every_head_gets_the_mass_it_had_near():
+    """Held in all heads at once, read at the pattern."""
+    model = load("planted")
+    (case, *_) = Question.of(model, "sentiment", tokens=40).cases
+    near, far = (_Reading(model, [_scored(case, f, 4)], 4) for f in (1, 30))
+    every, masses = torch.ones(2, 4, dtype=torch.bool), []
+
+    def watched(reading, rule=None):
+        seen = {}
+        hooks = [
+            (f"blocks.{layer}.attn.hook_pattern", lambda pattern, hook, layer=layer: seen.update(
+                {layer: pattern[..., reading.prefix.start : reading.prefix.stop].sum(3)}))
+            for layer in range(2)
+        ]  # fmt: skip
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            reading.logits(rule, every)
+        return torch.stack([seen[layer] for layer in range(2)])
+
+    masses = [watched(near), watched(far), watched(far, _held(near.log_odds))]
+    assert (masses[1] - masses[0]).abs().max() > 0.1
+    assert (masses[2] - masses[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"filler": ()}, "fading needs filler lengths above 1"),
+        ({"filler": (0,)}, "fading needs filler lengths above 1"),
+        ({"heads": {"x": ((9, 9),)}}, "head .9, 9. of 'x' does not exist"),
+        ({"random": 2, "heads": {}}, "random sets are as large as the first of `heads`"),
+        ({"heads": {"all heads": ((0, 0),)}}, "'all heads' is there anyway"),
+        ({"heads": {"random 1": ((0, 0),)}, "random": 1}, "'random 1' is there anyway"),
+        ({"random": -1}, "random must be 0 sets or more; found -1"),
+        ({"metric": ["js", "kl"]}, "one metric at a time; found 2 metrics: js, kl"),
+        ({"metric": {}}, "unknown metric 'none'"),
+        ({"at_once": 0}, "at_once must be at least 1, or None for what fits; found 0"),
+        ({"file": "/"}, "/ is a folder; give a file"),
+        ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(CircuitError, match=message):
+        measure_fading(load("planted"), "sentiment", **({"filler": (4,), "tokens": 2} | settings))
+
+
+def test_a_window_that_hides_keys_is_refused(monkeypatch):
+    from lapa2_interp.circuits import measure_fading as function
+
+    module = __import__("sys").modules[function.__module__]
+    monkeypatch.setattr(module, "window_of", lambda model: 30)
+    found_of(filler=(8,))
+    with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):
+        found_of(filler=(40,))
+
+
+def test_short_texts_are_refused():
+    model = load("planted")
+    question = Question.of(model, "sentiment", tokens=10)
+    with pytest.raises(CircuitError, match="has 10 tokens; filler and scored tokens need 64"):
+        measure_fading(model, question, filler=(64,))
+
+
+def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
+    found = found_of(filler=(20,), prompts=["The lake", "The road"], random=1)
+    assert found.verdict() == "inconclusive"
+    assert [name for name in found.sets if name.startswith("random")] == ["random 1"]
+    file = tmp_path / "fading.png"
+    found.plot().savefig(file)
+    assert file.stat().st_size > 10_000
+    assert circuits.measure_fading is measure_fading
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    """A metric of one's own under the same name, or hooks of one's own."""
+    file = tmp_path / "kept"
+    for factor in (1, 100):
+        metric = {"mine": lambda found, factor=factor: factor * METRICS["js"](found)}
+        if factor == 1:
+            found_of(filler=(8,), metric=metric, file=file)
+        else:
+            with pytest.raises(CircuitError, match="answers of another model or metric: near was"):
+                found_of(filler=(8,), metric=metric, file=file)
+
+
+def test_a_hook_that_acts_far_from_the_prompt_alone_is_known_again(tmp_path):
+    """Control near is what it was; behind more text, another reader of the prefix is at work."""
+    model, file = load("planted"), tmp_path / "kept"
+    few = {"prompts": ["The lake", "The road", "The book"], "filler": (40,)}
+
+    def weaker(scores, hook):
+        return 0.9 * scores if scores.shape[-1] > 30 else scores
+
+    first = found_of(**few, file=file)
+    again = found_of(**few, file=file)
+    assert np.array_equal(first.changed[40, ALL, "hold"], again.changed[40, ALL, "hold"])
+    hooks = [(f"blocks.{i}.attn.hook_attn_scores", weaker) for i in range(model.cfg.n_layers)]
+    with model.hooks(fwd_hooks=hooks):
+        assert np.array_equal(found_of(**few).near, first.near)
+        with pytest.raises(CircuitError, match="answers of another model or metric: 40 was"):
+            found_of(**few, file=file)
+
+
+def test_control_that_grows_has_not_faded(planted_fading):
+    """Near 1, behind more text 1.5 in every prompt."""
+    n = len(planted_fading.near)
+    rng = np.random.default_rng(0)
+    near = 1 + 0.01 * rng.normal(size=n)
+    grown = replace(
+        planted_fading, near=near, far={8: near + 0.5},
+        changed={(8, ALL, "hold"): near + 0.02}, sets={ALL: planted_fading.sets[ALL]},
+    )  # fmt: skip
+    row = grown.frame().iloc[0]
+    assert (row["verdict"], grown.verdict()) == ("no fade", "no fade")
+    assert np.isnan(row["share"])
+    # A fade that no interval tells from 0, and may be large, is no absence of one.
+    for size, verdict in ((0.05, "no fade"), (1.0, "inconclusive")):
+        gaps = size * np.resize([1, -1], n)
+        unsure = replace(grown, far={8: near - gaps}, changed={(8, ALL, "hold"): near})
+        assert unsure.verdict() == verdict
+    # Few prompts never tell, however large the fade.
+    for prompts in (1, 2):
+        cases = {name: planted_fading.question.cases[i] for i, name in enumerate("ab"[:prompts])}
+        few = replace(
+            grown, question=replace(planted_fading.question, cases=tuple(cases.values())),
+            near=np.full(prompts, 1.0), far={8: np.arange(prompts) - 0.9},
+            changed={(8, ALL, "hold"): np.full(prompts, 0.95)},
+        )  # fmt: skip
+        assert few.verdict() == "inconclusive"

@@ -1,0 +1,657 @@
+"""Gradients of the control score: against finite differences, exact knock-outs and the planted
+closed form."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import hooks_left, load, soft_prefix
+from test_circuits import cases_of, planted_question, question, words_of
+
+from lapa2_interp import Augmentation, Layout, load_model
+from lapa2_interp._util.errors import CircuitError, ModelError
+from lapa2_interp.attention.hooked import PATTERN, SCORES
+from lapa2_interp.bias.layout import Span
+from lapa2_interp.circuits import gradients as module
+from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.gradients import (
+    Recall,
+    attribution,
+    integrated,
+    prefiltered,
+    recall,
+    without,
+)
+from lapa2_interp.circuits.knockout import Unit, knock_out, units_everything
+from lapa2_interp.circuits.metrics import lex
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.score import control
+from lapa2_interp.models.planted import planted
+
+TWO = ("lex", "js")
+AT_THE_END = {"last": lambda found: lex(found)[:, -1:]}
+"""lex of the last step alone."""
+
+
+def biased(heads, b, span="prefix"):
+    """A number added to the scores of a prefix, as a user would write it."""
+    shared = {"heads": heads, "phase": "all_queries", "span": span}
+    if b > 0:
+        return Augmentation(alpha=b, law="scale", **shared)
+    return Augmentation(alpha=1 - math.exp(b), law="cut", **shared)
+
+
+def difference(model, asked, rule, metrics=TWO):
+    """dD/db by metric and case, from four points (a Llama rounds its norms to float32 in any dtype,
+    so that they are not closer); rule(b) is the bias b."""
+    points = {}
+    for b in (-0.1, -0.05, 0.05, 0.1):
+        found = control(model, asked, metrics=metrics, augmentation=rule(b)).values
+        points[b] = {each: found[each].mean(1) for each in metrics}
+    return {
+        each: (
+            8 * (points[0.05][each] - points[-0.05][each])
+            - (points[0.1][each] - points[-0.1][each])
+        )
+        / 0.6
+        for each in metrics
+    }
+
+
+def assert_close(found, expected, relative=1e-3):
+    """Relative to the largest of them: a head that does nothing has no relative error."""
+    found, expected = np.array(found), np.array(expected)
+    assert np.abs(expected).max() > 0
+    assert np.abs(found - expected).max() < relative * np.abs(expected).max()
+
+
+# --- against finite differences
+
+
+def test_slopes_are_finite_differences_of_the_control(tiny):
+    model = load(tiny, "float64")
+    asked = question(model, n=4)
+    found = {metric: attribution(model, asked, metric=metric) for metric in TWO}
+    for at in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        expected = difference(model, asked, lambda b, at=at: biased((at,), b))
+        for metric, each in found.items():
+            assert_close(each.slopes[:, *at].sum(1), expected[metric])
+
+
+def test_slopes_of_positions_are_finite_differences(tiny):
+    model = load(tiny, "float64")
+    asked = question(model, n=4)
+    found = attribution(model, asked, metric="lex").slopes
+    for position in (0, found.shape[3] - 1):
+        every = units_everything(model)
+        expected = difference(
+            model, asked, lambda b, i=position, all=every: biased(all, b, ("prefix", (i,)))
+        )
+        assert_close(found[..., position].sum((1, 2)), expected["lex"])
+
+
+def test_soft_prefixes_have_slopes_too(tiny):
+    model = load(tiny, "float64")
+    soft = [soft_prefix(model, seed=seed, shifted=seed == 1) for seed in (0, 1)]
+    layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
+    hard = cases_of(model, n=3)[0]
+    case = Case("efg", hard.names, layouts, (70, 80, 90), prefixes=tuple(soft))
+    asked = Question((case, hard), words_of(model))  # soft and hard in one question
+    found = attribution(model, asked, metric="lex", at_once=2)
+    heads = ((0, 1), (1, 0), (3, 3))
+    for at in heads:
+        expected = difference(model, asked, lambda b, at=at: biased((at,), b))["lex"]
+        assert_close(np.nansum(found.slopes[:, *at], axis=1), expected)
+    whole = control(model, asked, metrics=("lex",)).values["lex"].mean(1)
+    assert np.abs(found.whole - whole).max() < 1e-9
+    exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", also=())
+    assert_close(integrated(model, asked, heads[1:2], metric="lex", nodes=40), exact.effects)
+
+
+def test_an_augmentation_of_the_user_is_part_of_the_pass():
+    """At a bias b0, the slope is that of the control at b0."""
+    model, at = load("tiny-llama", "float64"), (1, 2)
+    asked = question(model, n=4)
+    found = attribution(model, asked, metric="lex", augmentation=biased((at,), 1.5))
+    expected = difference(model, asked, lambda b: biased((at,), 1.5 + b))["lex"]
+    assert_close(found.slopes[:, *at].sum(1), expected)
+    plain = attribution(model, asked, metric="lex")
+    assert np.abs(found.slopes - plain.slopes).max() > 0.01 * np.abs(plain.slopes).max()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Augmentation(alpha=1.0),
+        Augmentation(alpha=1, law="target", tau=0.4, phase="all_queries"),
+        Augmentation(alpha=0.5, law="cut", span=("prefix", (0,)), phase="decode"),
+    ],
+    ids=["log", "target", "cut"],
+)
+def test_integrals_are_knock_outs_under_an_augmentation(rule):
+    """Under a target, too: b comes on top of it, and later heads read their scores anew."""
+    model, heads = load("tiny-gpt2", "float64"), ((0, 1), (2, 3))
+    asked = question(model, n=4)
+    found = integrated(model, asked, heads, metric="lex", nodes=10, augmentation=rule)
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", also=(), augmentation=rule
+    )
+    assert_close(found, exact.effects)
+    slopes = attribution(model, asked, metric="lex", augmentation=rule).map("slope")
+    assert min(abs(slopes[at]) for at in heads) > 1e-6
+
+
+# --- against the same things by another way
+
+
+def by_hand(model, case):
+    """D of one case by plain passes, and by layer and branch its scores, pattern and dD/dP."""
+    kept, logits = [], []
+    for layout in case.layouts:
+        state = {}
+
+        def keep(tensor, hook, state=state):
+            state[hook.name] = tensor
+            return tensor
+
+        points = [form.format(i) for i in range(model.cfg.n_layers) for form in (SCORES, PATTERN)]
+        with model.hooks(fwd_hooks=[(point, keep) for point in points]):
+            ids = torch.tensor([[*layout.ids, *case.text[:-1]]])
+            logits.append(model(ids)[0, len(layout) - 1 :].log_softmax(-1))
+        kept.append(state)
+    plus, minus = words_of(model)
+    d = sum(
+        sign * (each[:, plus].logsumexp(1) - each[:, minus].logsumexp(1)).mean()
+        for sign, each in zip((1, -1), logits, strict=True)
+    )
+    patterns = [state[PATTERN.format(i)] for state in kept for i in range(model.cfg.n_layers)]
+    gradients = iter(torch.autograd.grad(d, patterns))
+    return [
+        [
+            (state[SCORES.format(i)][0], state[PATTERN.format(i)][0], next(gradients)[0])
+            for i in range(model.cfg.n_layers)
+        ]
+        for state in kept
+    ]
+
+
+def test_both_formulas_agree_with_gradients_of_the_pattern(tiny):
+    """slope = sum over S of P_k (G_k - sum_j P_j G_j), with G = dD/dP. P' as the softmax of the
+    scores that are left. And cut_hat is the slope of each query over 1 - A."""
+    model = load(tiny, "float64")
+    asked = question(model, n=4)
+    found = attribution(model, asked, metric="lex")
+    for i, case in enumerate(asked.cases):
+        span = slice(*case.layouts[0].prefix)
+        slopes, cut_hats, others = (np.zeros(found.cut_hats.shape[1:]) for _ in range(3))
+        positions = np.zeros(found.slopes.shape[1:])
+        for branch in by_hand(model, case):
+            for layer, (scores, pattern, gradient) in enumerate(branch):
+                later = slice(span.stop, None)
+                p, g = pattern.detach()[:, later], gradient[:, later]
+                by_key = (p * (g - (p * g).sum(-1, keepdim=True)))[..., span]  # head query key
+                left = scores.detach()[:, later].clone()
+                left[..., span] = -torch.inf
+                positions[layer] += by_key.sum(1).numpy()
+                slopes[layer] += by_key.sum((1, 2)).numpy()
+                cut_hats[layer] -= ((left.softmax(-1) - p) * g).sum((1, 2)).numpy()
+                share = p[..., span].sum(-1)
+                others[layer] += (by_key.sum(-1) / (1 - share)).sum(1).numpy()
+        assert_close(found.slopes[i], positions, 1e-9)
+        assert_close(found.slopes[i].sum(-1), slopes, 1e-9)
+        assert_close(found.cut_hats[i], cut_hats, 1e-9)
+        assert_close(found.cut_hats[i], others, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-neox"])
+def test_a_cut_of_heads_that_write_little_is_exact(name):
+    """What comes after the pattern is linear then. The slope is not the cut, even there."""
+    model = load_model(name, dtype="float64", device="cpu")
+    with torch.no_grad():
+        model.blocks[-1].attn.o.original_component.weight.mul_(1e-4)
+    asked = question(model, n=4)
+    last = model.cfg.n_layers - 1
+    found = attribution(model, asked, metric="lex")
+    heads = {str(head): [(last, head)] for head in range(model.cfg.n_heads)}
+    exact = knock_out(model, asked, over=heads, metric="lex", also=())
+    assert_close(found.cut_hats[:, last], exact.effects, 1e-3)
+    slopes = np.nansum(found.slopes[:, last], axis=2)
+    assert np.abs(slopes - exact.effects).max() > 0.1 * np.abs(exact.effects).max()
+
+
+def test_integrals_are_exact_knock_outs(tiny):
+    model = load(tiny, "float64")
+    asked = question(model, n=4)
+    heads = ((0, 1), (1, 0), (2, 2), (3, 3))
+    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="js", also=())
+    found = {
+        nodes: integrated(model, asked, heads, metric="js", nodes=nodes, at_once=20)
+        for nodes in (2, 5, 20)
+    }
+    # In layer 0 of a model with small embeddings a head is most of the norm, and turns it sharply.
+    assert np.abs(found[5] - exact.effects)[:, 1:].max() < 1e-3 * exact.whole.max()
+    assert_close(found[20], exact.effects)
+    errors = [np.abs(each - exact.effects).max() for each in found.values()]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_cases_of_any_order_and_number_at_once(tiny):
+    model = load(tiny)
+    cases = cases_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
+    cases += cases_of(model, n=3, prompts=("ab",), prefixes={"plus": "ab:", "minus": "cd:"})
+    asked = Question(tuple(cases), words_of(model))
+    turned = Question(tuple(cases[::-1]), words_of(model))
+    alone = attribution(model, asked, metric="lex")
+    together = attribution(model, turned, metric="lex", at_once=4)
+    for name in ("slopes", "cut_hats", "whole"):
+        one, other = getattr(alone, name), getattr(together, name)[::-1]
+        assert np.allclose(one, other, rtol=0, atol=1e-5 * np.nanmax(np.abs(one)), equal_nan=True)
+    # The prefix of the last case is shorter.
+    assert np.isnan(alone.slopes[-1, ..., 3:]).all()
+    assert not np.isnan(alone.slopes[:-1]).any()
+    assert np.isfinite(alone.map("slope")).all()
+    heads = ((1, 1), (3, 0))
+    one = integrated(model, asked, heads, metric="lex", nodes=3, at_once=1)
+    other = integrated(model, turned, heads[::-1], metric="lex", nodes=3, at_once=7)
+    assert np.abs(one - other[::-1, ::-1]).max() < 1e-5 * np.abs(one).max()
+
+
+def test_the_whole_is_the_control_and_units_are_means_over_steps(tiny):
+    model = load(tiny, "float64")
+    asked = question(model, n=5)
+    for metric in ("js", "lex", "llr", "kl", "from_raw"):
+        found = attribution(model, asked, metric=metric)
+        whole = control(model, asked, metrics=(metric,)).values[metric].mean(1)
+        assert np.abs(found.whole - whole).max() < 1e-9
+        assert np.abs(found.cut_hats).max() > 0
+
+
+def test_more_than_two_attributes():
+    model = load("tiny-neox", "float64")
+    cases = cases_of(model, n=3, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
+    found = attribution(model, cases, metric="kl")
+    asked = Question(tuple(cases))
+    for at in ((0, 1), (2, 2)):
+        expected = difference(model, asked, lambda b, at=at: biased((at,), b), metrics=("kl",))[
+            "kl"
+        ]
+        assert_close(found.slopes[:, *at].sum(1), expected)
+
+
+def test_equal_prefixes_have_no_gradient_of_js_and_no_nan(tiny):
+    model = load(tiny)
+    cases = cases_of(model, n=3, prefixes={"a": "ab cd:", "b": "ab cd:"})
+    found = attribution(model, cases)
+    assert np.abs(found.slopes).max() < 1e-6
+    assert np.abs(found.cut_hats).max() < 1e-6
+
+
+# --- the planted answer
+
+
+def nudge(key, role, asked, b):
+    """The closed form of D with a bias on a head's view of the prefix, by case: the mean over
+    steps."""
+    found = []
+    for case in asked.cases:
+        layout, weights = case.layouts[0], {role: (math.exp(b),) * 3}
+        steps = [
+            key.control(len(layout) + t, layout.l_pro, asking=t == 0, weights=weights)
+            for t in range(case.n)
+        ]
+        found.append(np.mean(steps))
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("planted", 64),
+        ("planted-gpt2:3", 64),
+        ("planted-gain:2", 8),
+        ("planted-spread:1", 8),
+        ("planted-backup", 24),
+    ],
+)
+def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
+    model, key = load(name), planted(name)
+    asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
+    found = attribution(model, asked, metric="lex")
+    slopes = found.slopes.sum(3)
+    for role, at in key.heads.items():
+        expected = (nudge(key, role, asked, 1e-4) - nudge(key, role, asked, -1e-4)) / 2e-4
+        assert np.abs(slopes[:, *at] - expected).max() < 2e-4 * max(1, np.abs(expected).max())
+    rest = np.ones(slopes.shape[1:], bool)
+    rest[tuple(np.array(list(key.heads.values())).T)] = False
+    assert np.abs(slopes[:, rest]).max() < 1e-6
+    assert np.abs(found.cut_hats[:, rest]).max() < 1e-6
+    heads = tuple(at for role, at in key.heads.items() if role != "decoy")
+    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    # A knock-out can be a sum of parts of both signs: the precision is one of the whole.
+    size = np.abs(found.whole).max()
+    for nodes, precision in ((5, 0.07 if "spread" in name else 0.03), (12, 1e-3)):
+        ig = integrated(model, asked, heads, metric="lex", nodes=nodes)
+        assert np.abs(ig - exact.effects).max() < precision * size
+
+
+def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
+    """Even steps of alpha, which are the nodes for a share of 0, miss more than a tenth of the relay."""
+    model, key = load("planted"), planted("planted")
+    asked = planted_question(model, "planted", 24)
+    heads = tuple(key.heads.values())
+    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    found = integrated(model, asked, heads, metric="lex")
+    assert np.abs(found - exact.effects).max() < 1e-3 * found.max()
+    assert found[:, heads.index(key.heads["decoy"])] == pytest.approx(0, abs=1e-6)
+    monkeypatch.setattr(module, "SHARE", 0.0)
+    even = integrated(model, asked, heads, metric="lex")
+    relay = heads.index(key.heads["relay"])
+    assert (even[:, relay] < 0.9 * exact.effects[:, relay]).all()
+    assert (found[:, relay] > 0.99 * exact.effects[:, relay]).all()
+
+
+def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
+    """What they write falls from gain * A to 0 along the tangent of D in x."""
+    name, n = "planted", 64
+    model, key = load(name), planted(name)
+    asked = planted_question(model, name, n + 1, prompts=("The lake",))
+    found = attribution(model, asked, metric=AT_THE_END).cut_hats[0]
+    l = len(asked.cases[0].layouts[0]) + n
+    x, other = key.written(l, 2)
+    tangent = 4 * key.unit * (1 + other / 16) / (1 + (x**2 + other) / 16) ** 1.5
+    for role in ("carrier", "suppressor"):
+        share = key.odds[role] / (key.odds[role] + l - 1)
+        assert found[key.heads[role]] == pytest.approx(tangent * key.gain[role] * share, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["planted:1", "planted-gpt2:3"])
+def test_the_planted_order_is_found_and_the_relay_underestimated(name):
+    """At the ninth step. Later the relay's cut_hat has the wrong sign: where the carrier writes
+    less, all that the relay leaves is needed, and a little less of it would help. So the order is
+    good for a prefilter and no more."""
+    model, key = load(name), planted(name)
+    asked = planted_question(model, name, 9)
+    found = attribution(model, asked, metric=AT_THE_END)
+    exact = knock_out(model, asked, metric=AT_THE_END, also=())
+    best = found.best(8)
+    assert best[:2] == (key.heads["carrier"], key.heads["relay"])
+    assert best[-1] == key.heads["suppressor"]
+    assert found.best(1, "slope") == best[:1]
+    assert abs(found.map()[key.heads["decoy"]]) < 1e-6
+    hat, effect = (grid[key.heads["relay"]] for grid in (found.map(), exact.map()))
+    assert 0 < hat < 0.5 * effect
+    later = planted_question(model, name, 65)
+    hat = attribution(model, later, metric=AT_THE_END).map()[key.heads["relay"]]
+    assert (
+        hat
+        < 0
+        < knock_out(
+            model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, also=()
+        ).effects.mean()
+    )
+
+
+# --- what is made of it
+
+
+def test_recall_is_its_definition():
+    model = load("tiny-llama")
+    asked = question(model, n=4)
+    found = attribution(model, asked, metric="lex")
+    exact = knock_out(model, asked, metric="lex")
+    effects, hats = exact.map(), found.map()
+    order, largest = (np.argsort(-np.abs(grid), axis=None) for grid in (hats, effects))
+    told = recall(found, exact, n=4)
+    assert told.heads == effects.size
+    assert told.recall == len(set(order[:4]) & set(largest[:4])) / 4
+    missed = order[4:][np.argmax(np.abs(effects).ravel()[order[4:]])]
+    assert told.missed == np.unravel_index(missed, effects.shape)
+    assert told.largest_missed == pytest.approx(effects.ravel()[missed])
+    from scipy.stats import spearmanr
+
+    assert told.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
+    assert told.slope == pytest.approx(spearmanr(found.map("slope"), effects, axis=None).statistic)
+    assert 0.5 < told.cut_hat < 1
+    assert str(told).startswith(f"{effects.size} heads: Spearman 0.")
+    assert "\n" not in str(told)
+    everything = recall(found, exact, n=1000)
+    assert (everything.n, everything.recall, everything.missed) == (effects.size, 1, None)
+    assert str(everything).endswith("none missed")
+    worst = Recall(8, 2, math.nan, 0.5, 0.0, (1, 2), -0.25)
+    assert str(worst).endswith("recall@2 0.00; largest effect missed -0.25 (1.2)")
+
+
+def test_a_prefilter_that_is_wrong_is_seen_by_recall():
+    model, key = load("planted"), planted("planted")
+    asked = planted_question(model, "planted", 64)
+    found = attribution(model, asked, metric="lex")
+    exact = knock_out(model, asked, metric="lex", also=())
+    told = recall(found, exact, n=2)
+    # |cut_hat| of the relay is below the suppressor's, its effect above.
+    assert (told.recall, told.missed) == (0.5, key.heads["relay"])
+    assert told.largest_missed == pytest.approx(exact.map()[key.heads["relay"]])
+    made = prefiltered(model, asked, n=2, random=0, metric="lex", also=())
+    heads = {unit.heads[0] for unit in made.exact.units}
+    assert heads == {key.heads["carrier"], key.heads["suppressor"]}
+    assert made.frame()["chosen"].all()
+
+
+def test_prefiltered_heads_are_knocked_out_exactly():
+    model = load("tiny-gpt2")
+    asked = question(model, n=3)
+    made = prefiltered(model, asked, n=2, random=3, metric="lex", also=("js",))
+    best = made.attribution.best(2, size=True)
+    heads = [unit.heads[0] for unit in made.exact.units]
+    assert len(set(heads)) == 5
+    assert set(best) < set(heads)
+    again = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    assert np.abs(made.exact.effects - again.effects).max() < 1e-6
+    assert made.exact.with_metric("js").metric == "js"
+    table = made.frame()
+    chosen = table[table["chosen"]]
+    assert set(zip(chosen["layer"], chosen["head"], strict=True)) == set(best)
+    assert table["cut_hat"].tolist() == [
+        made.attribution.map()[row.layer, row.head] for row in table.itertuples()
+    ]
+    told = made.recall
+    assert (told.heads, told.n) == (5, 2)
+    assert told.missed in set(heads) - set(best)
+    assert prefiltered(model, asked, n=1, random=0, metric="lex").recall.missed is None
+
+
+def test_the_draw_depends_on_the_seed_alone(monkeypatch):
+    """And there may be fewer others than are asked for."""
+    model, asked, drawn = load("tiny-gpt2"), question(load("tiny-gpt2"), n=2), []
+    found = attribution(model, asked)
+    monkeypatch.setattr(module, "attribution", lambda *_, **__: found)
+    real = module.knock_out
+
+    def watched(model, question, units, **settings):
+        drawn.append([unit.name for unit in units])
+        return real(model, question, units=units[:1], **settings)
+
+    monkeypatch.setattr(module, "knock_out", watched)
+    for seed in (0, 0, 1, 2):
+        prefiltered(model, asked, n=3, random=5, seed=seed, also=())
+    prefiltered(model, asked, n=15, random=1000, also=())
+    assert drawn[0] == drawn[1] != drawn[2] != drawn[3]
+    best = {f"{layer}.{head}" for layer, head in found.best(3, size=True)}
+    assert all(best < set(names) and len(set(names)) == 8 for names in drawn[:4])
+    assert len(set(drawn[4])) == 16
+
+
+def test_a_table_a_map_a_drawing():
+    model = load("planted")
+    key = planted("planted")
+    found = attribution(
+        model, "sentiment", metric="lex", prompts=["The lake", "The book", "The city"], tokens=4
+    )
+    table = found.frame()
+    assert len(table) == 8
+    assert tuple(table[["layer", "head"]].iloc[0]) == key.heads["carrier"]
+    ordered = -np.sort(-table["cut_hat"])
+    assert table["cut_hat_rank"].tolist() == [1 + int((ordered > x).sum()) for x in ordered]
+    assert (table["cut_hat_low"] <= table["cut_hat"]).all()
+    assert (table["slope"] <= table["slope_high"]).all()
+    assert table["slope_rank"].min() == 1
+    for row in table.itertuples():
+        assert row.cut_hat == found.map()[row.layer, row.head]
+        assert row.slope == found.map("slope")[row.layer, row.head]
+    assert found.map("cut_hat").shape == (2, 4)
+    assert found.best(2, "slope")[0] == key.heads["carrier"]
+    assert found.plot()._repr_png_()[:4] == b"\x89PNG"
+    one = attribution(model, "sentiment", metric="lex", prompts=["The lake"], tokens=2).frame()
+    assert one["cut_hat_low"].isna().all()
+    with pytest.raises(CircuitError, match="unknown estimate 'cut'; allowed: cut_hat, slope"):
+        found.map("cut")
+
+
+def test_texts_of_a_prompt_count_as_one():
+    model = load("planted")
+    asked = planted_question(model, "planted", 4)
+    twice = Question((*asked.cases, asked.cases[0]), asked.words)
+    one, other = (attribution(model, each, metric="lex") for each in (asked, twice))
+    assert np.abs(one.map() - other.map()).max() < 1e-6
+    assert len(other.by_prompt("slope")) == 3
+
+
+# --- what is left behind, and what is refused
+
+
+def test_nothing_is_left_behind():
+    model = load("tiny-gpt2")
+    asked = question(model, n=3)
+    seen = []
+
+    def breaks(tensor, hook):
+        seen.append(hook.name)
+        raise ZeroDivisionError
+
+    def fails(found):
+        raise ZeroDivisionError
+
+    plain = attribution(model, asked)
+    assert hooks_left(model) == ([], [])
+    for call in (
+        lambda **more: attribution(model, asked, augmentation=Augmentation(alpha=1), **more),
+        lambda **more: integrated(model, asked, ((0, 0),), **more),
+    ):
+        call()
+        with pytest.raises(ZeroDivisionError):
+            call(metric={"fails": fails})
+        assert hooks_left(model) == ([], [])
+        with (
+            pytest.raises(ZeroDivisionError),
+            model.hooks(fwd_hooks=[("blocks.2.attn.hook_pattern", breaks)]),
+        ):
+            call()
+        assert hooks_left(model) == ([], [])
+    assert seen
+    assert all(each.grad is None for each in model.parameters())
+    assert torch.is_grad_enabled()
+    # The caller's mode changes nothing, and stays.
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            again = attribution(model, asked)
+            assert not torch.is_grad_enabled()
+        assert np.array_equal(again.slopes, plain.slopes)
+        assert np.array_equal(again.cut_hats, plain.cut_hats)
+
+
+def test_hooks_of_a_user_are_part_of_the_pass():
+    model = load("tiny-llama", "float64")
+    asked = question(model, n=3)
+
+    def double(z, hook):
+        return 2 * z
+
+    plain = attribution(model, asked, metric="lex")
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", double)]):
+        found = attribution(model, asked, metric="lex")
+        expected = difference(model, asked, lambda b: biased(((1, 0),), b))["lex"]
+    assert_close(found.slopes[:, 1, 0].sum(1), expected)
+    assert np.abs(found.slopes - plain.slopes).max() > 0.1 * np.abs(plain.slopes).max()
+
+
+def test_the_rest_of_a_pattern_is_its_softmax():
+    scores = torch.randn(1, 2, 3, 6, generator=torch.Generator().manual_seed(0)).double()
+    scores[0, 0, 0, 1:3] += 60  # all attention on the span, but for 1e-26
+    span, left = Span(1, 3), scores.clone()
+    left[..., 1:3] = -torch.inf
+    assert torch.allclose(without(scores.softmax(-1), span), left.softmax(-1), rtol=1e-12)
+    # A learned sink is no key, and takes its part of what is left.
+    sink = torch.full((1, 2, 3, 1), 0.5).double()
+    whole, rest = (torch.cat([each, sink], -1).softmax(-1)[..., :-1] for each in (scores, left))
+    found = without(whole, span)
+    assert (found - rest)[0, 1].abs().max() < 1e-12
+    assert whole.sum(-1).min() < 0.9 or whole.sum(-1)[0, 1].min() < 0.9
+
+
+def test_what_has_no_gradient_is_refused():
+    model = load("tiny-gpt2")
+    cases = cases_of(model, n=3)
+    for call in (
+        attribution,
+        prefiltered,
+        lambda *given, **more: integrated(*given, [[0, 0]], **more),
+    ):
+        with pytest.raises(
+            CircuitError, match="TransformerBridge, not from a TransformersModel; load"
+        ):
+            call(load("tiny-gpt2", model_class="TransformersModel"), cases)
+        with pytest.raises(ModelError, match="a object is no model of TransformerLens"):
+            call(object(), cases)
+        with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
+            call(load("tiny-gpt2", "bfloat16"), cases)
+        with pytest.raises(CircuitError, match="phase 'query'.*last_query"):
+            call(model, cases, augmentation=Augmentation(alpha=1, phase="query"))
+        with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
+            call(model, cases, metric="jz")
+        with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):
+            call(model, cases, metric=dict.fromkeys("ab", lex))
+        with pytest.raises(CircuitError, match="metric 'hit' has no gradient"):
+            call(model, cases, metric={"hit": lambda found: found.logits[0].argmax(2).float()})
+        with pytest.raises(CircuitError, match="needs the words"):
+            call(model, cases, metric="lex")
+        with pytest.raises(CircuitError, match="tokens belongs to a task"):
+            call(model, cases, tokens=3)
+        bare = [Case(each.prompt, each.names, each.layouts, each.text) for each in cases]
+        with pytest.raises(CircuitError, match="a case has no raw layout.*other than from_raw"):
+            call(model, bare, metric="from_raw")
+
+
+def test_other_mistakes_are_refused():
+    model = load("tiny-gpt2")
+    asked = question(model, n=3)
+    with pytest.raises(CircuitError, match=r"head \(0, 9\) of 'heads' does not exist"):
+        integrated(model, asked, [(0, 9)])
+    with pytest.raises(CircuitError, match="at least one head; found none"):
+        integrated(model, asked, [])
+    with pytest.raises(CircuitError, match="at least one node; found nodes=0"):
+        integrated(model, asked, [(0, 1)], nodes=0)
+    with pytest.raises(CircuitError, match="found n=0, random=24"):
+        prefiltered(model, asked, n=0)
+    found = attribution(model, asked)
+    over = {"a": [[0, 1]]}
+    with pytest.raises(CircuitError, match="single heads.*found 'both'"):
+        recall(found, knock_out(model, asked, over={"both": [[0, 0], [0, 1]]}, also=()))
+    with pytest.raises(CircuitError, match="of metric 'js', the knock-outs of 'lex'"):
+        recall(found, knock_out(model, asked, over=over, metric="lex", also=()))
+    with pytest.raises(CircuitError, match="of other texts"):
+        recall(found, knock_out(model, question(model, n=2), over=over, also=()))
+    with pytest.raises(CircuitError, match="single heads; found '0.0.1'"):
+        recall(
+            found,
+            knock_out(
+                model, asked, units=[Unit({"l": 0, "h": 0, "p": 1}, ((0, 0),), (1,))], also=()
+            ),
+        )
+    shallow = replace(found, cut_hats=found.cut_hats[:, :, :1], slopes=found.slopes[:, :, :1])
+    with pytest.raises(
+        CircuitError, match=r"head \(0, 1\); the attribution has layers 0-3, heads 0-0"
+    ):
+        recall(shallow, knock_out(model, asked, over=over, also=()))
+    with pytest.raises(CircuitError, match="at least one head to keep; found n=0"):
+        recall(found, knock_out(model, asked, over=over, also=()), n=0)

@@ -1,0 +1,80 @@
+"""Arms at equal attention on the prefix."""
+
+import numpy as np
+import pytest
+
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.knockout import prefix_mass
+from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.planted import planted
+from tests.conftest import load
+
+ARMS = {
+    "all heads": {},
+    "one head": {"heads": ((0, 1),)},
+    "a layer": {"layers": (1,)},
+    "a token": {"span": ("prefix", (1,))},
+    "linear": {"law": "linear"},
+}
+
+
+@pytest.fixture(scope="module")
+def question():
+    prompts = ["The lake", "Once upon a time", "The road"]
+    return Question.of(load("tiny-llama"), "sentiment", prompts=prompts, tokens=6)
+
+
+def test_the_mean_mass_is_that_of_the_heads(question):
+    model = load("tiny-llama")
+    assert mean_mass(model, question) == pytest.approx(prefix_mass(model, question).mean())
+
+
+def test_a_text_is_read_behind_the_prefix_it_was_written_behind():
+    model = load("tiny-llama")
+    written = Question.of(model, "sentiment", prompts=["The lake"], tokens=6, source="negative")
+    (case,) = written.cases
+    trace = teacher_forced(model, case.layouts[case.names.index("negative")], [case.text])
+    assert mean_mass(model, written) == pytest.approx(float(trace["prefix"].mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_mass_rises_with_alpha_and_is_hit(arm, question):
+    model, rule = load("tiny-llama"), Augmentation(alpha=1, **ARMS[arm])
+    alphas = [0.0, 0.1, 0.4, 1.0, 2.0, 4.0]
+    masses = [mean_mass(model, question, rule.model_copy(update={"alpha": a})) for a in alphas]
+    assert (np.diff(masses) > 0).all()
+    wanted = 0.6 * masses[0] + 0.4 * masses[3]
+    alpha = alpha_at_mass(model, question, wanted, rule)
+    assert 0 < alpha < 1
+    hit = mean_mass(model, question, rule.model_copy(update={"alpha": alpha}))
+    assert hit == pytest.approx(wanted, rel=1e-3)
+
+
+def test_equal_mass_is_unequal_alpha():
+    """One head of many needs a larger alpha for what all heads do with little."""
+    model, heads = load("planted"), (planted("planted").heads["carrier"],)
+    question = Question.of(model, "sentiment", prompts=["The lake", "The road"], tokens=6)
+    few = Augmentation(alpha=1, heads=heads)
+    wanted = mean_mass(model, question, few)
+    assert alpha_at_mass(model, question, wanted, few) == pytest.approx(1, rel=0.05)
+    assert alpha_at_mass(model, question, wanted) < 0.5
+
+
+def test_what_cannot_be_reached_is_refused(question):
+    """The message names what can be."""
+    model, rule = load("tiny-llama"), Augmentation(alpha=2, heads=((0, 1),))
+    most = mean_mass(model, question, rule)
+    with pytest.raises(
+        CircuitError, match=f"alpha 2 gives the prefix {most:.4g} of .* ask for less"
+    ):
+        alpha_at_mass(model, question, 1.2 * most, rule, most=2)
+    with pytest.raises(CircuitError, match=r"without a bias .* is 0\.\d+ already; ask for more"):
+        alpha_at_mass(model, question, 1e-9, rule)
+    for mass in (float("nan"), -0.1, 2):
+        with pytest.raises(CircuitError, match="mass must be a share of attention between 0 and 1"):
+            alpha_at_mass(model, question, mass, rule)
+    with pytest.raises(CircuitError, match="most must be a finite number above 0; found 0"):
+        alpha_at_mass(model, question, 0.5, rule, most=0)

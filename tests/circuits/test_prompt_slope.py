@@ -1,0 +1,194 @@
+"""Whether the raw branch's prompt should be strengthened, where the answer is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.circuits.metrics import METRICS, Predictions
+from lapa2_interp.circuits.prompt import prompt_slope
+from lapa2_interp.circuits.selection import Selection, select
+from lapa2_interp.methods.base import Branch, Prepared, Start
+from lapa2_interp.methods.registry import for_task, get, load_task
+from tests.conftest import load
+
+PROMPTS = load_task("sentiment").prompts.texts[:8]
+FILLER = " the a of and to in"
+
+
+def ids(model, text):
+    return model.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def read(model, branch, prompt, text, rule):
+    """Log-probabilities of a branch at each step, and its prompt's log-likelihood, in one pass
+    under the package's own hooks."""
+    layout = Layout.of(model.tokenizer, branch.prefix, branch.join + prompt)
+    with augmented(model, rule, layout):
+        found = model(torch.tensor([[*layout.ids, *text[:-1]]])).log_softmax(2)
+    at = torch.arange(len(layout) - layout.l_pro, len(layout))
+    likely = found[:, at - 1, torch.tensor(layout.ids)[at]].sum(1)
+    return found[:, len(layout) - 1 :], likely
+
+
+def control(method, branches, readings, text, n_prompt):
+    """The llr of a method's own distributions, from the readings of its branches."""
+    of_attributes = []
+    for of_attribute in branches:
+        rows = {branch.name: readings[branch.prefix] for branch in of_attribute}
+        told = {name: likely for name, (_, likely) in rows.items()}
+        state = method.begin(Start((Prepared(),), told, torch.tensor([n_prompt])))
+        weights = []
+        for t, token in enumerate(text):
+            log_probs = {name: each[:, t].clone() for name, (each, _) in rows.items()}
+            weights.append(method.combine(log_probs, state))
+            state = method.advance(state, log_probs, torch.tensor([token]))
+        of_attributes.append(torch.stack(weights, 1).clamp(min=-10_000))
+    found = METRICS["llr"](Predictions(torch.stack(of_attributes), torch.tensor([text])))
+    return float(found.mean())
+
+
+@pytest.mark.parametrize("method", ["air-decoding", "preadd", "gedi", "arithmetic"])
+def test_the_slope_is_a_finite_difference_of_the_control(method):
+    """Of the bias b that the law `scale` adds to the prompt of the raw branch, in some heads. Norms
+    are in float32, so that b must move it by more than their rounding."""
+    model = load("tiny-llama", "float64")
+    settings = {
+        "air-decoding": {"omega": 5.0},
+        "preadd": {"lam": 2.0},
+        "arithmetic": {"formula": "base + 2 * (target - opponents)"},
+        "gedi": {"filter_p": 0.0},  # a token that the filter lets in would be a jump
+    }
+    chosen = for_task(method, load_task("sentiment"), **settings.get(method, {}))
+    heads, text, h = ((0, 1), (1, 0)), ids(model, " tree and"), 0.03
+    found = prompt_slope(
+        model,
+        "sentiment",
+        replace(chosen, pro_aug=True),
+        prompts=PROMPTS,
+        texts={prompt: [text] for prompt in PROMPTS},
+        heads=heads,
+        metric="llr",
+    )
+    branches = [chosen.branches(load_task("sentiment"), each) for each in ("positive", "negative")]
+    slopes = []
+    for prompt in PROMPTS:
+        n_prompt, ends = len(ids(model, prompt)), []
+        with torch.no_grad():
+            fixed = {
+                each.prefix: read(model, each, prompt, text, None) for each in sum(branches, ())
+            }
+            for b in (h, -h):
+                rule = Augmentation(alpha=b, law="scale", heads=heads)
+                raw = read(model, Branch("base"), prompt, text, rule)
+                ends.append(control(chosen, branches, fixed | {None: raw}, text, n_prompt))
+        slopes.append((ends[0] - ends[1]) / (2 * h))
+    expected = np.mean(slopes)
+    assert abs(expected) > 1e-7
+    assert found.mean == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
+    """Where the prompt has the attribute's word, a stronger prompt makes the raw model sure of its
+    own, and steering does less. Where the text has it, a stronger prompt takes it away. Without
+    the word nothing reads the prompt."""
+    model = load("planted")
+    filler, mild = ids(model, FILLER), get("air-decoding", omega=2.0)
+    word = ids(model, " positive")
+    within = [prompt + " positive" for prompt in PROMPTS]
+    cases = {
+        "prompt": (within, {prompt: [filler] for prompt in within}),
+        "text": (PROMPTS, {prompt: [word + filler] for prompt in PROMPTS}),
+        "nowhere": (PROMPTS, {prompt: [filler] for prompt in PROMPTS}),
+    }
+    found = {
+        name: prompt_slope(model, "sentiment", mild, prompts=prompts, texts=texts)
+        for name, (prompts, texts) in cases.items()
+    }
+    assert {name: each.boost for name, each in found.items()} == {
+        "prompt": False,
+        "text": True,
+        "nowhere": False,
+    }
+    assert found["prompt"].high < 0 == found["nowhere"].mean
+    lex = prompt_slope(model, "sentiment", mild, prompts=PROMPTS, texts=cases["text"][1], metric="lex")  # fmt: skip
+    assert (lex.mean, lex.boost) == (0.0, False), "it cancels, and rounding is no slope"
+
+
+def test_words_that_are_given_are_those_of_lex(monkeypatch):
+    """A selection decides on Pro-Aug by the words it was asked about, not by the task's."""
+    from lapa2_interp.circuits import prompt
+
+    model, seen = load("planted"), set()
+    monkeypatch.setattr(
+        prompt, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
+    )
+    words = {"negative": ids(model, " bad"), "positive": ids(model, " good")}
+    asked = {"by": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
+    select(model, "sentiment", tokens=2, words=words, **asked)
+    assert seen == {(tuple(words["positive"]), tuple(words["negative"]))}
+    with pytest.raises(CircuitError, match="words are given for a; the attributes are positive"):
+        prompt_slope(
+            model, "sentiment", "air-decoding", metric="lex", words={"a": [1]}, prompts=PROMPTS
+        )
+
+
+def test_a_selection_carries_it_to_generate(tmp_path):
+    from lapa2_interp import load_run
+    from lapa2_interp.cli.app import main
+
+    model, card = load("planted"), tmp_path / "card.json"
+    word = ids(model, " positive" + FILLER)
+    settings = {"prompts": PROMPTS, "texts": {prompt: [word] for prompt in PROMPTS}}
+    asked = {"by": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
+    chosen = select(model, "sentiment", **asked, **settings)
+    assert chosen.prompt.boost
+    assert chosen.parameters("air-decoding") == {"pro_aug": True}
+    assert chosen.parameters("preadd") == {}
+    chosen.save(card)
+    assert Selection.load(card) == chosen
+    line = "select planted --by random --heads 2 --tokens 4 --pro-aug air-decoding --out"
+    no = tmp_path / "no.json"
+    assert main([*line.split(), str(no)]) == 0
+    line = "generate --model planted --method air-decoding --attribute positive --length 8"
+    line += " --trace none --prompt"
+    for more, expected in (  # without a decision it is on
+        ([], False),
+        (["--set", "pro_aug=true"], True),
+    ):
+        out = tmp_path / f"made{len(more)}"
+        made = [*line.split(), "The lake", "--selection", str(no), "--out", str(out), *more]
+        assert main(made) == 0
+        (cell,) = load_run(out).plan.values()
+        assert cell.parameters["pro_aug"] is expected
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("prefix", {}, "prefix has no raw branch with a switch pro_aug.* air-decoding"),
+        ("palette", {}, "palette has no raw branch with a switch pro_aug"),
+        ("air-decoding", {"prompts": ["The lake"]}, "1 prompts are too few to decide by"),
+        ("air-decoding", {"prompts": ["The lake"] * 8}, "1 prompts are too few to decide by"),
+        ("air-decoding", {"prompts": "The lake"}, "1 prompts are too few to decide by"),
+        ("air-decoding", {"heads": ()}, "are none, or not all of this model; give .* up to .1, 3"),
+        ("air-decoding", {"heads": ((-1, 0),)}, "not all of this model"),
+        ("air-decoding", {"texts": {}}, "texts has none for the prompt"),
+        (
+            "air-decoding",
+            {"prompts": PROMPTS, "texts": {each: [[3], [3, 4]] for each in PROMPTS}},
+            "have .1, 2. tokens; those of a prompt need one length",
+        ),
+        ("air-decoding", {"metric": "from_raw"}, "which the bias changes; use js"),
+    ],
+)
+def test_errors(method, settings, message):
+    with pytest.raises(CircuitError, match=message):
+        prompt_slope(load("planted"), "sentiment", method, **settings)
+    with pytest.raises(CircuitError, match="give select a task, or leave out pro_aug"):
+        select(load("planted"), [], pro_aug=method)

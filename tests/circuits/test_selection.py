@@ -1,0 +1,242 @@
+"""Heads and tokens that are chosen, on models whose circuit is known."""
+
+import json
+import shlex
+from itertools import product
+
+import numpy as np
+import pytest
+
+from lapa2_interp import Layout, load_run
+from lapa2_interp._util.errors import AugmentationError, CircuitError
+from lapa2_interp.bias.augmentation import several
+from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.selection import Selection, choose, enough_tokens, select
+from lapa2_interp.cli.app import main
+from lapa2_interp.models.planted import planted
+from tests.conftest import load
+
+ATTRIBUTE = 1
+"""Position of the attribute in "Very positive:"."""
+
+
+@pytest.fixture(scope="module")
+def question():
+    return Question.of(load("planted"), "sentiment", tokens=12)
+
+
+@pytest.fixture(scope="module")
+def chosen(question):
+    return select(load("planted"), question, by="cut", heads=4, positions="auto", metric="lex")
+
+
+def test_the_planted_circuit_is_chosen(chosen):
+    """By what is lost: carrier and relay. The reader sees the prompt, decoy and idle heads write
+    nothing, the suppressor works against the prefix."""
+    key = planted("planted").heads
+    assert chosen.heads == (key["carrier"], key["relay"])
+    assert key["suppressor"] in chosen.suppressors
+    assert not {key["decoy"], *chosen.heads} & set(chosen.suppressors)
+    assert chosen.positions == (ATTRIBUTE,)
+    assert chosen.stability > 0.9
+    assert len(chosen.prompts) == 15
+    assert all(low <= mean <= high for mean, low, high in chosen.scores)
+
+
+@pytest.mark.parametrize("by", ["slope", "dla", "mass", "random"])
+def test_other_scores(by, question):
+    key = planted("planted").heads
+    found = select(load("planted"), question, by=by, heads=2, metric="lex")
+    assert len(found.heads) <= 2
+    if by in ("slope", "dla"):
+        assert found.heads[0] == key["carrier"]
+        assert key["decoy"] not in found.heads
+        assert key["suppressor"] in found.suppressors
+    if by == "mass":
+        assert found.heads[0] == key["decoy"], "attention is not control"
+    if by == "random":
+        drawn = [
+            select(load("planted"), question, by=by, heads=2, metric="lex", seed=seed)
+            for seed in (1, 2, 2, 3, 4)
+        ]
+        assert len(set(found.heads)) == 2
+        assert found.suppressors == ()
+        assert drawn[1].heads == drawn[2].heads
+        assert len({each.heads for each in drawn}) > 1
+        assert [each.seed for each in drawn] == [1, 2, 2, 3, 4]
+
+
+def test_an_augmentation_of_a_selection(chosen, tmp_path):
+    key = planted("planted").heads
+    law = chosen.augmentation(0.25, law="log")
+    assert (law.alpha, law.heads, law.span) == (0.25, chosen.heads, ("prefix", (ATTRIBUTE,)))
+    with pytest.raises(AugmentationError, match=r"gives the heads itself; found heads=\("):
+        chosen.augmentation(heads=((0, 1),))
+    with pytest.raises(AugmentationError, match="beta"):
+        chosen.augmentation(beta=1)
+    cut = chosen.suppressed()
+    assert (cut.law, cut.alpha, key["suppressor"] in cut.heads) == ("cut", 1.0, True)
+    file = tmp_path / "selection.json"
+    chosen.save(file)
+    assert Selection.load(file) == chosen
+    assert json.loads(file.read_text())["task"]["positive"] == "Very positive:"
+    chosen.check(load("planted"))
+    with pytest.raises(CircuitError, match="belongs to planted with .* choose again"):
+        chosen.check(load("planted:3"))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_selection_of_another_model_does_not_steer(
+    command, chosen, tmp_path, capsys, monkeypatch
+):
+    file = tmp_path / "selection.json"
+    chosen.save(file)
+    asked = ["generate", "--attribute", "positive", "--prompt", "a", "--out", str(tmp_path / "run")]
+    if command == "chat":
+        messages = tmp_path / "messages.json"
+        messages.write_text(json.dumps([{"role": "system", "content": "Be brief."}]))
+        asked = ["chat", str(messages)]
+        monkeypatch.setattr(  # tiny models have no chat template
+            Layout, "of_chat", lambda tokenizer, *_, **__: Layout.of(tokenizer, "Be brief.", "a")
+        )
+    where = ["--model", "tiny-llama", "--length", "12", "--dtype", "float32"]
+    assert main([*asked, *where, "--selection", str(file)]) == 2
+    assert "the selection belongs to planted with" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_selection_does_not_depend_on_what_attributes_are_called(question):
+    """Turned round, the same heads and tokens are chosen."""
+    turned = Question(tuple(case.swapped() for case in question.cases), question.words[::-1])
+    model = load("planted")
+    one, other = (
+        select(model, each, by="cut", heads=4, metric="lex") for each in (question, turned)
+    )
+    assert set(one.heads) == set(other.heads)
+    assert set(one.suppressors) == set(other.suppressors)
+
+
+def test_random_labels_select_next_to_nothing(question):
+    """With the branches swapped at random in each prompt the effects in lex have random signs. Of
+    200 draws a head is chosen in at most 18 (5 % and three standard deviations)."""
+    found = knock_out(load("planted"), question, metric="lex", also=())
+    effects = question.by_prompt(found.effects)
+    rng, carrier = np.random.default_rng(0), 0
+    at = found.units.index(next(u for u in found.units if u.heads == (planted("planted").heads["carrier"],)))  # fmt: skip
+    for _ in range(200):
+        signs = rng.choice([-1.0, 1.0], (len(effects), 1))
+        carrier += at in choose(signs * effects, 8)[0]
+    assert carrier <= 18
+    assert at in choose(effects, 8)[0]
+
+
+def test_two_tokens_are_needed_where_a_gate_reads_the_first():
+    """In the twin "spread" the carrier does not find the attribute without the first token."""
+    model = load("planted-spread")
+    assert enough_tokens(model, "sentiment", "lex", tokens=8) == (0, ATTRIBUTE)
+    assert enough_tokens(load("planted"), "sentiment", "lex", tokens=8) == (ATTRIBUTE,)
+
+
+def test_tokens_that_are_given(question):
+    found = select(load("planted"), question, by="random", heads=1, positions=(2, 1))
+    assert found.positions == (1, 2)
+    whole = select(load("planted"), question, by="random", heads=1, positions=(0, 1, 2))
+    assert whole.positions is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"by": "cat"}, "unknown score 'cat'; allowed: cut"),
+        ({"heads": -1}, "heads must be at least 1, or 0 for all"),
+        ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
+        ({"positions": "first"}, "unknown choice of positions 'first'; allowed: all, auto"),
+        ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
+        ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(CircuitError, match=message):
+        select(load("planted"), "sentiment", **({"by": "random"} | settings))
+
+
+def test_a_card_names_the_metric_that_was_used(question, chosen):
+    """Scores that need no control say none, unless tokens or Pro-Aug are chosen by it."""
+    model = load("planted")
+    named = {
+        (by, heads, positions): select(
+            model, question, by=by, heads=heads, positions=positions, metric="lex"
+        ).metric
+        for by, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
+    }
+    used = {("cut", 1, "all")} | {each for each in named if each[2] == "auto"}
+    assert {each for each, metric in named.items() if metric == "lex"} == used
+    assert {metric for each, metric in named.items() if each not in used} == {None}
+    assert chosen.metric == "lex"
+
+
+def test_all_heads_are_taken_without_a_file(question, tmp_path):
+    with pytest.raises(CircuitError, match="all heads .0. are taken without any; leave out"):
+        select(load("planted"), question, heads=0, file=tmp_path / "cuts")
+
+
+def test_a_model_without_control_selects_no_head():
+    """The same prefix in both branches: nothing to choose."""
+    model = load("planted")
+    prompts = Question.of(model, "sentiment", tokens=4).prompts
+    same = [
+        Case.of(model.tokenizer, {"one": "Very positive:", "two": "Very positive:"}, " " + prompt, " the a")
+        for prompt in prompts
+    ]  # fmt: skip
+    with pytest.raises(CircuitError, match="no head has a cut score whose interval lies above 0"):
+        select(model, same)
+
+
+def test_damaged_files(chosen, tmp_path):
+    with pytest.raises(CircuitError, match="cannot read .*none.json"):
+        Selection.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"heads": []}')
+    with pytest.raises(CircuitError, match=r"is not a selection .*`lapa2 select` makes one"):
+        Selection.load(tmp_path / "bad.json")
+    chosen.save(tmp_path / "good.json")
+    text = (tmp_path / "good.json").read_text()
+    (tmp_path / "bad.json").write_text(text.replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(CircuitError, match=r"is not a selection .its contents are not those that"):
+        Selection.load(tmp_path / "bad.json")
+
+
+def test_the_commands(tmp_path, capsys):
+    """The card that one command writes is read by the other; the page says what it found."""
+    key, card, out = planted("planted").heads, tmp_path / "card.json", tmp_path / "fading"
+    line = "select planted --metric lex --by slope --heads 1 --positions auto --tokens 8 --out"
+    assert main([*line.split(), str(card)]) == 0
+    layer, head = key["carrier"]
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{layer}.{head} ")
+    assert "tokens of the prefix: 1" in printed
+    assert Selection.load(card).heads == (key["carrier"],)
+    line = "generate --model planted --attribute positive --prompt 'The lake' --length 12"
+    made = shlex.split(f"{line} --selection {card} --out {tmp_path / 'made'}")
+    assert main(made) == 0
+    (cell,) = load_run(tmp_path / "made").plan.values()
+    (rule,) = several(cell.augmentation)
+    assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
+    assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2
+    assert "--selection gives the heads; leave out --heads" in capsys.readouterr().err
+    line = f"fading planted --filler 100 --tokens 4 --selection {card} --random 1 --out {out}"
+    assert main(line.split()) == 0
+    printed = capsys.readouterr().out
+    assert "mass mediates: holding the mass brings back all but a fifth" in printed
+    assert {file.name for file in out.iterdir()} == {"fading.csv", "control.csv", "fading.png"}
+    assert main(f"select planted --positions x --out {card}".split()) == 2
+    assert "--positions 'x' is not all, auto, or positions such as 0,1" in capsys.readouterr().err
+    assert main(f"fading planted:3 --selection {card} --out {tmp_path / 'no'}".split()) == 2
+    assert "choose again in this model" in capsys.readouterr().err
+
+
+def test_more_random_heads_than_there_are_is_all_of_them():
+    model = load("planted")
+    found = select(model, "sentiment", by="random", heads=1000, tokens=4)
+    assert len(found.heads) == model.cfg.n_layers * model.cfg.n_heads

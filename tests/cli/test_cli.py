@@ -1,0 +1,532 @@
+"""The command line as a user meets it: one-line errors with exit code 2, help that teaches, results
+that load back."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lapa2_interp.cli.app import main
+from lapa2_interp.runs.store import load_run
+
+GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
+
+
+def lapa2(line, *more):
+    return main([*shlex.split(line), *map(str, more)])
+
+
+def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
+    out = tmp_path / "run"
+    line = (
+        f"{GENERATE} --prompt 'The sea' --method prefix --task sentiment --alpha 0.5 --samples 4"
+        " --seed 1 --patterns 0.1"
+    )
+    assert lapa2(line, "--out", out) == 0
+    run = load_run(out).cell()
+    assert run.manifest.arms["alpha 0.5 paper"].alpha == 0.5
+    assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
+    assert run.manifest.patterns == ((0, 1),)
+    printed = capsys.readouterr()
+    assert run.samples["text"][0] in printed.out
+    assert "8 texts, " in printed.err
+    assert "branches prefix; the trace takes" in printed.err, "the size is said before"
+
+
+def test_generation_from_the_shell_is_reproducible(tmp_path):
+    texts = []
+    for place, rows in (("a", 120), ("b", 1)):
+        assert lapa2(f"{GENERATE} --samples 3 --max-rows {rows}", "--out", tmp_path / place) == 0
+        texts.append(load_run(tmp_path / place).cell().samples["text"].tolist())
+    assert texts[0] == texts[1]
+
+
+def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
+    for flags, arm in (
+        ("", "alpha 0.5 paper"),
+        ("--alpha 0", "baseline"),
+        ("--method negprompt", "alpha 1 paper"),
+    ):
+        assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
+        assert list(load_run(tmp_path / "run").cell().manifest.arms) == [arm]
+
+
+def test_augmentation_flags_reach_the_manifest(tmp_path):
+    flags = (
+        "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase all_queries"
+    )
+    flags += " --layers 0,2 --heads 0.1,2.3"
+    assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
+    (found,) = load_run(tmp_path / "run").cell().manifest.arms.values()
+    assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
+    assert (found.law, found.l0, found.length_rule, found.phase) == (
+        "constant",
+        128,
+        "kv",
+        "all_queries",
+    )
+    flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
+    assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
+    (found,) = load_run(tmp_path / "other").cell().manifest.arms.values()
+    assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
+    assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
+    flags = "--law ratio --tau 0.3 --pooled"
+    assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
+    (found,) = load_run(tmp_path / "pooled").cell().manifest.arms.values()
+    assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
+
+
+def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
+    line = f"{GENERATE} --method air-decoding"
+    assert lapa2(line, "--out", tmp_path / "a") == 0
+    assert lapa2(line, "--set", "omega=20", "--set", "pro_aug=false", "--out", tmp_path / "b") == 0
+    a, b = (load_run(tmp_path / name).cell().manifest for name in "ab")
+    assert (a.parameters["omega"], a.parameters["pro_aug"]) == (140, True)
+    assert (b.parameters["omega"], b.parameters["pro_aug"]) == (20, False)
+    assert a.branches["positive"] == {
+        "base": None,
+        "target": "Very positive:",
+        "negative": "Very negative:",
+    }
+
+
+def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys):
+    line = f"{GENERATE} --method air-decoding --set omega=1e6 --set numerics=released"
+    assert lapa2(line, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no token has positive weight for 'The lake' sample 0 at step" in error
+    assert "lower omega" in error
+    run = load_run(tmp_path / "run").cell()
+    assert run.samples["finish"].tolist() == ["empty"]
+    assert run.manifest.problems[0] in error
+
+
+def test_trace_reads_a_run(tmp_path, capsys):
+    assert lapa2(f"{GENERATE} --samples 2", "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+    printed = capsys.readouterr().out
+    assert (
+        "branch prefix (of prefix): attention on its prefix, on BOS and on the released slice"
+        in printed
+    )
+    assert "4 texts" not in printed
+    assert "2 texts of 1 prompt an arm; no interval: one prompt tells no spread" in printed
+    assert "C/(t+D)" in printed
+    assert sorted(path.name for path in (tmp_path / "look").iterdir()) == [
+        "cells.csv", "fits.csv", "head_maps.png", "heads.csv", "prefix_attention.png", "prefix_tokens.csv",
+        "prefix_tokens.png", "steps.csv",
+    ]  # fmt: skip
+
+
+def test_trace_never_writes_over_a_run(tmp_path, capsys):
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
+    for force in ((), ("--force",)):
+        assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "run", *force) == 2
+        assert "not a folder of this command's making" in capsys.readouterr().err
+    load_run(tmp_path / "run").cell()
+    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+    assert lapa2("trace", tmp_path / "look") == 2
+    assert "is not a run: it has no run.json" in capsys.readouterr().err
+
+
+def test_trace_of_the_raw_model_shows_its_prompt(tmp_path, capsys):
+    assert lapa2(f"{GENERATE} --method none --alpha 1 --samples 2", "--out", tmp_path / "run") == 0
+    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+    assert "branch base (of base): attention on its prompt" in capsys.readouterr().out
+    assert (tmp_path / "look" / "prompt_attention.png").exists()
+
+
+def test_trace_of_a_pooled_and_an_untraced_run(tmp_path, capsys):
+    assert lapa2(f"{GENERATE} --trace pooled", "--out", tmp_path / "pooled") == 0
+    assert lapa2("trace", tmp_path / "pooled") == 0
+    assert lapa2(f"{GENERATE} --trace none", "--out", tmp_path / "none") == 0
+    capsys.readouterr()
+    assert lapa2("trace", tmp_path / "none") == 2
+    assert "has no trace; generate it with --trace full" in capsys.readouterr().err
+
+
+def test_layout_prints_spans_lengths_and_biases(capsys):
+    assert lapa2("layout --prefix 'Very positive:' --prompt 'The lake is' --steps 4") == 0
+    printed = capsys.readouterr().out
+    assert "l_pre 3, l_pro 3, BOS 1, n 3" in printed
+    rows = [line.split() for line in printed.splitlines() if line.strip()]
+    assert [row[:4] for row in rows if row[0] == "0"][1] == ["0", "6", "0.3466", "1.414"]
+    assert (
+        lapa2(
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --profile released --steps 2"
+            " --json"
+        )
+        == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert [token["boosted"] for token in facts["tokens"]] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert [token["part"] for token in facts["tokens"]] == ["bos", *["prefix"] * 3, *["prompt"] * 3]
+    assert facts["steps"][0] == {"step": 0, "l": 7, "bias": 0.0}
+    assert facts["spans"] == {
+        "bos": [[0, 1]],
+        "released": [[0, 3]],
+        "prefix": [[1, 4]],
+        "prompt": [[4, 7]],
+        "boosted": [[0, 3]],
+    }
+    assert (
+        lapa2(
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --phase all_queries --steps 2"
+            " --json"
+        )
+        == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert [(step["step"], step["l"]) for step in facts["steps"]] == [
+        (-2, 4),
+        (-1, 5),
+        (0, 6),
+        (1, 7),
+    ]
+    assert lapa2("layout --soft 2 --prompt 'The lake' --json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [token["part"] for token in facts["tokens"]] == [
+        "prefix",
+        "prefix",
+        "bos",
+        "prompt",
+        "prompt",
+    ]
+    assert facts["steps"][0]["l"] == 4
+    assert lapa2("layout --prefix Ver --prompt 'y good'") == 0
+    assert "the token 'Very' crosses the seam" in capsys.readouterr().out
+
+
+def test_probe_and_lists(capsys):
+    assert lapa2("probe tiny-llama") == 0
+    printed = capsys.readouterr().out
+    assert "live in all 4 layers" in printed
+    assert "largest logit difference" in printed
+    assert lapa2("models --json") == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)][:2] == [
+        "smollm2-135m",
+        "tiny-gpt2",
+    ]
+    for command in ("models", "methods", "tasks"):
+        assert lapa2(command) == 0
+    printed = capsys.readouterr().out
+    assert lapa2("methods rose gedi") == 0
+    some = capsys.readouterr().out
+    assert [line for line in some.splitlines() if line and not line.startswith(" ")] == [
+        "rose: ROSE",
+        "gedi: GeDi",
+    ]
+    for expected in (
+        "Very nontoxic:",
+        "omega=60.0",
+        "log w = log P_base + lam (log P_prefix - log P_base)",
+        "not augmented",
+        "--set omega: Control strength",
+        "[attributes.calm]",
+        "alpha       0.5 (ours; --alpha overrides)",
+        "--set boost: What form",
+        "the package has no words for task 'detox'",
+    ):
+        assert expected in printed
+    assert not re.search(r"--set \w+: .*(\bstep \d|The same\b)", printed), "texts stand alone"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generate --attribute positive", "requires an argument.*--out|--out"),
+        (GENERATE.replace("tiny-gpt2", "nope") + " --out OUT", "cannot load model 'nope'"),
+        (f"{GENERATE} --method nope --out OUT", "unknown method 'nope'"),
+        ("methods ros", "unknown method 'ros'; allowed: .*did you mean 'rose'"),
+        (f"{GENERATE} --max-rows 0 --out OUT", "max_rows must be at least 1, found 0"),
+        (f"{GENERATE} --method datg --top-k 0 --out OUT", "top_k must be at least 1, found 0"),
+        (f"{GENERATE} --task nope --out OUT", "unknown task 'nope'"),
+        (GENERATE.replace("positive", "nope") + " --out OUT", "unknown attribute 'nope'"),
+        (f"{GENERATE} --alpha -1 --out OUT", "alpha of law 'log' should be .*, found -1"),
+        (f"{GENERATE} --alpha nan --out OUT", "alpha: input should be a finite number, found nan"),
+        (f"{GENERATE} --law constant --out OUT", "needs l0"),
+        (f"{GENERATE} --layers 9 --out OUT", "layer 9 does not exist"),
+        (f"{GENERATE} --layers middle --out OUT", "layers: takes 'all', .* found 'middle'"),
+        (f"{GENERATE} --layers 1,x --out OUT", "not a list such as 0,1,5"),
+        (f"{GENERATE} --heads 1.9 --out OUT", "does not exist"),
+        (f"{GENERATE} --heads 1-2 --out OUT", "not a list such as"),
+        (f"{GENERATE} --span 3:99 --out OUT", "lies outside the sequence"),
+        (f"{GENERATE} --span 3:1 --out OUT", "is empty or negative"),
+        (f"{GENERATE} --patterns 0.9 --out OUT", "does not exist"),
+        (f"{GENERATE} --patterns all --out OUT", "not a list of layer.head pairs"),
+        (f"{GENERATE} --patterns 0.1 --trace none --out OUT", "patterns are part of a trace"),
+        (f"{GENERATE} --model-class HookedTransformerr --out OUT/deep/er", "HookedTransformerr"),
+        (
+            "select planted --by mass --tokens 4 --out /proc/nowhere/card.json",
+            "/proc/nowhere: .*; mend it and repeat",
+        ),
+        ("layout --prompt 'The lake' --steps 0", "--steps must be 1 to 1000000, found 0"),
+        (
+            "layout --prompt 'The lake' --steps 999999999999",
+            "--steps must be 1 to 1000000, found 999999999999",
+        ),
+        (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
+        (f"{GENERATE} --prompts nowhere.txt --out OUT", "cannot read prompts"),
+        (f"{GENERATE} --dtype float23 --out OUT", "float23"),
+        (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),
+        (f"{GENERATE} --nonsense 3 --out OUT", "nonsense"),
+        (f"{GENERATE} --set omega=3 --out OUT", "method 'prefix': .*omega"),
+        (f"{GENERATE} --layers 0 --heads 3.1 --out OUT", "have nothing in common"),
+        (f"{GENERATE} --set omega --out OUT", "not of the form NAME=VALUE"),
+        (
+            f"{GENERATE} --method preadd --task topic --out OUT",
+            "unknown attribute 'positive'; allowed: world",
+        ),
+        (f"{GENERATE} --out /proc/nowhere/run", "cannot write"),
+        (
+            f"{GENERATE} --method freectrl --out OUT",
+            "none of 400 words for 'positive' is one token",
+        ),
+        (
+            f"{GENERATE} --method freectrl --set words=no.json --out OUT",
+            "cannot read no.json; `lapa2 words",
+        ),
+        (
+            f"{GENERATE} --method datg --alpha 0.5 --out OUT",
+            "datg has no prefix for an augmentation to act on",
+        ),
+        (
+            f"{GENERATE} --method datg --set scorer=nope --out OUT",
+            "unknown scorer 'nope'; allowed: accuracy",
+        ),
+        (
+            f"{GENERATE} --method arithmetic --set formula=base* --out OUT",
+            "formula 'base\\*': invalid syntax",
+        ),
+        ("layout --prompt 'The lake' --prefix ''", "prefix '' tokenises to nothing"),
+        ("layout --prompt '' --prefix 'x'", "prompt '' tokenises to nothing"),
+        ("layout --prompt 'The lake' --doubled-bos", "doubled_bos"),
+        ("trace OUT", "there is no folder .* `lapa2 generate` and"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, line, message):
+    import re
+
+    assert lapa2(line.replace("OUT", str(tmp_path / "out"))) == 2
+    printed = capsys.readouterr()
+    errors = [x for x in printed.err.splitlines() if x.startswith("lapa2:")]
+    assert len(errors) == 1
+    assert printed.err.splitlines()[-1] == errors[0]
+    assert re.search(message, errors[0]), errors[0]
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_finished_run_needs_force(tmp_path, capsys):
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
+    before = load_run(tmp_path / "run").manifest()
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert load_run(tmp_path / "run").manifest() == before
+    assert lapa2(GENERATE, "--out", tmp_path / "run", "--force") == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        *[
+            "models",
+            "layout",
+            "chat",
+            "probe",
+            "generate",
+            "trace",
+            "methods",
+            "tasks",
+            "grids",
+            "sweep",
+            "runs",
+            "report",
+        ],
+    ],
+)
+def test_help_teaches(command, capsys):
+    assert lapa2(f"{command} --help") == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Usage: lapa2" in printed
+    if command in ("layout", "chat"):
+        assert "--set" not in printed, "they have no such option"
+    if command == "generate":
+        for expected in (
+            "[default: smollm2-135m]",
+            "--alpha",
+            "[choices: keep, stop, block] [default: keep]",
+            "--out results/lake",
+        ):
+            assert expected in printed
+
+
+@pytest.mark.alone
+def test_help_and_import_are_quick_and_load_no_torch():
+    code = (
+        "import sys, lapa2_interp.cli as cli; cli.main(['--help']); print({'torch', 'transformers'}"
+        " & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """Nothing is said; the exit code is that of any program that SIGPIPE ends: the command may not
+    have done all of its work."""
+    program = (
+        f"{shlex.quote(sys.executable)} -c 'from lapa2_interp.cli.app import main; raise"
+        " SystemExit(main())' tasks"
+    )
+    command = (  # the reader is gone before the first line
+        f"{{ sleep 0.2; {program}; }} | true; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    from lapa2_interp.runs import generate as runner
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_plan", interrupted)
+    assert lapa2(GENERATE, "--out", tmp_path / "run") == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "goes_on"),
+    [
+        ("sweep quick/alpha --out run", True),
+        ("generate --out run", False),
+        ("select planted --out my--file", False),
+        ("scorers train --task topic --out adapter", False),
+        ("prefix train --task topic --out a", True),
+        ("prefix import train", False),
+        ("select planted --out card.json", False),
+        ("select planted --file cuts --out card.json", True),
+        ("fading planted --file=texts --out fading", True),
+        ("scorers train --task topic --out scorers", False),
+        ("scorers train --task topic --kind adapter --out scorers", True),
+        ("", False),
+    ],
+)
+def test_a_stopped_command_says_whether_it_goes_on(line, goes_on, monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lapa2_interp.cli.app", stopped)
+    assert lapa2(line) == 130
+    told = "goes on" if goes_on else "begins anew; nothing half-made is left"
+    assert capsys.readouterr().err == f"lapa2: interrupted; the same command {told}\n"
+
+
+def test_closed_streams_are_no_error(tmp_path):
+    """As `lapa2 tasks >&-` has it."""
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{Path(sys.executable).parent / 'lapa2'} layout --model tiny-gpt2 --prefix a --prompt b {closed}"
+        assert subprocess.run(command, shell=True, capture_output=True).returncode == 0, closed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("fading planted --file {out}/kept --out {out}", "would be in the new folder"),
+        ("select planted --file {out} --out {out}", "--file and --out are both"),
+        ("sweep {grid} --out {out}", "not UTF-8"),
+        ("runs {out}", "not UTF-8"),
+    ],
+)
+def test_places_that_would_fail_later_are_refused_at_once(line, message, tmp_path, capsys):
+    grid = tmp_path / "g.toml"
+    grid.write_text(
+        'model = "tiny-gpt2"\ntask = "sentiment"\nmethod = "prefix"\nlength = 90\nsamples = 1\nattribute = "positive"\n'
+    )
+    out = tmp_path / ("b\udce9" if "UTF" in message else "out")
+    assert main(line.format(out=out, grid=grid).split()) == 2
+    assert message in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["g.toml"]
+
+
+WRONG = """
+from lapa2_interp import Layout, generate, load_model, teacher_forced
+from lapa2_interp._util.errors import Lapa2Error
+model = load_model("tiny-gpt2", device="cpu")
+given = {"attribute": "positive", "prompts": ["a"], "length": 40, "samples": 1}
+layout = Layout.of(model.tokenizer, "Very", "lake")
+for call in (
+    lambda: generate(model, **given | {"samples": 1.5}),
+    lambda: generate(model, **given | {"prompts": [None]}),
+    lambda: generate(model, **given | {"attribute": ["positive"]}),
+    lambda: generate(model, **given | {"task": {}}),
+    lambda: load_model(None),
+    lambda: Layout.of(model.tokenizer, "Very", 5),
+    lambda: Layout.of(model.tokenizer, 5, "lake"),
+    lambda: teacher_forced(model, layout, [1, 2]),
+    lambda: teacher_forced(model, layout, ["was"]),
+    lambda: teacher_forced(model, layout, [[5.7]]),
+):
+    try:
+        print("no error", call())
+    except Lapa2Error as error:
+        print(type(error).__name__)
+"""
+
+
+def test_values_of_a_wrong_type_are_named_errors():
+    """In a process without the type checks of these tests."""
+    done = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        "Lapa2Error", "LayoutError", "TaskError", "TaskError", "ModelError", "LayoutError",
+        "LayoutError", "TraceError", "TraceError", "TraceError",
+    ]  # fmt: skip
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
+    def full(*_, **__):
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr("lapa2_interp.cli.app", full)
+    assert main(["tasks"]) == 2
+    assert capsys.readouterr().err.startswith("lapa2: too little memory (Unable to allocate 9 GiB)")
+
+
+def test_grids_that_are_nested_too_deeply_are_one_line(tmp_path, capsys):
+    (tmp_path / "g.toml").write_text("a = " + "[" * 100_000)
+    assert main(["grids", str(tmp_path / "g.toml")]) == 2
+    assert capsys.readouterr().err.startswith("lapa2: grid")
+
+
+@pytest.mark.parametrize("command", ["report", "view"])
+def test_a_page_replaces_no_file_of_a_run(command, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert (
+        main(
+            f"generate --model tiny-gpt2 --attribute positive --prompt a --length 20 --device cpu --out {run}".split()
+        )
+        == 0
+    )
+    before = (run / "run.json").read_bytes()
+    assert main([command, str(run), "--out", str(run / "run.json")]) == 2
+    assert "ends in .html; found" in capsys.readouterr().err
+    assert (run / "run.json").read_bytes() == before

@@ -1,0 +1,300 @@
+"""Drills: hostile texts, labels, prompts and names go through the commands. `make drills`.
+
+They are shown and do nothing: not in a terminal, not in a page, not in a spreadsheet. What is read
+back equals what was written.
+"""
+
+import csv
+import io
+import json
+import pickle
+import re
+import sys
+
+import pandas as pd
+import pytest
+from conftest import load, soft_prefix
+
+from lapa2_interp import load_run
+from lapa2_interp._util.files import unsealed
+from lapa2_interp.cli.app import main
+from lapa2_interp.models.load import load_transformers
+from lapa2_interp.prefixes.soft_prefix import save_prefix
+
+pytestmark = pytest.mark.drill
+HTML = "<img src=x onerror=alert(1)></script><script>document.title='x'</script>&amp;"
+ESCAPES = "\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b1A\r\x08\nb"
+FORMULA = '=cmd|"/c calc"!A1'
+TURNED = "\u202egnp.exe\u2066\u200f"
+NUL = "before\0after"
+LATEX = r"\input{/etc/passwd} $x_1$ \write18{ls} 100% {"
+MARKDOWN = "| a | b |\n|---|---|\n# head\n[x](javascript:alert(1)) ```"
+LONG = "long " * 200_000
+"""A line of 1 MB."""
+SURROGATE = "half \ud83d of a pair"
+TEXTS = (HTML, ESCAPES, FORMULA, TURNED, NUL, LATEX, MARKDOWN, LONG)
+"""What a Parquet or CSV file can hold; half a surrogate pair comes in JSON alone."""
+ACTS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+FORMULA_NAME, HTML_NAME = FORMULA.replace("/", "-"), HTML.replace("/", "|")
+"""Names of attributes hold no slash and no line break."""
+TASK = f"""
+[attributes.{json.dumps(FORMULA_NAME)}]
+prefix = {json.dumps("Very " + HTML + ESCAPES + ":")}
+[attributes.{json.dumps(HTML_NAME)}]
+prefix = {json.dumps(FORMULA + TURNED)}
+[prompts]
+texts = [{", ".join(map(json.dumps, (ESCAPES, HTML + TURNED, FORMULA, LATEX)))}]
+"""
+GRID = """
+model = "tiny-gpt2"
+task = {task}
+method = {{ name = "prefix", prefixes = "hard" }}
+samples = 2
+length = 140
+augmentation = ["none", "paper"]
+"""
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what it is told."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Runs a command on a terminal; what it printed."""
+
+    def run(*words, code=0):
+        out, err = Terminal(), Terminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        found = main([str(word) for word in words])
+        told = out.getvalue(), err.getvalue()
+        assert found == code, told[1][-500:]
+        assert not ACTS.findall(told[0])
+        assert not ACTS.findall(told[1].replace("\r", ""))  # progress bars begin a line anew
+        assert "Traceback" not in told[1]
+        return told
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose task, labels and prompts are hostile, and whose texts are replaced by such."""
+    folder = tmp_path_factory.mktemp("home")
+    task = folder / "we<b>ird =1+1.toml"
+    task.write_text(TASK)
+    (folder / "grid.toml").write_text(GRID.format(task=json.dumps(str(task))))
+    place = folder / "run"
+    words = ["sweep", folder / "grid.toml", "--device", "cpu", "--workers", "1", "--out", place]
+    assert main([str(word) for word in words]) == 0
+    for file in place.rglob("samples.parquet"):
+        samples = pd.read_parquet(file)
+        samples["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(samples))]
+        samples.to_parquet(file)
+        manifest = file.with_name("manifest.json")
+        fields, _ = unsealed(manifest.read_text())
+        manifest.write_text(json.dumps(fields))  # without a seal, the texts may be others
+    return place
+
+
+def test_a_run_keeps_hostile_texts(run):
+    samples = load_run(run).samples()
+    assert set(samples["text"]) == set(TEXTS)
+    assert set(samples["attribute"]) == {FORMULA_NAME, HTML_NAME}
+    assert set(samples["prompt"]) == {ESCAPES, HTML + TURNED, FORMULA, LATEX}
+
+
+def test_runs_and_trace_show_hostile_labels_and_no_more(run, on_terminal, tmp_path):
+    cells = on_terminal("runs", run)[0].split("\n\n")[1]
+    assert [line.split()[1] for line in cells.splitlines()] == ["finished"] * 4
+    json.loads(on_terminal("runs", run, "--json")[0])
+    on_terminal("trace", run, "--only", "arm=baseline", "--out", tmp_path / "trace")
+
+
+def page_of(file):
+    """A page without a foreign element; its data."""
+    html = file.read_text(encoding="utf-8")
+    assert len(re.findall("<script", html, re.I)) == 2
+    assert len(re.findall("</script", html, re.I)) == 2
+    assert "<img src=x" not in html
+    assert not re.search(r"href=.?javascript:", html)
+    assert "\u202e" not in html
+    assert "\\u202egnp" in html
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1]
+    return json.dumps(json.loads(data), ensure_ascii=False)
+
+
+@pytest.mark.parametrize("command", ["report", "view"])
+def test_pages_of_a_hostile_run_hold_no_foreign_element(run, on_terminal, tmp_path, command):
+    file = tmp_path / f"{TURNED}.html"
+    more = ["--only", "arm=baseline"] if command == "view" else []
+    on_terminal(command, run, *more, "--out", file)
+    assert HTML in page_of(file)
+
+
+def test_cards_of_models_prefixes_and_selections_are_data(on_terminal, tmp_path):
+    """A model's folder, a set's folder, its card and a selection's, whose words are somebody else's."""
+    own = tmp_path / f"{HTML} {ESCAPES}{TURNED}".replace("/", "|")
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.config.name_or_path = network.config.author = HTML
+    for each in (network, tokenizer):
+        each.save_pretrained(own / "model")
+    (own / "model" / "README.md").write_text(HTML + ESCAPES)
+    save_prefix(soft_prefix(load("tiny-llama")), own / "set")
+    for file in own.glob("set/*.json"):
+        card, _ = unsealed(file.read_text())
+        file.write_text(json.dumps(card | dict.fromkeys(("origin", "task"), HTML + ESCAPES)))
+    on_terminal("probe", own / "model")
+    on_terminal("prefixes", own)
+    selection = own / "selection.json"
+    heads = ["--by", "mass", "--heads", "2", "--tokens", "4", "--device", "cpu"]
+    on_terminal("select", "planted", *heads, "--out", selection)
+    card, _ = unsealed(selection.read_text())
+    selection.write_text(json.dumps(card | {"weights": HTML + ESCAPES, "model": HTML}))
+    _, told = on_terminal(
+        "generate", "--model", "planted", "--attribute", "positive", "--alpha", "1",
+        "--selection", selection, "--length", "20", "--device", "cpu", "--out", tmp_path / "none", code=2,
+    )  # fmt: skip
+    assert HTML in told
+    on_terminal(
+        "generate", "--model", own / "model", "--attribute", "positive", "--prompt", "a",
+        "--length", "40", "--device", "cpu", "--out", own / "run",
+    )  # fmt: skip
+    for command in ("report", "view"):
+        on_terminal(command, own / "run", "--out", own / f"{command}.html")
+        assert "<img src=x" in page_of(own / f"{command}.html")
+
+
+def test_scores_of_hostile_texts_keep_them(run, on_terminal, tmp_path):
+    scorers = ["--scorers", "repetition", "echo", "distinct", "--cache", tmp_path / "cache"]
+    on_terminal("score", run, *scorers, "--out", tmp_path / "of run")
+    scores = pd.read_parquet(tmp_path / "of run" / "scores.parquet")
+    assert set(scores["text"]) == set(TEXTS)
+    assert set(scores["attribute"]) == {FORMULA_NAME, HTML_NAME}
+    table = pd.read_csv(tmp_path / "of run" / "table.csv", keep_default_na=False)
+    assert set(table["attribute"]) - {"all"} == {FORMULA_NAME, HTML_NAME}
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_path):
+    texts = [*TEXTS, SURROGATE] if ending == ".jsonl" else list(TEXTS)
+    rows = [
+        {"text": text, "prompt": f"on {text}", "attribute": text[:50], "arm": "a"} for text in texts
+    ]
+    file = tmp_path / f"{ESCAPES}{ending}"
+    if ending == ".jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    elif ending == ".csv":
+        pd.DataFrame(rows).to_csv(file, index=False, quoting=csv.QUOTE_ALL)
+    else:
+        pd.DataFrame(rows).to_parquet(file)
+    scorers = [
+        "--scorers",
+        "repetition",
+        "distinct",
+        "toxicity=linear",
+        "--cache",
+        tmp_path / "cache",
+    ]
+    on_terminal("score", file, *scorers, "--out", tmp_path / "out")
+    scores = pd.read_parquet(tmp_path / "out" / "scores.parquet")
+    assert set(scores["text"]) == {
+        text.encode("utf-8", "ignore").decode() for text in texts
+    }  # pandas drops half a pair
+
+
+def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_path):
+    """No cell begins a formula; the ids of the answers find their texts again."""
+    on_terminal("scorers", "sheets", run, "--out", tmp_path, "--n", "8", "--only", "arm=baseline")
+    for name in ("sheet.csv", "key.csv"):
+        cells = pd.read_csv(tmp_path / name, dtype=str, keep_default_na=False).to_numpy().ravel()
+        assert not [cell for cell in cells if re.match(r"[\s]*[=+\-@]", cell)]
+    html = (tmp_path / "sheet.html").read_text(encoding="utf-8")
+    assert "<img src=x" not in html
+    sheet = pd.read_csv(tmp_path / "sheet.csv", dtype=str, keep_default_na=False)
+    answers = tmp_path / "answers.csv"
+    sheet.assign(relevance="5", fluency="4", topicality="3", annotator=ESCAPES + "Ann").to_csv(
+        answers, index=False, quoting=csv.QUOTE_ALL
+    )
+    on_terminal("scorers", "answers", tmp_path / "key.csv", answers, "--out", tmp_path / "read")
+    found = pd.read_csv(tmp_path / "read" / "answers.csv", keep_default_na=False)
+    assert set(found["attribute"]) <= {FORMULA_NAME, HTML_NAME}
+    assert set(found["annotator"]) == {ESCAPES + "Ann"}
+
+
+@pytest.mark.parametrize("text", [*TEXTS[:-1], "\udcff.jsonl", "../../etc\n\nlapa2: all is well"])
+def test_an_error_quotes_hostile_words_on_one_line(text, on_terminal, tmp_path):
+    for words in (
+        ["runs", tmp_path / text],
+        ["score", tmp_path / f"{text}.jsonl", "--out", tmp_path / "out"],
+        ["layout", "--model", text, "--prefix", "a", "--prompt", "b"],
+        ["generate", "--attribute", text, "--out", tmp_path / "out"],
+        ["generate", "--attribute", "positive", "--method", text, "--out", tmp_path / "out"],
+        ["grids", text],
+        [text],
+    ):
+        _, err = on_terminal(*words, code=2)
+        assert err.startswith("lapa2: ")
+        assert err.count("\n") == 1
+
+
+def test_generate_prints_hostile_texts_and_writes_them_as_they_are(on_terminal, run, tmp_path):
+    place = tmp_path / f"{ESCAPES}out"
+    task = next(run.parent.glob("we*.toml"))
+    out, _ = on_terminal(
+        "generate", "--model", "tiny-gpt2", "--task", task, "--attribute", FORMULA_NAME,
+        "--prompt", ESCAPES, "--length", "60", "--device", "cpu", "--out", place,
+    )  # fmt: skip
+    assert "\\x1b[2J" in out
+    (text,) = load_run(place).samples()["text"]
+    assert text.startswith(ESCAPES)
+
+
+class Runs:
+    """A pickle that acts when it is read."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (str(self.file), "w"))
+
+
+def test_no_pickle_runs_and_no_import_leaves_its_folder(on_terminal, tmp_path):
+    acted = tmp_path / "acted"
+    for name in (
+        "adapter.bin",
+        "pytorch_model.bin",
+        "prefix.npz",
+        "samples.parquet",
+        "texts.jsonl",
+    ):
+        (tmp_path / name).write_bytes(pickle.dumps(Runs(acted)))
+    into = ["--model", "tiny-gpt2", "--task", "sentiment", "--attribute", "positive"]
+    for name in ("adapter.bin", "prefix.npz", "pytorch_model.bin"):
+        on_terminal("prefix", "import", tmp_path / name, *into, "--out", tmp_path / "set", code=2)
+    on_terminal("prefix", "import", tmp_path, *into, "--out", tmp_path / "set", code=2)
+    on_terminal("score", tmp_path / "samples.parquet", "--out", tmp_path / "out", code=2)
+    on_terminal("score", tmp_path / "texts.jsonl", "--out", tmp_path / "out", code=2)
+    on_terminal("layout", "--model", tmp_path, "--prefix", "a", "--prompt", "b", code=2)
+    assert not acted.exists()
+    task = tmp_path / "task.toml"
+    task.write_text(
+        '[attributes."../../outside"]\nprefix = "a:"\n[attributes.b]\nprefix = "b:"\n'
+        '[prompts]\ntexts = ["a"]\n'
+    )
+    before = sorted(tmp_path.parent.rglob("*"))
+    _, err = on_terminal(
+        "prefix", "import", tmp_path / "adapter.bin", "--model", "tiny-gpt2", "--task", task,
+        "--attribute", "../../outside", "--number", "0", "--out", tmp_path / "a" / "b", code=2,
+    )  # fmt: skip
+    assert "no NUL, slash or backslash" in err
+    assert sorted(tmp_path.parent.rglob("*")) == before

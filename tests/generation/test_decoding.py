@@ -1,0 +1,438 @@
+"""The decode loop against full recomputation, against transformers, and against itself in other
+batches."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import TINY, generate, load, plan, run_of, soft_set
+from oracle import oracle_logits
+
+from lapa2_interp import Augmentation, augmented, load_task
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    Lapa2Error,
+    LayoutError,
+    ModelError,
+    TaskError,
+)
+from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.bias.layout import Layout, left_pad, text_markers
+from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.methods import registry as methods
+from lapa2_interp.methods.base import Branch
+from lapa2_interp.methods.registry import assign
+from lapa2_interp.models.load import load_model, load_transformers
+from lapa2_interp.prefixes.soft_prefix import load_prefix
+
+GENERATED = [70, 81, 92, 103, 114, 64, 75]
+SENTIMENT = load_task("sentiment")
+PREFIX = methods.get("prefix")
+
+
+def made(
+    model,
+    prompts=("The lake", "Once upon a time"),
+    attribute="positive",
+    task=SENTIMENT,
+    method=PREFIX,
+    **settings,
+):
+    return generate(model, method, task, attribute, list(prompts), **({"length": 24} | settings))
+
+
+@pytest.mark.parametrize("phase", ["decode", "last_query"])
+@pytest.mark.parametrize("profile", ["paper", "released"])
+@pytest.mark.parametrize("law", ["log", "linear"])
+def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, profile, law):
+    """Row-wise l, left padding, rows of different prefix lengths, one row without a prefix and one
+    without a bias."""
+    model = load(tiny, "float64", model_class)
+    rows = left_pad(
+        [
+            Layout.of(model.tokenizer, "ab cd:", "efg hi"),
+            Layout.of(model.tokenizer, "a:", "b"),
+            Layout.of(model.tokenizer, None, "a longer prompt than the others"),
+            Layout.of(model.tokenizer, "xyz", "uvw"),
+        ]
+    )
+    augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law)
+    augmentations = [augmentation, augmentation, augmentation, None]
+    state = open_rows(model)
+    with torch.no_grad():
+        with augmented(model, augmentations, rows):
+            logits = [state.prompt_pass(rows)[:, -1]]
+        state.expand(torch.arange(4), capacity=len(rows[0]) + len(GENERATED))
+        with augmented(model, augmentations, rows):
+            logits += [state.read(torch.full((4, 1), token))[:, -1] for token in GENERATED]
+    found = torch.stack(logits, dim=1)
+    for row, each in enumerate(rows):
+        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
+        assert (found[row] - expected).abs().max() < 1e-7
+        if augmentations[row] is not None:
+            assert (expected - oracle_logits(model, each, GENERATED)[0]).abs().max() > 1e-3
+
+
+def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
+    model = load(tiny, "float64", model_class)
+    rows = left_pad(
+        [Layout.of(model.tokenizer, "ab cd:", "efg hi"), Layout.of(model.tokenizer, "a:", "b")]
+    )
+    augmentation = Augmentation(alpha=0.7, phase="all_queries")
+    state = open_rows(model)
+    with torch.no_grad(), augmented(model, augmentation, rows):
+        logits = [state.prompt_pass(rows)[:, -1]]
+        state.expand(torch.arange(2), capacity=len(rows[0]) + len(GENERATED))
+        logits += [state.read(torch.full((2, 1), token))[:, -1] for token in GENERATED]
+    for row, each in enumerate(rows):
+        expected, _ = oracle_logits(model, each, GENERATED, augmentation)
+        assert (torch.stack(logits, dim=1)[row] - expected).abs().max() < 1e-7
+
+
+def test_generated_tokens_are_draws_from_the_recomputed_distribution(tiny, model_class):
+    """The loop's own tokens, fed to the oracle, are what the sampler draws from the oracle's
+    logits."""
+    from lapa2_interp.generation.sampling import draw, uniforms
+
+    model = load(tiny, "float32", model_class)
+    augmentation = Augmentation(alpha=1)
+    found = made(model, augmentation=augmentation, samples=2, seed=5)
+    for sample in found.samples.itertuples():
+        branch = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
+        logits, _ = oracle_logits(model, branch, sample.tokens[:-1], augmentation)
+        streams = torch.from_numpy(uniforms(5, sample.prompt, sample.sample, sample.n_tokens))
+        assert draw(logits.log_softmax(1), streams, top_k=200).tolist() == sample.tokens
+
+
+@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
+def test_alpha_zero_is_plain_greedy_transformers(name):
+    model = load(name)
+    network, _, _ = load_transformers(name)
+    for augmentation in (None, Augmentation(alpha=0)):
+        found = made(
+            model,
+            ["The lake"],
+            augmentation=augmentation,
+            top_k=1,
+            length=16 if name in TINY else 6,
+        )
+        ids = Layout.of(model.tokenizer, "Very positive:", "The lake").tensor
+        for token in found.samples["tokens"][0]:
+            with torch.no_grad():
+                assert network(ids).logits[0, -1].argmax().item() == token
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+@pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1)])
+def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
+    model = load(tiny, "float32", model_class)
+    settings = {"augmentation": augmentation, "seed": 3, "trace": "none"}
+    together = made(model, samples=4, **settings).samples
+    first = made(model, samples=1, **settings).samples
+    alone = made(model, ["Once upon a time"], samples=3, max_rows=1, **settings).samples
+    backwards = made(
+        model, ["Once upon a time", "The lake"], samples=4, max_rows=3, **settings
+    ).samples
+    key = together.set_index(["prompt", "sample"])["text"]
+    assert len(key) == 8
+    for other in (first, alone, backwards):
+        assert other.set_index(["prompt", "sample"])["text"].equals(
+            key.loc[list(zip(other["prompt"], other["sample"], strict=True))]
+        )
+    assert key.nunique() == 8
+
+
+def test_a_short_text_begins_the_long_one():
+    model = load("tiny-llama")
+    long, short = (
+        made(model, length=length, augmentation=Augmentation(alpha=1)).samples
+        for length in (60, 25)
+    )
+    for a, b in zip(long["tokens"], short["tokens"], strict=True):
+        assert a[: len(b)] == b
+
+
+def test_baseline_and_lapa2_share_their_random_numbers():
+    model = load("tiny-gpt2")
+    base, same, other = (
+        made(model, augmentation=a).samples["text"].tolist()
+        for a in (None, Augmentation(alpha=1e-9), Augmentation(alpha=3))
+    )
+    assert base == same
+    assert base != other
+
+
+def test_attribute_and_seed_change_the_text():
+    model = load("tiny-gpt2")
+    texts = {
+        tuple(made(model, attribute=a, seed=s).samples["text"])
+        for a in ("positive", "negative")
+        for s in (1, 2)
+    }
+    assert len(texts) == 4
+
+
+def test_length_counts_the_prompt_where_the_task_says_so():
+    model = load("tiny-gpt2")
+    sentiment = made(model, ["The lake"], length=30).samples.iloc[0]
+    assert sentiment["n_tokens"] == 30 - len("The lake")  # one token per byte
+    assert sentiment["text"].startswith("The lake")
+    assert sentiment["text"] == "The lake" + sentiment["continuation"]
+    detox = made(
+        model, ["The lake"], task=load_task("detox"), attribute="nontoxic", length=30
+    ).samples.iloc[0]
+    assert detox["n_tokens"] == 30
+    assert detox["text"] == detox["continuation"]
+
+
+def test_llama_continuations_keep_their_leading_space():
+    model = load("smollm2-135m")
+    found = made(model, ["The lake"], top_k=1, length=8).samples.iloc[0]
+    assert found["continuation"].startswith(" ")
+    assert found["text"] == "The lake" + model.tokenizer.decode(found["tokens"])
+
+
+class Ends(type(PREFIX)):
+    """Prefix conditioning that makes the end token nearly certain at its third step."""
+
+    name = "ends"
+
+    def combine(self, log_probs, state):
+        weights = log_probs["prefix"].clone()
+        weights[:, 0] = 50.0 if (state or 0) == 2 else -50.0
+        return weights
+
+    def advance(self, state, log_probs, tokens):
+        return (state or 0) + 1
+
+
+def test_end_token_policies():
+    model = load("tiny-gpt2")
+    assert text_markers(model.tokenizer).ends == (0,)
+    kept, stopped, blocked = (
+        made(model, method=Ends(), eos=eos, length=30) for eos in ("keep", "stop", "block")
+    )
+    for sample in kept.samples.itertuples():
+        assert sample.tokens[2] == 0
+        assert sample.finish == "length"
+        assert "<|endoftext|>" in sample.text
+        assert len(sample.tokens) == 30 - len(sample.prompt)
+    for sample in stopped.samples.itertuples():
+        assert sample.tokens[2] == 0
+        assert (sample.n_tokens, sample.finish) == (3, "end")
+    assert stopped.trace.sizes["step"] == 3
+    assert all(0 not in tokens for tokens in blocked.samples["tokens"])
+
+
+def test_prompts_of_a_batch_end_at_their_own_lengths():
+    model = load("tiny-gpt2")
+    found = made(model, ["The lake", "Once upon a time"], length=30)
+    assert found.samples["n_tokens"].tolist() == [22, 14]
+    prefix = found.trace["prefix"].to_numpy()[0]
+    assert np.isfinite(prefix[0]).all()
+    assert np.isfinite(prefix[1, :14]).all()
+    assert np.isnan(prefix[1, 14:]).all()
+
+
+def test_rows_of_a_batch_are_bounded_by_their_cache():
+    model = load("smollm2-135m")
+    short = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, 128, 300)
+    assert {len(group) for group in short.groups} == {120, 60}
+    long = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, 8000, 300)
+    bytes_of_a_row = 2 * 30 * 3 * 64 * 4 * 8003
+    assert max(len(group) for group in long.groups) == (2 << 30) // bytes_of_a_row
+
+
+def test_prompts_share_a_batch_only_where_the_context_holds_both():
+    """A short prompt has more steps than a long one; together they must not run past the last
+    position."""
+    model = load("tiny-gpt2")
+    prompts = ["a" * 110, "a" * 190, "b" * 109]
+    todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 200, 1)
+    assert [[prompt for prompt, _ in group] for group in todo.groups] == [[0], [1], [2]]
+    found = made(model, prompts, length=200)
+    assert found.samples["n_tokens"].tolist() == [90, 10, 91]
+
+
+def test_traces_of_different_prefix_lengths_join():
+
+    detox = load_task("detox")
+    settings = {"length": 6, "samples": 1, "seed": 1, "patterns": [(0, 1)], "max_rows": 1}
+    run = run_of(
+        load("tiny-llama"),
+        PREFIX,
+        detox,
+        ["nontoxic", "toxic"],
+        ["The lake", "The blue lake"],
+        **settings,
+    )
+    cells = [run.cell(key) for key in run.plan]
+    texts = pd.concat([each.samples for each in cells], ignore_index=True)
+    trace = join_traces([each.trace for each in cells], texts)
+    assert trace.sizes["prefix_token"] == len("Very nontoxic:")
+    tokens = trace["prefix_tokens"].to_numpy()[0, :, 0]
+    assert np.isnan(tokens).sum(axis=1).tolist() == [0, 0, 3, 3]
+    assert trace.sizes["key"] == 1 + len("Very nontoxic:The blue lake") + 5
+
+
+def test_doubled_bos_generates_as_the_released_scripts_do():
+    model = load("tiny-llama", "float64")
+    augmentation = Augmentation(alpha=1, profile="released")
+    found = made(model, ["The lake"], augmentation=augmentation, doubled_bos=True, top_k=1)
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake", doubled_bos=True)
+    tokens = found.samples["tokens"][0]
+    logits, _ = oracle_logits(model, branch, tokens[:-1], augmentation)
+    assert logits.argmax(1).tolist() == tokens
+    assert found.trace["n_bos"].item() == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(type(PREFIX)):
+    name = "sum"
+
+    def branches(self, task, attribute):
+        return (Branch("base"), Branch("prefix", task.prefix(attribute)))
+
+    def combine(self, log_probs, state):
+        return log_probs["base"] + log_probs["prefix"]
+
+
+def test_every_branch_sees_the_same_tokens():
+    """Two branches as stacked rows equal two separate passes: combining base and prefix by hand."""
+    model = load("tiny-neox", "float64")
+    found = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
+    assert found.trace["branch"].values.tolist() == ["base", "prefix"]
+    for sample in found.samples.itertuples():
+        base, _ = oracle_logits(
+            model, Layout.of(model.tokenizer, None, sample.prompt), sample.tokens[:-1]
+        )
+        with_prefix = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
+        steered, _ = oracle_logits(model, with_prefix, sample.tokens[:-1], Augmentation(alpha=1))
+        assert (base.log_softmax(1) + steered.log_softmax(1)).argmax(1).tolist() == sample.tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"length": 300}, LayoutError, "exceed the context of 256 of tiny-gpt2"),
+        ({"length": 8}, LayoutError, "leaves nothing to generate after the 8 tokens of 'The lake'"),
+        ({"length": 0}, LayoutError, "at least 1"),
+        ({"samples": 0}, LayoutError, "at least 1"),
+        ({"top_k": 0}, Lapa2Error, "top_k must be at least 1"),
+        ({"prompts": ("The lake", "The lake")}, LayoutError, "given twice"),
+        ({"prompts": ("",)}, LayoutError, "tokenises to nothing"),
+        (
+            {"attribute": "joyful"},
+            TaskError,
+            "unknown attribute 'joyful'; allowed: positive, negative",
+        ),
+        ({"augmentation": Augmentation(alpha=1, layers=(4,))}, AugmentationError, "layers 0-3"),
+        (
+            {"augmentation": Augmentation(alpha=1, span=((0, 50),))},
+            LayoutError,
+            "outside the sequence",
+        ),
+        ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
+        ({"prompts": ()}, LayoutError, "a list of at least one text, found"),
+        ({"patterns": [(0, 1)], "trace": "none"}, Lapa2Error, "patterns are part of a trace"),
+    ],
+)
+def test_bad_input(settings, error, message):
+    with pytest.raises(error, match=message):
+        made(load("tiny-gpt2"), **settings)
+
+
+def test_nothing_stays_hooked_after_generation():
+    model = load("tiny-gpt2")
+    made(model, augmentation=Augmentation(alpha=1))
+    assert not [
+        name for name, point in model.hook_dict.items() if point.has_hooks(including_permanent=True)
+    ]
+
+
+@pytest.mark.parametrize("profile", ["paper", "released"])
+@pytest.mark.parametrize(
+    ("name", "task", "attribute", "parameters"),
+    [
+        ("prefix", "topic", "world", {}),
+        ("con-prefix", "sentiment", "negative", {}),
+        ("con-prefix", "sentiment", "negative", {"form": "hard-contrast"}),
+        ("air-decoding", "sentiment", "positive", {"omega": 3.0}),
+        ("air-decoding", "topic", "sports", {"omega": 3.0, "pro_aug": False}),
+        ("preadd", "detox", "nontoxic", {"pro_aug": True}),
+        ("palette", "sentiment", "positive", {}),
+    ],
+)
+def test_every_methods_texts_follow_from_separate_branches(
+    profile, name, task, attribute, parameters, tmp_path
+):
+    """Each branch recomputed alone by the oracle under what the method assigns to it, combined step
+    by step."""
+    model, task = load("tiny-gpt2", "float64"), load_task(task)
+    method, augmentation = (
+        methods.for_task(name, task, **parameters),
+        Augmentation(alpha=0.8, profile=profile),
+    )
+    if any(isinstance(branch.prefix, methods.Soft) for branch in method.branches(task, attribute)):
+        method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
+    prompts = ["The lake", "In summary, a"]
+    found = made(
+        model, prompts, attribute, task, method, augmentation=augmentation, length=26, top_k=1
+    )
+    branches = method.branches(task, attribute)
+    for sample in found.samples.itertuples():
+        log_probs, state = {}, None
+        for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
+            soft = (
+                load_prefix(tmp_path, branch.prefix.attribute)
+                if isinstance(branch.prefix, methods.Soft)
+                else None
+            )
+            text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))
+            keys = Layout.of(model.tokenizer, text, branch.join + sample.prompt, soft=slots)
+            found_here, _ = oracle_logits(model, keys, sample.tokens[:-1], assigned, prefix=soft)
+            log_probs[branch.name] = found_here.log_softmax(1)
+        for step, token in enumerate(sample.tokens):
+            here = {branch: each[step : step + 1] for branch, each in log_probs.items()}
+            assert method.combine(here, state).argmax().item() == token
+            state = method.advance(state, here, torch.tensor([token]))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
+    """`augmented` around the bridge's `generate`, cached or not, writes what our loop writes."""
+    model, augmentation = load(tiny), Augmentation(alpha=2)
+    ours = made(model, ["The lake"], augmentation=augmentation, top_k=1).samples["tokens"][0]
+    branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    settings = {
+        "max_new_tokens": len(ours),
+        "do_sample": False,
+        "stop_at_eos": False,
+        "verbose": False,
+    }
+    with torch.no_grad(), augmented(model, augmentation, branch):
+        theirs = model.generate(
+            branch.tensor, return_type="tokens", use_past_kv_cache=use_cache, **settings
+        )
+    assert theirs[0, len(branch) :].tolist() == ours
+    assert ours != made(model, ["The lake"], top_k=1).samples["tokens"][0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_generates(tiny, model_class, dtype):
+    found = made(load(tiny, dtype, model_class), augmentation=Augmentation(alpha=2), samples=2)
+    assert len(found.samples) == 4
+    assert np.isfinite(found.trace["prefix"].to_numpy()[0, 0]).all()
+    total = sum(found.trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()[
+        0, 0
+    ]
+    assert np.abs(total - 1).max() < 0.03  # bfloat16 weights carry 3 digits; 40 of them are summed
+
+
+def test_a_model_whose_weights_are_no_numbers_is_named():
+    model = load_model("tiny-gpt2", "float32", pack="off")
+    next(each for name, each in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
+    with pytest.raises(ModelError, match="logits of tiny-gpt2 are not numbers .* at step 0"):
+        made(model)

@@ -1,0 +1,149 @@
+"""What takes a model takes its name, or a model made elsewhere; a bare network is told how."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import load
+
+import lapa2_interp
+from lapa2_interp import (
+    Cell,
+    Layout,
+    TransformersModel,
+    circuits,
+    generate,
+    model_card,
+    teacher_forced,
+)
+from lapa2_interp._util.errors import LayoutError, ModelError
+from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.models.load import load_transformers
+
+SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 14}
+SMALL = {"prompts": ["The lake"], "tokens": 2}
+
+
+def made(attention="eager"):
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.set_attn_implementation(attention)
+    return TransformersModel(network, tokenizer, "mine")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_put_together_by_hand_generates_as_the_loaded_one(attention):
+    model = made(attention)
+    run = generate(model, alpha=1.0, **SETTINGS)
+    wanted = generate(load("tiny-llama"), alpha=1.0, **SETTINGS)
+    assert run.samples()["tokens"].tolist() == wanted.samples()["tokens"].tolist()
+    shares = [each.trace()["prefix"].to_numpy() for each in (run, wanted)]
+    np.testing.assert_allclose(*shares, atol=1e-5)
+    facts = run.manifest().model
+    assert (facts.name, facts.model_class) == ("mine", "TransformersModel")
+    assert facts.weights.startswith("sha256 ")
+
+
+def test_a_bridge_made_elsewhere_generates(tmp_path):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    for each in (network, tokenizer):
+        each.save_pretrained(tmp_path)
+    run = generate(TransformerBridge.boot_transformers(str(tmp_path), device="cpu"), **SETTINGS)
+    wanted = generate(load("tiny-llama"), **SETTINGS)
+    assert run.samples()["text"].tolist() == wanted.samples()["text"].tolist()
+    assert run.manifest().model.weights.startswith("sha256 ")
+
+
+def test_a_folder_is_given_as_a_path(tmp_path):
+    for each in load_transformers("tiny-llama")[:2]:
+        each.save_pretrained(tmp_path)
+    run = generate(Path(tmp_path), model_class="TransformersModel", **SETTINGS)
+    assert run.manifest().model.name == str(tmp_path)
+
+
+def calls(model):
+    """Every public function that takes a model, by name."""
+    layout = Layout.of(load("tiny-llama"), "Very", " lake")
+    about = {"about": "sentiment", **SMALL}
+    return {
+        "generate": lambda: generate(model, **SETTINGS),
+        "teacher_forced": lambda: teacher_forced(model, layout, [[1, 2]]),
+        "continue_chats": lambda: continue_chats(model, [layout], length=2),
+        "make_cases": lambda: circuits.make_cases(model, "sentiment", **SMALL),
+        "Question.of": lambda: circuits.Question.of(model, **about),
+        "control": lambda: circuits.control(model, **about),
+        "knock_out": lambda: circuits.knock_out(model, over="layer", **about),
+        "joint_curve": lambda: circuits.joint_curve(model, heads=[(0, 0)], **about),
+        "units_of": lambda: circuits.units_of(model, None, "layer"),
+        "prefix_mass": lambda: circuits.prefix_mass(model, **about),
+        "mean_mass": lambda: circuits.mean_mass(model, **about),
+        "alpha_at_mass": lambda: circuits.alpha_at_mass(model, mass=0.5, **about),
+        "patch": lambda: circuits.patch(model, node="z", **about),
+        "attribution": lambda: circuits.attribution(model, **about),
+        "integrated": lambda: circuits.integrated(model, **about),
+        "prefiltered": lambda: circuits.prefiltered(model, **about),
+        "writes": lambda: circuits.writes(model, **about),
+        "prompt_slope": lambda: circuits.prompt_slope(model, "sentiment"),
+        "fading": lambda: circuits.measure_fading(model, **about),
+        "select": lambda: circuits.select(model, **about),
+        "enough_tokens": lambda: circuits.enough_tokens(model, **about),
+    }
+
+
+ONLY_LOADED = {
+    "Cell.of": lambda model: Cell.of(model, **SETTINGS),
+    "model_card": model_card,
+    "probe": lapa2_interp.probe,
+    "find_prefix": lambda model: lapa2_interp.find_prefix(model, "sentiment", "mle", "positive"),
+    "soft_inputs": lambda model: lapa2_interp.soft_inputs(model, [], []),
+}
+
+
+@pytest.mark.parametrize("name", [*calls(None), *ONLY_LOADED])
+def test_a_bare_network_is_told_how(name):
+    network = load("tiny-llama", model_class="TransformersModel").original_model
+    call = ONLY_LOADED[name] if name in ONLY_LOADED else lambda model: calls(model)[name]()
+    with pytest.raises(
+        ModelError,
+        match=r"LlamaForCausalLM has no tokenizer; give TransformersModel\(network, tokenizer, NAM",
+    ):
+        call(network)
+
+
+@pytest.mark.parametrize("name", [name for name in calls(None) if name != "generate"])
+def test_a_name_is_loaded(name, monkeypatch):
+    class LoadedError(Exception):
+        pass
+
+    def loading(given):
+        raise LoadedError(given)
+
+    monkeypatch.setattr("lapa2_interp.models.load_model", loading)
+    with pytest.raises(LoadedError, match="planted"):
+        calls("planted")[name]()
+
+
+def test_a_circuit_is_found_by_name():
+    found = circuits.knock_out("planted", "sentiment", over="layer", **SMALL)
+    wanted = circuits.knock_out(load("planted"), "sentiment", over="layer", **SMALL)
+    assert np.array_equal(found.effects, wanted.effects)
+
+
+@pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_said_to_be_none(given):
+    with pytest.raises(ModelError, match="is no model of TransformerLens or transformers"):
+        generate(given, **SETTINGS)
+
+
+def test_parts_that_make_no_model():
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    with pytest.raises(ModelError, match="takes a transformers model; found str"):
+        TransformersModel("tiny-llama", tokenizer, "mine")
+    with pytest.raises(LayoutError, match="a tokenizer is needed here, found a NoneType"):
+        TransformersModel(network, None, "mine")
+    model = TransformersModel(network, tokenizer, "mine")
+    model.tokenizer = None
+    with pytest.raises(ModelError, match="has no tokenizer; set model.tokenizer"):
+        generate(model, **SETTINGS)

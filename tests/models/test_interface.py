@@ -1,0 +1,304 @@
+"""The augmentation in plain transformers models equals that through TransformerLens' hooks."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import cell_of, load, plan, soft_set
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from lapa2_interp import Augmentation, Layout, augmented, load_task, model_card
+from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError
+from lapa2_interp.attention.cache import padded_ids
+from lapa2_interp.attention.neurons import assert_neurons_live
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.loop import generate
+from lapa2_interp.models.card import TransformersModel, network_of
+
+PLAIN = "TransformersModel"
+PROMPTS = ["The lake", "The book is on the table"]
+WIDE, SIZE = {"hidden_size": 32, "intermediate_size": 64}, {"num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257}
+OTHERS = {
+    name: {**WIDE, **SIZE, **HEADS, "max_position_embeddings": 256, **more}
+    for name, more in {
+        "qwen2": {}, "qwen3": {"head_dim": 8}, "mistral": {"sliding_window": None},
+        "phi3": {"pad_token_id": 0}, "gemma2": {"head_dim": 8, "sliding_window": 256, "pad_token_id": 0},
+        "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 0},
+    }.items()
+}  # fmt: skip
+RULES = [
+    Augmentation(alpha=0.5),
+    Augmentation(alpha=1.5, profile="released"),
+    Augmentation(alpha=0.5, law="linear"),
+    Augmentation(alpha=0.5, law="sqrt", phase="all_queries"),
+    Augmentation(alpha=0.5, law="constant", l0=128, phase="decode"),
+    Augmentation(alpha=0.7, layers="even", length_rule="kv"),
+    Augmentation(alpha=0.7, heads=((0, 1), (2, 3), (2, 0))),
+    Augmentation(alpha=0.5, span="prefix+bos"),
+    Augmentation(alpha=0.5, span=((0, 2), (3, 5))),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.label)
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
+def test_texts_and_traces_are_those_through_hooks(name, rule):
+    """In float64: the same tokens, and every sum to 1e-10; two prompts, so that rows are padded."""
+    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, rule)
+    same(name, asked)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
+@pytest.mark.parametrize("method", ["air-decoding", "preadd"])
+def test_branches_and_soft_prefixes(name, method, tmp_path):
+    task = load_task("sentiment" if method == "air-decoding" else "detox")
+    attribute = "positive" if method == "air-decoding" else "nontoxic"
+    same(name, (method, task, attribute, PROMPTS, Augmentation(alpha=1)))
+    if method == "air-decoding":
+        folder = soft_set(tmp_path, load(name), task)
+        asked = ("prefix", task, attribute, PROMPTS, Augmentation(alpha=1))
+        same(name, asked, parameters={"prefixes": folder})
+
+
+def same(name, asked, **settings):
+    hooked, plain = (load(name, "float64", each) for each in ("TransformerBridge", PLAIN))
+    made = [
+        generate(each, cell_of(each, *asked, length=26, samples=2, trace="full", **settings))
+        for each in (hooked, plain)
+    ]
+    assert made[0].samples["tokens"].map(list).tolist() == (
+        made[1].samples["tokens"].map(list).tolist()
+    )
+    for sums in made[0].trace.data_vars:
+        np.testing.assert_allclose(
+            made[0].trace[sums], made[1].trace[sums], atol=1e-10, rtol=0, err_msg=str(sums)
+        )
+
+
+@pytest.fixture(scope="module")
+def network():
+    """Random networks of other architectures."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            config = AutoConfig.for_model(name, **OTHERS[name])
+            torch.manual_seed(1)
+            made[name] = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            made[name] = made[name].double().eval()
+        return made[name]
+
+    return of
+
+
+def masked(bias):
+    """A float mask [1, 1, query, key] with a bias on some keys."""
+    size = bias.shape[-1]
+    return torch.full((size, size), -1e30, dtype=torch.float64).triu(1)[None, None] + bias
+
+
+@pytest.mark.parametrize("name", [*OTHERS])
+@torch.no_grad()
+def test_the_bias_is_that_of_a_float_mask(network, name):
+    """A third way to add it, which neither hooks nor our attention function are part of."""
+    net, tokenizer = network(name), load("tiny-gpt2").tokenizer
+    layout = Layout.of(tokenizer, "Very positive:", "The lake")
+    rule = Augmentation(alpha=0.8, phase="all_queries")
+    n, prefix = len(layout), layout.prefix
+    bias = torch.zeros(1, 1, n, n, dtype=torch.float64)
+    bias[..., prefix[0] : prefix[1]] = torch.from_numpy(layout.bias(rule, np.arange(n)))[:, None]
+    asked = {"position_ids": torch.arange(n)[None]}
+    with augmented(net, rule, layout):
+        found = net(layout.tensor, **asked).logits
+    wanted = net(layout.tensor, attention_mask=masked(bias), **asked).logits
+    assert (found - net(layout.tensor).logits).abs().max() > 1e-3
+    # Some of these models compute their own softmax in float32.
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
+def test_greedy_generate_is_our_loop(name):
+    """transformers' own generate, on left-padded rows, each with its own l."""
+    model, rule = load(name, "float64", PLAIN), Augmentation(alpha=1.0)
+    cell = cell_of(
+        model, "prefix", load_task("sentiment"), "positive", PROMPTS, rule, length=30, top_k=1
+    )
+    wanted = generate(model, cell).samples["tokens"].map(list).tolist()
+    padded = left_pad(plan_layouts(model, rule))
+    ids = [[each.ids[0]] * each.pad + list(each.ids) for each in padded]
+    mask = torch.tensor([[0] * each.pad + [1] * len(each.ids) for each in padded])
+    net = network_of(model)
+    with augmented(net, rule, padded):
+        found = net.generate(
+            torch.tensor(ids), attention_mask=mask, max_new_tokens=30, do_sample=False,
+            eos_token_id=None, pad_token_id=1,
+        )  # fmt: skip
+    for row, tokens in zip(found[:, mask.shape[1] :].tolist(), wanted, strict=True):
+        assert row[: len(tokens)] == tokens
+
+
+def plan_layouts(model, rule):
+    todo = plan(model, "prefix", load_task("sentiment"), "positive", PROMPTS, rule, 30, 1)
+    return list(todo.layouts[0])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}]
+)
+@torch.no_grad()
+def test_beams_and_samples_have_the_augmented_probabilities(settings):
+    """Every returned token's score is that of a forward pass over the whole sequence."""
+    model, rule = load("tiny-llama", "float64", PLAIN), Augmentation(alpha=1.0)
+    padded, net = left_pad(plan_layouts(model, rule)), network_of(model)
+    ids = torch.tensor([[each.ids[0]] * each.pad + list(each.ids) for each in padded])
+    mask = torch.tensor([[0] * each.pad + [1] * len(each.ids) for each in padded])
+    torch.manual_seed(0)
+    with augmented(net, rule, padded):
+        found = net.generate(
+            ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None, pad_token_id=1, top_k=0,
+            output_scores=True, output_logits=True, return_dict_in_generate=True, **settings,
+        )  # fmt: skip
+        scores = net.compute_transition_scores(
+            found.sequences, found.scores, getattr(found, "beam_indices", None),
+            normalize_logits="num_beams" not in settings,
+        )  # fmt: skip
+    copies = len(found.sequences) // 2
+    layouts = [each for each in padded for _ in range(copies)]
+    whole = mask.repeat_interleave(copies, 0)
+    whole = torch.cat([whole, torch.ones(len(whole), 8, dtype=torch.long)], dim=1)
+    positions = (whole.cumsum(1) - 1).clamp(min=0)
+    with augmented(net, rule, layouts):
+        logits = net(found.sequences, attention_mask=whole, position_ids=positions).logits
+    log_probs = logits.log_softmax(-1)[:, -9:-1]
+    wanted = log_probs.gather(2, found.sequences[:, -8:, None])[..., 0]
+    # generate keeps its scores in float32.
+    torch.testing.assert_close(scores.double(), wanted, atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_interleaved_models_do_not_leak_and_blocks_nest():
+    one, other = (load(name, "float64", PLAIN) for name in ("tiny-llama", "tiny-gpt2"))
+    a, b = (Layout.of(each.tokenizer, "Very positive:", "The lake") for each in (one, other))
+    strong, weak = Augmentation(alpha=2.0), Augmentation(alpha=0.5)
+
+    def alone(model, layout, *rules):
+        with augmented(model, rules[0], layout):
+            if len(rules) == 1:
+                return model(layout.tensor)
+            with augmented(model, rules[1], layout):
+                return model(layout.tensor)
+
+    hooked = load("tiny-llama", "float64")
+    wanted = alone(one, a, strong), alone(other, b, weak)
+    torch.testing.assert_close(alone(one, a, strong, weak), alone(hooked, a, strong, weak))
+    with augmented(one, strong, a), augmented(network_of(other), weak, b):
+        assert torch.equal(one(a.tensor), wanted[0])
+        assert torch.equal(other(b.tensor), wanted[1])
+        assert torch.equal(one(a.tensor), wanted[0])
+
+
+@torch.no_grad()
+def test_an_exception_leaves_nothing_behind():
+    model = load("tiny-llama", "float64", PLAIN)
+    net, layout = network_of(model), Layout.of(model.tokenizer, "Very positive:", "The lake")
+    plain, hooks = net(layout.tensor).logits, len(net._forward_pre_hooks)
+    with pytest.raises(ZeroDivisionError), augmented(net, Augmentation(alpha=1), layout):
+        raise ZeroDivisionError
+    with pytest.raises(LayoutError), augmented(net, Augmentation(alpha=1), layout):
+        net(layout.tensor + 1)
+    assert net.config._attn_implementation == "eager"
+    assert len(net._forward_pre_hooks) == hooks
+    assert torch.equal(net(layout.tensor).logits, plain)
+
+
+@pytest.mark.parametrize("name", ["gptj", "falcon", "gpt_neo", "bloom", "mpt"])
+def test_architectures_without_the_interface_are_refused(name):
+    """They would take the function's name and ignore it."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4} if name == "gptj" else {
+        "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_hidden_layers": 2, "n_layer": 2,
+        "num_attention_heads": 4, "n_head": 4, "d_model": 32, "n_heads": 4, "n_layers": 2,
+    }  # fmt: skip
+    if name == "gpt_neo":
+        sizes["attention_types"] = [[["global"], 2]]
+    config = AutoConfig.for_model(name, vocab_size=257, **sizes)
+    net = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    layout = Layout.of(load("tiny-gpt2").tokenizer, "Very positive:", "The lake")
+    with (
+        pytest.raises(DeadHookError, match="without transformers' attention interface"),
+        augmented(net, Augmentation(alpha=1), layout),
+    ):
+        pass
+
+
+def test_rows_must_be_a_multiple_of_the_layouts():
+    model = load("tiny-llama", "float64", PLAIN)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    with (
+        pytest.raises(LayoutError, match="3 rows, but 2 layouts"),
+        augmented(model, Augmentation(alpha=1), [layout, layout]),
+    ):
+        model(layout.tensor.expand(3, -1))
+
+
+def test_a_method_that_sets_neurons_needs_hooks():
+    model = load("tiny-llama", "float32", PLAIN)
+    assert isinstance(model, TransformersModel)
+    assert model_card(model).model_class == PLAIN
+    with pytest.raises(DeadHookError, match="no blocks.*so its neurons cannot be set"):
+        assert_neurons_live(model)
+
+
+def test_probe_says_what_is_live(capsys):
+    for name in ("TransformerBridge", PLAIN):
+        assert main(["probe", "tiny-llama", "--model-class", name]) == 0
+        printed = capsys.readouterr().out
+        assert "live in all 4 layers" in printed
+        assert "plain transformers is live, too" in printed
+
+
+@torch.no_grad()
+def test_a_cache_and_a_mask_are_seen_where_they_are_given_by_position():
+    model = load("tiny-gpt2", "float32", PLAIN)
+    net, rule = network_of(model), Augmentation(alpha=1.0)
+    padded = left_pad([Layout.of(model.tokenizer, "Good:", text) for text in ("The lake", "A")])
+    ids, mask = padded_ids(padded, "cpu")
+    longer = torch.cat([mask, mask[:, -1:]], dim=1)
+    found = []
+    for by_position in (False, True):
+        cache = DynamicCache()
+        with augmented(net, rule, padded):
+            if by_position:
+                net(ids, cache, mask)
+                found.append(net(ids[:, -1:], cache, longer).logits)
+            else:
+                net(ids, past_key_values=cache, attention_mask=mask)
+                asked = {"past_key_values": cache, "attention_mask": longer}
+                found.append(net(ids[:, -1:], **asked).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_generate_with_a_static_cache(network, name):
+    """Its masks come as one a layer type."""
+    net, tokenizer = network(name), load("tiny-gpt2").tokenizer
+    layout = Layout.of(tokenizer, "Very positive:", "The lake")
+    found = []
+    for cache in (None, "static"):
+        with augmented(net, Augmentation(alpha=2.0), layout):
+            made = net.generate(
+                layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=8,
+                do_sample=False, eos_token_id=None, cache_implementation=cache, disable_compile=True,
+            )  # fmt: skip
+        found.append(made.tolist())
+    assert found[0] == found[1]
+
+
+def test_what_is_no_model_is_told_which_to_pass():
+    layout = Layout.of(load("tiny-gpt2").tokenizer, "Good:", "The lake")
+    wrapper = torch.nn.Sequential(network_of(load("tiny-gpt2", "float32", PLAIN)))
+    for thing, name in ((None, "NoneType"), (wrapper, "Sequential")):
+        with (
+            pytest.raises(ModelError, match=f"a {name} is no model .*; pass the one inside it"),
+            augmented(thing, Augmentation(alpha=1.0), layout),
+        ):
+            pass

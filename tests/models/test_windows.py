@@ -1,0 +1,417 @@
+"""Layers whose queries see some keys only: l, n, bias and trace go by what a query sees, which is
+read here from the masked scores themselves."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import cell_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lapa2_interp import (
+    Augmentation,
+    Layout,
+    augmented,
+    generate,
+    load_model,
+    load_task,
+    teacher_forced,
+)
+from lapa2_interp._util.errors import AugmentationError, LayoutError, ModelError, TraceError
+from lapa2_interp.attention.cache import open_rows, padded_ids
+from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.tables import fit_table, layer_types, pooled, step_table
+from lapa2_interp.bias.keys_seen import FULL, KeysSeen, layers_in_words
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.plan import plan
+from lapa2_interp.models.card import keys_seen, keys_seen_by, model_card
+from lapa2_interp.models.load import load_tokenizer
+from lapa2_interp.paper.propositions import by_alpha
+from lapa2_interp.runs.attention import read_attention
+
+WINDOW = 12
+SLIDING = KeysSeen("sliding", WINDOW)
+SIZE = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "initializer_range": 0.2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {
+    "gemma3_text": {
+        "num_hidden_layers": 3, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mistral": {"num_hidden_layers": 2, "sliding_window": WINDOW},
+    "llama4_text": {
+        "num_hidden_layers": 2, "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0], "intermediate_size_mlp": 64, "num_local_experts": 2, "moe_layers": [],
+    },
+}  # fmt: skip
+KINDS = {
+    "gemma3_text": (SLIDING, FULL, SLIDING),
+    "mistral": (SLIDING, SLIDING),
+    "llama4_text": (KeysSeen("chunked", WINDOW), FULL),
+}
+CASES = [
+    (kind, model_class) for kind in MODELS for model_class in ("TransformerBridge", "TransformersModel")
+    if (kind, model_class) != ("llama4_text", "TransformerBridge")  # refused there: tests/models/test_families.py
+]  # fmt: skip
+PREFIX, PROMPT, SHORT = "Very good:", " The lake", " A"
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    @functools.cache
+    def loaded(kind, model_class):
+        folder = tmp_path_factory.mktemp(kind) / kind
+        config = AutoConfig.for_model(kind, **SIZE | MODELS[kind])
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        load_tokenizer("tiny-gpt2").save_pretrained(folder)
+        return load_model(str(folder), "float64", model_class=model_class)
+
+    return loaded
+
+
+def masked_scores(model, rules, layouts, ids, mask):
+    """By layer, the scores before and after the augmentation."""
+    before, after = {}, {}
+
+    def keep(where):
+        def look(layer, scores):
+            where[layer] = scores.clone()
+            return scores
+
+        return look
+
+    with (
+        torch.no_grad(),
+        on_scores(model, keep(before)),
+        augmented(model, rules, layouts),
+        on_scores(model, keep(after)),
+    ):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask, position_ids=positions)
+    return before, after
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Augmentation(alpha=0.7),
+        Augmentation(alpha=0.7, length_rule="kv"),
+        Augmentation(alpha=0.1, law="linear"),
+        Augmentation(alpha=0.5, span="prefix+bos", phase="every_query"),
+        Augmentation(alpha=0.5, span=("prefix", (1, 2, 7)), phase="all_queries"),
+        Augmentation(alpha=1.5, law="scale", span="input"),
+    ],
+    ids=lambda rule: rule.label,
+)
+@pytest.mark.parametrize(("kind", "model_class"), CASES)
+def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
+    """Two padded rows of 40 and 33 keys; what a query sees is read from the mask of the scores."""
+    model = load(kind, model_class)
+    layouts = left_pad([Layout.of(model.tokenizer, PREFIX, text) for text in (PROMPT, SHORT)])
+    more = torch.arange(21)[None].repeat(2, 1) + 70
+    ids, mask = padded_ids(layouts, "cpu")
+    ids, mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
+    before, after = masked_scores(model, rule, layouts, ids, mask)
+    hidden = 0
+    for layer in range(model.cfg.n_layers):
+        for row, each in enumerate(layouts):
+            keys = (
+                set(range(*each.prefix))
+                if rule.positions is None
+                else {each.prefix.start + i for i in rule.positions}
+            )
+            counted = set(keys)
+            if rule.span == "prefix+bos":
+                keys = keys | {each.bos.start}
+            elif rule.span == "input":
+                keys = set(range(each.bos.start, each.prompt.stop))
+            first = {"every_query": each.bos.start, "all_queries": each.prefix.stop}.get(
+                rule.phase, len(each) - 1
+            )
+            for query in range(each.bos.start, ids.shape[1]):
+                seen = set((before[layer][row, 0, query] > -1e30).nonzero()[:, 0].tolist())
+                hidden += len(set(range(each.bos.start, query + 1)) - seen)
+                # A query inside the prefix counts it whole, as far as its window reaches back.
+                n = len({key for key in counted if key in seen or key > query})
+                l = len(seen - ({each.bos.start} if rule.length_rule == "paper" else set()))
+                b = 0.0
+                if query >= first and n:
+                    b = {
+                        "log": rule.alpha * np.log(max(l, n) / n),
+                        "linear": rule.alpha * max(l, 1) / n,
+                        "scale": rule.alpha,
+                    }[rule.law]
+                added = (after[layer] - before[layer])[row, :, query]
+                for key in seen:
+                    assert added[:, key].tolist() == pytest.approx(
+                        [b if key in keys else 0.0] * 4, abs=1e-12
+                    )
+    assert hidden > 200
+
+
+@pytest.mark.parametrize(("kind", "model_class"), CASES)
+def test_cached_decoding_is_the_whole_pass(load, kind, model_class):
+    """Beyond the window, in float64, in a batch of padded rows and under a bias."""
+    model, rule = load(kind, model_class), Augmentation(alpha=0.9)
+    layouts = left_pad([Layout.of(model.tokenizer, PREFIX, text) for text in (PROMPT, SHORT)])
+    tokens = torch.arange(24)[None].repeat(2, 1) + 70
+    rows = open_rows(model)
+    with torch.no_grad(), augmented(model, rule, layouts):
+        rows.prompt_pass(layouts)
+        rows.expand(torch.arange(2), capacity=len(layouts[0]) + 24)
+        found = torch.cat([rows.read(each) for each in tokens.split(1, dim=1)], 1)
+    for row in range(2):
+        alone = Layout.of(model.tokenizer, PREFIX, (PROMPT, SHORT)[row])
+        whole = torch.cat([alone.tensor, tokens[:1]], 1)
+        with torch.no_grad(), augmented(model, rule, alone):
+            wanted = model(whole)[0, -24:]
+        assert (found[row] - wanted).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("kind", "model_class"), CASES)
+def test_traces_keep_windows_apart(load, kind, model_class):
+    model, kinds = load(kind, model_class), KINDS[kind]
+    branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), [list(range(70, 95))]
+    whole = teacher_forced(model, branch, text, Augmentation(alpha=0.4))
+    mean = teacher_forced(model, branch, text, Augmentation(alpha=0.4), trace="pooled")
+    assert whole["layer_sees"].to_numpy().tolist() == [str(each) for each in kinds]
+    names = list(dict.fromkeys(map(str, sorted(kinds, key=lambda each: each != FULL))))
+    assert layer_types(whole) == layer_types(mean) == names
+    for layer, each in enumerate(kinds):
+        sight = whole["in_sight"][0, 0, :, layer].to_numpy()
+        share = whole["prefix"][0, 0, :, layer].to_numpy()
+        assert ((share > 0).all(1) == (sight > 0)).all()
+        assert ((share == 0).all(1) == (sight == 0)).all()
+        assert (sight.min() == 0) == (each != FULL)
+    for name in ("prefix", "bos", "prompt", "nearest_4"):
+        for layer_type in layer_types(mean):
+            of_type = [layer for layer, each in enumerate(kinds) if str(each) == layer_type]
+            wanted = whole[name].to_numpy()[:, :, :, of_type].mean((3, 4))
+            assert np.abs(mean[name].sel(layer_type=layer_type) - wanted).max() < 1e-6
+            assert np.abs(pooled(whole, name, layer_type) - wanted).max() < 1e-6
+        assert np.abs(pooled(mean, name) - pooled(mean, name, layer_types(mean)[0])).max() == 0
+
+
+def test_the_trace_is_the_attention_of_transformers(load):
+    model = load("gemma3_text", "TransformersModel")
+    branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), list(range(70, 95))
+    trace = teacher_forced(model, branch, [text])
+    ids = torch.tensor([[*branch.ids, *text[:-1]]])
+    with torch.no_grad():
+        found = model.original_model(ids, output_attentions=True).attentions
+    for layer, pattern in enumerate(found):
+        steps = pattern[0, :, len(branch) - 1 :]  # head step key
+        for name, span in (
+            ("prefix", branch.prefix),
+            ("bos", branch.bos),
+            ("prompt", branch.prompt),
+        ):
+            wanted = steps[:, :, slice(*span)].sum(2).T.numpy()
+            assert np.abs(trace[name][0, 0, :, layer].to_numpy() - wanted).max() < 1e-6
+
+
+def test_a_target_is_met_where_the_prefix_is_in_sight(load):
+    """Where it is not, nothing is added, and nothing counts as cut."""
+    model = load("gemma3_text", "TransformerBridge")
+    branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), [list(range(70, 95))]
+    trace = teacher_forced(model, branch, text, Augmentation(alpha=1, law="target", tau=0.3))
+    sight, share = trace["in_sight"][0, 0].to_numpy() > 0, trace["prefix"][0, 0].to_numpy()
+    assert np.abs(share[sight] - 0.3).max() < 1e-5
+    assert (share[~sight] == 0).all()
+    assert (~sight).any()
+    assert (trace["caps"] == 0).all()
+
+
+def test_the_released_code_is_refused_beyond_a_window(load):
+    """Its slots would mean other keys there. Layers that see all keys have them."""
+    model = load("gemma3_text", "TransformerBridge")
+    released = Augmentation(alpha=0.5, profile="released")
+    branch = Layout.of(model.tokenizer, "Go:", " on")
+    message = "a layer that is sliding 12 lacks them"
+    with pytest.raises(LayoutError, match=message):
+        teacher_forced(model, branch, [list(range(70, 90))], released)
+    teacher_forced(model, branch, [[70, 71]], released)
+    teacher_forced(
+        model, branch, [list(range(70, 90))], released.model_copy(update={"layers": (1,)})
+    )
+    task = load_task("sentiment")
+    for layers, refused in (("all", True), ((1,), False)):
+        rule = released.model_copy(update={"layers": layers})
+        cell = cell_of(model, "prefix", task, "positive", ["The lake"], rule, length=30)
+        if refused:
+            with pytest.raises(LayoutError, match=message):  # before any token
+                plan(model, cell)
+        else:
+            plan(model, cell)
+
+
+def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):
+    model = load("gemma3_text", "TransformerBridge")
+    run = generate(
+        model,
+        attribute="positive",
+        prompts=["The lake"],
+        alpha=0.5,
+        length=40,
+        dtype="float64",
+        trace="pooled",
+    )
+    steps = step_table(run.trace(), run.samples())
+    assert list(dict.fromkeys(steps["layer_type"])) == ["full", "sliding 12"]
+    last = steps[(steps["name"] == "prefix") & (steps["step"] == steps["step"].max())].set_index(
+        "layer_type"
+    )["mean"]
+    assert last["full"] > 0
+    assert last["sliding 12"] == 0
+    fits = fit_table(steps)
+    alone = fit_table(steps[steps["layer_type"] == "full"])
+    assert fits.equals(alone)
+    assert len(fits) == 1
+    labels = [
+        line.get_label() for line in read_attention(run).figures()["prefix_attention"].axes[0].lines
+    ]
+    assert "alpha 0.5 paper, sliding 12 layers" in labels
+    run.save(tmp_path / "run")
+    assert main(["trace", str(tmp_path / "run")]) == 0
+    assert "sliding 12" in capsys.readouterr().out
+    manifest = run.manifest()
+    assert manifest.model.keys_seen == KINDS["gemma3_text"] == model_card(model).keys_seen
+
+
+def test_commands_name_the_windows(load, capsys):
+    folder = load("gemma3_text", "TransformerBridge").cfg.model_name
+    words = "full: 1; sliding 12: 0 2"
+    assert main(["probe", folder]) == 0
+    assert words in capsys.readouterr().out
+    asked = [
+        "layout",
+        "--model",
+        folder,
+        "--prefix",
+        PREFIX,
+        "--prompt",
+        PROMPT,
+        "--steps",
+        "30",
+        "--alpha",
+        "1",
+    ]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert "in layers that are sliding 12: augmentation" in shown
+    assert main([*asked, "--json"]) == 0
+    whole, windowed = json.loads(capsys.readouterr().out)
+    assert (whole["layer_type"], windowed["layer_type"]) == ("full", "sliding 12")
+    assert [each["l"] for each in whole["steps"]] == list(range(19, 49))
+    assert {each["l"] for each in windowed["steps"]} == {12}
+    assert windowed["steps"][-1]["bias"] == 0 < whole["steps"][-1]["bias"]
+
+
+def test_layers_without_attention_are_not_chosen():
+    """`layers` counts as the model does; where none of the chosen has attention, that is an error."""
+    from lapa2_interp.attention.bias import Bias
+
+    layout = Layout.of(load_tokenizer("tiny-gpt2"), PREFIX, PROMPT)
+    seen = [KeysSeen("none"), FULL, KeysSeen("none"), FULL]
+    bias = Bias([(Augmentation(alpha=1),)], [layout], (4, 2), seen)
+    assert bias.layers == [1, 3]
+    for choice in ({"layers": (0, 1)}, {"layers": "even"}, {"heads": ((2, 1),)}):
+        with pytest.raises(
+            AugmentationError, match=r"has no attention.*layers with attention: 1, 3"
+        ):
+            Bias([(Augmentation(alpha=1, **choice),)], [layout], (4, 2), seen)
+    with pytest.raises(TraceError, match="layer 0 has no attention; layers with attention: 1, 3"):
+        Recorder(4, 2, "full", [(0, 1)], seen)
+
+
+def test_types_of_layers_are_read_from_configurations():
+    def of(kind, **fields):
+        return keys_seen_by(AutoConfig.for_model(kind, **fields))
+
+    assert set(of("llama")) == {FULL}
+    assert of("gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]]) == (
+        FULL,
+        KeysSeen("sliding", 256),
+    )
+    assert set(of("qwen2", sliding_window=64)) == {FULL}  # its windows are off
+    assert of("qwen2", num_hidden_layers=3, sliding_window=64, use_sliding_window=True, max_window_layers=2) == (
+        FULL, FULL, KeysSeen("sliding", 64),
+    )  # fmt: skip
+    assert of("mistral", num_hidden_layers=1) == (KeysSeen("sliding", 4096),)
+    assert layers_in_words(of("qwen3_next", num_hidden_layers=8)) == "full: 3 7; none: 0-2 4-6"
+    with pytest.raises(
+        ModelError, match="layer 0 is of type 'indexed_attention'.*known types: full_attention"
+    ):
+        config = AutoConfig.for_model("llama", num_hidden_layers=1)
+        config.layer_types = ["indexed_attention"]
+        keys_seen_by(config)
+
+
+def test_every_model_with_a_window_hides_what_its_configuration_says():
+    """Of MiniMax the layers called full have the window."""
+    size = {"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model("minimax", **SIZE | size, sliding_window=WINDOW)
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    seen = keys_seen_by(network.config)
+    attends = [layer for layer, each in enumerate(seen) if each.kind != "none"]
+    found = network(torch.arange(40)[None], output_attentions=True, use_cache=False).attentions
+    assert len(attends) == 1
+    for layer in attends:
+        assert (found[layer][0, 0, -1] > 0).sum() == WINDOW == seen[layer].size
+
+
+@pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
+def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_class, monkeypatch):
+    """In a prompt, and in decoding within 64 tokens; not where all queries see all keys."""
+    model = load("mistral", model_class)
+    config = model.original_model.config
+    monkeypatch.setattr(config, "layer_types", ["full_attention"] * 2, raising=False)
+    branch, rule = Layout.of(model.tokenizer, "Go:", " on"), Augmentation(alpha=1)
+    long = left_pad([branch, Layout.of(model.tokenizer, PREFIX, PROMPT)])
+    message = "layer 0 is of type full .* sees keys from slot 7 on, not from 0;"
+    ids, mask = padded_ids(long, "cpu")
+    with augmented(model, rule, long), pytest.raises(ModelError, match="layer 0 is of type full"):
+        model(ids, attention_mask=mask)
+    teacher_forced(model, branch, [[70] * 4], rule)
+    with pytest.raises(ModelError, match=message):
+        teacher_forced(model, branch, [[70] * 13], rule)
+    with pytest.raises(ModelError, match="in slot 64 sees keys from slot 53 on, not from 0"):
+        teacher_forced(model, branch, [[70] * 90], rule, chunk=1)
+    knocked = Augmentation(alpha=1, law="cut", span="bos", phase="every_query")
+    with pytest.raises(LayoutError, match="sees no key"):
+        teacher_forced(model, branch, [[70] * 4], knocked)
+    with augmented(model, Augmentation(alpha=1, law="cut", span="bos"), branch):
+        teacher_forced(model, branch, [[70] * 4], rule)
+
+
+def test_propositions_refuse_what_a_window_hides(load):
+    model = load("gemma3_text", "TransformersModel")
+    branch = Layout.of(model.tokenizer, "Go:", " on")
+    for n, refused in ((4, False), (20, True)):
+        traces = {
+            alpha: teacher_forced(model, branch, [list(range(70, 70 + n))], rule)
+            for alpha, rule in ((0.0, None), (1.0, Augmentation(alpha=1)))
+        }
+        if refused:
+            with pytest.raises(TraceError, match="longer than the sliding window"):
+                by_alpha(traces)
+        else:
+            by_alpha(traces)
+
+
+def test_all_classes_make_one_trace(load, model_class):
+    traces = []
+    for each in (model_class, "TransformersModel"):
+        model = load("mistral", each)
+        assert keys_seen(model) == KINDS["mistral"]
+        branch = Layout.of(model.tokenizer, PREFIX, PROMPT)
+        traces.append(teacher_forced(model, branch, [list(range(70, 95))], Augmentation(alpha=0.4)))
+    assert (np.abs(traces[0] - traces[1]).max().to_array() < 1e-6).all()

@@ -1,0 +1,92 @@
+"""The numbers that docs/results.md and the README quote are those of the committed tables."""
+
+import functools
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    "Scale quick": ("figures/quick/tables/*.csv",),
+    "Which heads carry the control?": (
+        "figures/circuits/**/*.csv",
+        "figures/circuits/*/report.html",
+    ),
+    "Why does control fade?": ("figures/fading/*/*.csv",),
+    "Ways to steer attention, at their defaults": ("figures/frontier/frontier.csv",),
+    "Does other steering control more than LaPA² at equal perplexity?": (
+        "figures/steering/steering.*.csv",
+    ),
+    "Does an instruction hold in a chat?": ("figures/chat.csv",),
+}
+"""Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
+NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
+INTERVAL = re.compile(rf"({NUMBER})([^\d\[\]]{{0,60}}?)\[({NUMBER}), ({NUMBER})\]")
+SCALES = (1, 100, 1000)
+"""Docs say shares in percent, and nats in thousandths."""
+
+
+def quoted(text):
+    """(the words, value, low, high) of every number with an interval; each with its decimals."""
+    for found in INTERVAL.finditer(" ".join(text.split())):
+        numbers = [each.replace(",", "").rstrip(".") for each in found.group(1, 3, 4)]
+        yield found[0], [(float(each), len(each.partition(".")[2])) for each in numbers]
+
+
+@functools.cache
+def known(section):
+    """Every (value, low, high) of a section's sources, [row three]."""
+    rows = []
+    for pattern in SOURCES[section]:
+        for file in sorted(ROOT.glob(pattern)):
+            if file.suffix == ".csv":
+                table = pd.read_csv(file)
+                names = list(table)
+                for low in (name for name in names if name.endswith("low")):
+                    value = low.removesuffix("_low") if low.endswith("_low") else ""
+                    value = value if value in table else names[names.index(low) - 1]
+                    columns = [value, low, low.removesuffix("low") + "high"]
+                    numbers = table[columns].apply(pd.to_numeric, errors="coerce")
+                    rows.append(numbers.dropna().to_numpy(float))
+            else:
+                pairs = quoted(file.read_text("utf-8"))
+                rows.append(np.array([[number for number, _ in three] for _, three in pairs]))
+    return np.concatenate([each.reshape(-1, 3) for each in rows])
+
+
+def is_known(numbers, rows):
+    """Whether a row rounds to these; a fall may be told without its sign."""
+    values = np.array([value for value, _ in numbers])
+    half = np.array([0.5 * 10.0**-digits for _, digits in numbers]) * (1 + 1e-6)
+    for scale in SCALES:
+        for told in (rows * scale, -rows[:, [0, 2, 1]] * scale, rows * scale * [-1, 1, 1]):
+            if (np.abs(told - values) <= half + 1e-9).all(axis=1).any():
+                return True
+    return False
+
+
+def section(title):
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    found = re.search(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.S | re.M)
+    assert found, f"docs/results.md has no section {title}"
+    return found[1]
+
+
+@pytest.mark.parametrize("title", SOURCES)
+def test_numbers_with_intervals_are_those_of_the_tables(title):
+    rows, asked = known(title), list(quoted(section(title)))
+    assert asked
+    wrong = [words for words, numbers in asked if not is_known(numbers, rows)]
+    assert not wrong
+
+
+def test_a_wrong_number_is_found():
+    """Of numbers moved by five units of their last digit, inside the same interval, nearly none is
+    anywhere in the tables."""
+    for title in SOURCES:
+        asked = [numbers for _, numbers in quoted(section(title))]
+        moved = [[(value + 5 * 10.0**-digits, digits), *ends] for (value, digits), *ends in asked]
+        assert np.mean([is_known(numbers, known(title)) for numbers in moved]) < 0.2

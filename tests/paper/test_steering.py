@@ -1,0 +1,367 @@
+"""The item steering: its grid, its prompts, and its tables and figure of a small run."""
+
+import json
+import lzma
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import load
+
+from lapa2_interp import load_task
+from lapa2_interp._util.errors import DataError, GridError, RunError
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.recipes import families, read_recipes, recipe, strength_of
+from lapa2_interp.paper.equal_perplexity import qualified, telling
+from lapa2_interp.paper.steering_prompts import chosen, read_neutral
+from lapa2_interp.runs.generate import make_cells
+from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.store import load_run, write_run
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
+GRID = """
+model = "tiny-gpt2"
+dtype = "float32"
+method = { name = "prefix", prefixes = "hard" }
+length = 44
+samples = 1
+trace = "none"
+prompts = "prompts.txt"
+[[block]]
+task = "topic"
+attribute = "world"
+augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
+[[block]]
+task = "sentiment"
+augmentation = ["none", "lapa2:alpha=0.5", "lapa2:alpha=4", "set-point:tau=0.3", "set-point:tau=0.8"]
+[[block]]
+task = "sentiment"
+bar_prefix_words = true
+augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
+"""
+
+
+def script(kind, *arguments):
+    before, path = sys.argv, list(sys.path)
+    sys.argv, sys.path = ["steering.py", *map(str, arguments)], [str(ROOT / kind), *path]
+    try:
+        return runpy.run_path(str(ROOT / kind / "steering.py"), run_name="__main__")
+    finally:
+        sys.argv, sys.path = before, path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a grid of one's own, on a tiny model."""
+    folder = tmp_path_factory.mktemp("steering")
+    # Ten words: shorter texts have no perplexity.
+    prompts = [f"{i} a b c d e f g h i j" for i in range(9)]
+    (folder / "prompts.txt").write_text("\n".join(prompts))
+    (folder / "mine.toml").write_text(GRID.replace("prompts.txt", str(folder / "prompts.txt")))
+    grid = load_grid(str(folder / "mine.toml"))
+    made = make_cells(load("tiny-gpt2"), grid.cells, name="mine")
+    write_run(folder / "run", made)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "excepthook", sys.excepthook)
+        scorers = ["--scorers", "linear", "accuracy", "masked", "echo", "repetition"]
+        found = script(
+            "analyses", folder / "run", "--grids", "mine", *scorers, "perplexity=tiny-gpt2"
+        )
+    return folder / "run", found
+
+
+def table(run, name):
+    return pd.read_csv(
+        run / "tables" / f"steering{name}.csv", keep_default_na=False, na_values=[""]
+    )
+
+
+def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        GridError, match=r"no file steering-prompts.txt \(575 prompts: .*make steer"
+    ):
+        load_grid("quick/steering")
+    grid = load_grid("quick/steering", check=False)
+    assert len(grid.needs) == 1
+    texts = {}
+    for cell in grid.cells:
+        name = families([cell.rules])[cell.rules]
+        key = (cell.task.name, cell.bar_prefix_words, name, strength_of(cell.rules))
+        texts[key] = texts.get(key, 0) + cell.n_texts
+        assert (cell.length, cell.trace) == (64, "pooled")
+    barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}
+    assert barred_sentiment == {1150}
+    assert {n for key, n in texts.items() if key[:2] != ("sentiment", True)} == {2300}
+    for task in ("sentiment", "topic"):
+        for barred, strengths in ((False, 3), (True, 2)):
+            arms = [key for key in texts if key[:2] == (task, barred)]
+            assert len(arms) == 1 + 4 * strengths
+            assert {key[2] for key in arms} == FAMILIES | {"baseline"}
+    small = load_grid("quick/steering", {"prompts": 4})
+    assert {len(cell.prompts) for cell in small.cells} == {4}, "without the file"
+
+
+def test_families_are_read_from_augmentations():
+    texts = ["lapa2:alpha=0.25", "lapa2:alpha=3", "token-selective:tokens=1,alpha=2", "set-point:tau=0.4",
+             "head-selective:heads=1.0,alpha=2", "head-selective:heads=2.0,alpha=1",
+             "head-selective:heads=1.0", "instaboost:M=7", "pasta:alpha=0.2", "lapa2-released",
+             "spotlight:tau=0.3"]  # fmt: skip
+    arms = [read_recipes(text) for text in texts]
+    found = families([(), *arms])
+    assert list(found.values()) == [
+        "baseline", "lapa2", "lapa2", "token-selective", "set-point", "head-selective",
+        "head-selective #2", "head-selective", "instaboost", "pasta", "lapa2-released", "spotlight",
+    ]  # fmt: skip
+    strengths = [strength_of(arm) for arm in arms[:5]]
+    assert strengths == [0.25, 3, 2, 0.4, 2]
+    assert strength_of(arms[7]) == pytest.approx(np.log(7))
+    assert strength_of(()) == 0
+    own = (Augmentation(alpha=0.3, law="sqrt", span="bos"),)
+    assert families([own])[own] == Augmentation(alpha=1, law="sqrt", span="bos").label
+    half = (Augmentation(alpha=0.5, law="target", tau=0.2, floor=True),)
+    assert families([recipe("set-point"), half])[half] != "set-point"
+
+
+def test_tables_are_those_of_the_texts(run):
+    folder, found = run
+    curves, equal = table(folder, ".curves"), table(folder, ".equal")
+    texts = found["texts"]
+    metrics = ["acc", "acc masked", "echo %", "rep %"]
+    assert list(dict.fromkeys(curves["metric"])) == metrics
+    for row in curves.itertuples():
+        part = texts[(texts["task"] == row.task) & (texts["words"] == row.words)]
+        part = part[(part["family"] == row.family) & np.isclose(part["strength"], row.strength)]
+        assert len(part) == {"sentiment": 18, "topic": 9}[row.task]
+        assert row.perplexity == pytest.approx(np.exp(part["nll"].mean()), rel=1e-5)
+        assert row.mean == pytest.approx(part[row.metric].mean(), rel=1e-5)
+        assert row.perplexity_low <= row.perplexity <= row.perplexity_high
+    main = table(folder, "")
+    arms = main[(main["attribute"] == "all") & (main["metric"] == "rep %")]
+    assert arms["mean"].notna().all()
+    assert set(main["metric"]) == {*metrics, "ppl", "dist1", "dist2", "dist3"}
+    assert set(main["arm"]) == {
+        "baseline",
+        "lapa2 0.5",
+        "lapa2 4",
+        "set-point 0.3",
+        "set-point 0.8",
+    }
+    assert set(equal["family"]) == {"lapa2", "set-point"}
+    assert len(equal) == (2 + 2 + 1) * 2 * len(metrics), "barred texts at one perplexity"
+    assert set(equal["verdict"].dropna()) <= {"more", "less", "not decided", "not comparable"}
+    assert (equal["verdict"].isna() == (equal["family"] == "lapa2")).all()
+    text = (folder / "tables" / "steering.equal.md").read_text()
+    assert "prefix words barred" in text
+    assert "counts in it as p = 1" in text
+    assert (
+        "not comparable"
+        in json.loads((folder / "tables/steering.equal.json").read_text())["notes"][1].lower()
+    )
+
+
+def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    folder, _ = run
+    plan, tables = load_run(folder).plan, []
+    for task in ("topic", "sentiment"):
+        part = tmp_path / task
+        shutil.copytree(folder, part, ignore=shutil.ignore_patterns("tables", "figures"))
+        for key, cell in plan.items():
+            if cell.task.name != task:
+                shutil.rmtree(part / "cells" / key)
+        asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
+                 "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
+        if task == "sentiment":  # the two tests of topic have no texts here, and count as p = 1
+            found = script("analyses", *asked)
+            waiting = pd.DataFrame(found["waiting"])
+            assert waiting[["task", "family"]].drop_duplicates().values.tolist() == [
+                ["topic", "set-point"]
+            ]
+            assert len(waiting) == 2 * len(found["metrics"]), "at two perplexities"
+            assert len(found["tests"]) == len(waiting) + len(found["found"])
+            assert table(part, ".equal")["perplexity"].notna().all()
+        script("analyses", *asked, *(["--beside", *tables] if tables else []))
+        tables.append(part / "tables" / "steering.texts.parquet")
+    assert "No verdicts" in (tmp_path / "topic" / "tables" / "steering.equal.md").read_text()
+    keys = ["task", "words", "ratio", "family", "metric", "perplexity"]
+    whole, parts = (table(each, ".equal").sort_values(keys) for each in (folder, part))
+    pd.testing.assert_frame_equal(whole.reset_index(drop=True), parts.reset_index(drop=True))
+    stored = pd.read_parquet(tables[0])
+    assert not stored["prompt"].str.contains(" ").any(), "no texts"
+    with pytest.raises(RunError, match="cells that are there already; give each once"):
+        script("analyses", *asked, "--beside", tables[1])
+    (tmp_path / "bad").write_text("no table")
+    with pytest.raises(RunError, match=r"cannot read .*bad.*give a steering.texts.parquet"):
+        script("analyses", *asked, "--beside", tmp_path / "bad")
+
+
+def test_texts_with_barred_words_are_told_apart(run):
+    folder, found = run
+    plan = load_run(folder).plan
+    for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
+        assert (words == "prefix words barred") == plan[key].bar_prefix_words
+    assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words barred"}
+
+
+def test_verdicts_say_what_speaks_against_them():
+    """(verdict, difference by the second scorer, interval of the masked one) -> what is said."""
+    cases = {
+        ("more", 2.0, (0.5, 3.0)): "more",
+        ("more", -0.1, (0.5, 3.0)): "more (disputed)",
+        ("more", np.nan, (0.5, 3.0)): "more (disputed)",
+        ("more", 2.0, (-0.5, 3.0)): "more (echo)",
+        ("less", 2.0, (-0.5, 3.0)): "less (disputed, echo)",
+        ("less", -2.0, (-3.0, -0.5)): "less",
+        ("not decided", -2.0, (-0.5, 3.0)): "not decided",
+    }
+    rows = []
+    for number, (verdict, second, masked) in enumerate(cases):
+        at = {"task": f"task {number}", "ratio": 1.1, "family": "set-point"}
+        for metric, said, gap, (low, high) in (
+            ("acc", verdict, 2.0, (0.5, 3.0)),
+            ("acc (linear)", "not decided", second, (-9.0, 9.0)),
+            ("acc masked", "not decided", 2.0, masked),
+        ):
+            ends = {"difference": gap, "difference_low": low, "difference_high": high}
+            rows.append(at | {"metric": metric, "verdict": said} | ends)
+    names = ("acc", "acc (linear)", "acc masked")
+    found = qualified(pd.DataFrame(rows), *names)
+    assert found["verdict"][found["metric"] == "acc"].tolist() == list(cases.values())
+    assert set(found["verdict"][found["metric"] != "acc"]) == {"not decided"}
+    alone = pd.DataFrame([row for row in rows if row["metric"] == "acc"])
+    assert qualified(alone, *names)["verdict"].tolist() == alone["verdict"].tolist()
+
+
+def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    copy = tmp_path / "run"
+    shutil.copytree(run[0], copy, ignore=shutil.ignore_patterns("tables", "figures"))
+    key = next(key for key, cell in load_run(copy).plan.items() if cell.arm == "baseline")
+    other = next(key for key, cell in load_run(copy).plan.items() if "0.3" in cell.arm)
+    assert key != other
+    known, plan = run[1]["known"], load_run(copy).plan
+    set_points = known.index[known["family"] == "set-point"]
+    (family,) = (key for key in set_points if plan[key].task.name == "topic")
+    for each in (other, family):
+        shutil.rmtree(copy / "cells" / each)
+    found = script(
+        "analyses",
+        copy,
+        "--grids",
+        "mine",
+        "--scorers",
+        "linear",
+        "accuracy",
+        "perplexity=tiny-gpt2",
+    )
+    # The cell of the other attribute in the arm of `other` does not count alone.
+    assert "No verdicts: 3 cells" in capsys.readouterr().out
+    assert table(copy, ".equal")["verdict"].isna().all()
+    waiting = pd.DataFrame(found["waiting"])
+    assert set(zip(waiting["task"], waiting["family"], strict=True)) == {("topic", "set-point")}
+    assert len(waiting) == 2 * len(found["metrics"]), "its tests count as p = 1"
+
+
+def test_the_figure_shows_the_tables(run):
+    folder, _ = run
+    script("figures", folder)
+    assert (folder / "figures" / "steering.png").read_bytes().startswith(b"\x89PNG")
+    before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "figures"))
+    try:
+        draw = runpy.run_path(str(ROOT / "figures" / "steering.py"))["draw"]
+    finally:
+        sys.path[:] = before
+    curves, equal = table(folder, ".curves"), table(folder, ".equal")
+    drawing = draw(table(folder, ""), curves, equal)
+    across = 1 + equal["ratio"].nunique()
+    assert len(drawing.axes) == across * 3
+    left = drawing.axes[across]
+    rows = curves[(curves["task"] == "sentiment") & (curves["words"] == "all words")]
+    rows = rows[rows["metric"] == "acc"].set_index("family")
+    first = next(line for line in left.lines if len(line.get_xdata()) == 3)
+    assert first.get_xdata().tolist() == [
+        rows.loc["baseline", "perplexity"],
+        *rows.loc["lapa2", "perplexity"],
+    ]
+    assert first.get_ydata().tolist() == [rows.loc["baseline", "mean"], *rows.loc["lapa2", "mean"]]
+
+
+def test_columns_that_the_others_decide_are_not_shown():
+    rows = pd.DataFrame({"task": ["a", "b"], "words": ["x", "x"], "variant": ["", "hard"]})
+    assert telling(rows, ["task", "words", "variant"]) == ["task"]
+    two = pd.concat([rows, rows.assign(variant="mle")])
+    assert telling(two, ["task", "words", "variant"]) == ["task", "variant"]
+
+
+def test_a_run_without_lapa2_says_what_is_missing(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (tmp_path / "g.toml").write_text(GRID.split("[[block]]")[0].replace(
+        "prompts.txt", str(run[0].parent / "prompts.txt")) + 'augmentation = ["none", "set-point"]\n')  # fmt: skip
+    grid = load_grid(str(tmp_path / "g.toml"), {"task": "sentiment", "length": 40})
+    write_run(tmp_path / "run", make_cells(load("tiny-gpt2"), grid.cells, name="steering"))
+    script("analyses", tmp_path / "run", "--scorers", "linear", "accuracy", "perplexity=tiny-gpt2")
+    printed = capsys.readouterr().out
+    assert (
+        "No comparison for sentiment, all words, tiny-gpt2, prefix: no finished lapa2." in printed
+    )
+    assert not (tmp_path / "run" / "tables" / "steering.equal.csv").exists()
+
+
+def test_prompts_are_the_papers_and_the_first_neutral_ones(tmp_path):
+    own = [text for name in ("sentiment", "topic") for text in load_task(name).prompts.texts]
+    rows = [
+        ("one", "neutral"), ("good", "positive"), ("two", "neutral"), ("one", "neutral"),
+        ("word " * 21, "neutral"), ('"word', "neutral"), ("a\nb", "neutral"), (own[3], "neutral"),
+        ("a\u2028b", "neutral"), ("three", "neutral"), ("(four", "neutral"), ("5th", "neutral"),
+    ]  # fmt: skip
+    file = tmp_path / "prompts.jsonl.xz"
+    lines = [json.dumps({"prompt": text, "kind": kind, "num_positive": 12}) for text, kind in rows]
+    with lzma.open(file, "wt") as stored:
+        stored.write("\n".join(lines))
+    neutral = read_neutral(file)
+    assert len(neutral) == 11
+    prompts, selection = chosen(neutral, 3, 2)
+    assert prompts == [*own, "one", "two", "5th"]
+    assert selection == ["three", "(four"]
+    assert len(own) == len(set(own)) == 35
+    with pytest.raises(DataError, match="needed, and 2 others; found 3 and 2; give a longer"):
+        chosen(neutral, 4, 2)
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="cannot read prompts from .*prompt.*give JSON lines"):
+        read_neutral(tmp_path / "other.jsonl")
+
+
+def test_the_corpus_gives_both_files(data):
+    prompts, selection = chosen(
+        read_neutral(data / "prompts" / "dexperts_owt_sentiment_10k.jsonl.xz")
+    )
+    assert (len(prompts), len(selection)) == (575, 64)
+    assert len({*prompts, *selection}) == 639
+    assert all(prompt[0].isalnum() for prompt in prompts)
+
+
+def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    grids = ["quick/heads", "quick/steering"]
+    monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: grids)
+    monkeypatch.setattr("lapa2_interp.cli.main", lambda words: asked.append(words) or 130)
+    before = sys.argv
+    sys.argv = ["reproduce.py", "--out", str(tmp_path / "run")]
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "analyses" / "reproduce.py"), run_name="__main__")
+    finally:
+        sys.argv = before
+    assert "quick/steering is left out: no file steering-prompts.txt" in capsys.readouterr().err
+    assert "quick/heads" in asked[0]
+    assert "quick/steering" not in asked[0]

@@ -1,0 +1,189 @@
+"""`lapa2 propositions` end to end on a small model, and what its folder holds."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from conftest import load
+
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.paper import drawings
+from lapa2_interp.paper.study import Study, as_text, draw, run_study
+from lapa2_interp.runs.store import load_run
+
+FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
+SMALL = ["--model", "tiny-llama", "--length", "40", "--synthetic-length", "1000"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("study")
+    (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
+    options = [
+        "--alphas",
+        "0.5",
+        "1",
+        "--text",
+        str(where / "book.txt"),
+        "--long-texts",
+        "3",
+        "--long-length",
+        "100",
+    ]
+    assert (
+        main(
+            [
+                "propositions",
+                "--out",
+                str(where / "out"),
+                *SMALL,
+                *options,
+                "--long-dtype",
+                "float32",
+            ]
+        )
+        == 0
+    )
+    return where / "out"
+
+
+def test_the_folder(folder):
+    assert {path.name for path in folder.iterdir()} == {
+        "manifest.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free.nc", "free",
+    }  # fmt: skip
+    facts = json.loads((folder / "manifest.json").read_text())
+    assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
+    free = load_run(folder / "free")
+    assert all(free.trace(key) is None for key in free.plan), (
+        "they are thinned, and no reader may take them for whole"
+    )
+    with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:
+        assert thinned.sizes["step"] <= 40
+
+
+def test_verdicts_say_all_three_sources(folder):
+    verdicts = pd.read_csv(folder / "tables" / "verdicts.csv")
+    assert set(verdicts["verdict"]) <= {"as in the paper", "against the paper", "inconclusive"}
+    places = set(verdicts["where"])
+    assert {"tiny-llama, each alpha its own texts", *FORCED} < places
+    law = verdicts[
+        (verdicts["claim"] == "the bias adds alpha log(l/l_pre)")
+        & ~verdicts["where"].str.contains("synth")
+    ]
+    assert set(law["where"]) == FORCED
+    assert (law["verdict"] == "as in the paper").all()
+
+
+def test_the_law_recomputed_from_the_stored_trace(folder):
+    """log-odds of the first layer rise by alpha * log(l/l_pre): nothing of ours between the file
+    and the number."""
+    with xr.open_dataset(folder / "forced.nc", engine="h5netcdf") as trace:
+        share = trace["prefix"].isel(layer=0).astype("float64")
+        odds = np.log(share / (1 - share))
+        rise = (odds.sel(alpha=1.0) - odds.sel(alpha=0.0)).to_numpy()
+        l = (trace["l_kv"] - trace["n_bos"]).to_numpy()
+        expected = np.log(l / trace["l_pre"].to_numpy()[:, None])
+    assert np.nanmax(np.abs(rise - expected[..., None])) < 1e-3
+
+
+def test_figures_are_drawn_from_their_tables(folder):
+    tables = {path.stem: pd.read_csv(path) for path in (folder / "tables").glob("*.csv")}
+    assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw(tables))
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(draw(tables))
+    assert "Texts side by side" not in page
+    shares = tables["synthetic_shares"]
+    for panel in drawings.regimes(shares).axes:
+        part = shares[shares["alpha"] == float(panel.get_title().removeprefix("alpha = "))]
+        for family, curve in part.groupby("family", sort=False):
+            line = next(each for each in panel.lines if each.get_label() == family)
+            assert line.get_ydata() == pytest.approx(curve["mean"].to_numpy())
+        (closed,) = (each for each in panel.lines if each.get_label() == "Eq. 8")
+        assert closed.get_ydata() == pytest.approx(
+            part["predicted"].to_numpy()[: len(closed.get_ydata())]
+        )
+    found = next(table for name, table in tables.items() if name.endswith("predictions"))
+    for panel, (_, part) in zip(
+        drawings.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
+    ):
+        drawn = {each.get_label(): each.get_ydata() for each in panel.lines}
+        for label, column in (
+            ("baseline", "baseline"),
+            ("predicted from it", "predicted"),
+            ("measured", "measured"),
+        ):
+            assert drawn[label] == pytest.approx(part[column].to_numpy(), nan_ok=True)
+
+
+def test_baseline_alone_and_alphas_given_twice(tmp_path):
+    study = Study(
+        model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
+    )
+    assert study.alphas == ()
+    found = run_study(study)
+    assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
+    assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
+    assert "prefix attention falls" in as_text(found.tables["verdicts"])
+    assert Study(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
+    assert Study(dtype="auto").dtype in ("float32", "bfloat16")
+
+
+def test_texts_that_do_not_fit_side_by_side():
+    """A prompt's length decides what fits: rows that exceed the context together are read apart,
+    and equal those read alone."""
+    model = load("tiny-llama", "float64")
+    long, short = (
+        Layout.of(model.tokenizer, "Very positive:", prompt) for prompt in ("The lake " * 11, "It")
+    )
+    texts = [list(range(40, 50)), [50 + i % 90 for i in range(model.cfg.n_ctx - len(short) - 5)]]
+    both = teacher_forced(model, [long, short], texts, Augmentation(alpha=0.5))
+    for i, branch in enumerate((long, short)):
+        alone = teacher_forced(model, branch, [texts[i]], Augmentation(alpha=0.5))[
+            "prefix"
+        ].to_numpy()
+        assert (
+            np.abs(both["prefix"].to_numpy()[:, i : i + 1, : alone.shape[2]] - alone).max() < 1e-6
+        )
+
+
+def test_bad_input(tmp_path, capsys, folder):
+    def fails(*options):
+        assert (
+            main(["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *options])
+            == 2
+        )
+        return capsys.readouterr().err.splitlines()[-1]
+
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    assert "has 9 tokens, fewer than 2 x 50; give a longer text" in fails(
+        "--text", str(short), "--long-length", "50", "--long-texts", "2"
+    )
+    assert "exceed the context behind prefix and prompt; give at most" in fails(
+        "--text", str(short), "--long-length", "9999"
+    )
+    assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))
+    assert "--alphas must be numbers of at least 0, found -1" in fails("--alphas", "-1")
+    assert "--seed must be at least 0, found -1" in fails("--seed", "-1")
+    assert "cut a text: give it with --text FILE" in fails("--long-length", "300")
+    assert "read a text: give it with --text FILE" in fails("--long-alphas", "0.5")
+    assert "read a text: give it with --text FILE" in fails("--long-dtype", "float64")
+    with pytest.raises(TraceError, match="prompts must be at most 15, found 99"):
+        Study(prompts=99)
+    assert "--long-alphas needs an alpha above 0" in fails(
+        "--text", str(short), "--long-alphas", "0"
+    )
+    assert "at least 8 tokens, found 2" in fails("--text", str(short), "--long-length", "2")
+    assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
+    assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")
+    assert "a slope needs at least 3 steps" in fails("--length", "29", "--synthetic-length", "0")
+    assert "lengths from 64 to 50 are too few" in fails("--synthetic-length", "50")
+    assert main(["propositions", "--out", str(folder), *SMALL]) == 2
+    assert "is finished; --force replaces it" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,278 @@
+"""Prefixes that others trained: PEFT's logits found again, Air-Decoding's affine map folded,
+pickles refused."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from conftest import generate, load, soft_prefix
+from safetensors.torch import save_file
+
+from lapa2_interp import load_task
+from lapa2_interp._util.errors import PrefixError
+from lapa2_interp.attention.cache import soft_inputs
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.methods import registry as methods
+from lapa2_interp.models.load import load_transformers
+from lapa2_interp.prefixes.importing import import_prefix
+from lapa2_interp.prefixes.soft_prefix import load_prefix, save_prefix
+
+
+def peft_adapter(name, folder, **settings):
+    """A random prefix-tuning adapter saved by PEFT itself, and PEFT's model."""
+    from peft import PrefixTuningConfig, TaskType, get_peft_model
+
+    network, _, _ = load_transformers(name, "float32")
+    torch.manual_seed(3)
+    wrapped = get_peft_model(
+        network, PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=6, **settings)
+    )
+    with torch.no_grad():
+        for parameter in wrapped.prompt_encoder.parameters():
+            parameter.normal_(std=0.7)
+    wrapped.save_pretrained(folder)
+    return wrapped.eval()
+
+
+PEFTS_OWN = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+@PEFTS_OWN
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+@pytest.mark.parametrize("settings", [{}, {"prefix_projection": True, "encoder_hidden_size": 24}])
+def test_logits_equal_pefts(name, settings, tmp_path):
+    """Multi-head and grouped-query attention, learned and rotary positions, with and without PEFT's
+    reparameterisation."""
+    theirs = peft_adapter(name, tmp_path / "adapter", **settings)
+    model = load(name)
+    prefix = import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "imported")
+    assert prefix.card.shifted
+    branch = Layout.of(model.tokenizer, None, "The lake is", soft=6)
+    with torch.no_grad():
+        expected = theirs(branch.tensor).logits[0]
+        found = model(**soft_inputs(model, [branch], [prefix]))[0]
+        without = model(branch.tensor)[0]
+    assert (found - expected).abs().max() < 1e-5
+    assert (found - without).abs().max() > 1e-2
+
+
+@PEFTS_OWN
+def test_an_imported_prefix_decodes_as_peft_does(tmp_path):
+    theirs, model = peft_adapter("tiny-llama", tmp_path / "adapter"), load("tiny-llama")
+    save_prefix(
+        import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "imported"),
+        tmp_path / "set",
+        "float32",
+    )
+    method = methods.get("prefix", prefixes=str(tmp_path / "set"))
+    ours = generate(
+        model, method, load_task("sentiment"), "positive", ["The lake"], length=24, top_k=1
+    ).samples["tokens"][0]
+    ids = Layout.of(model.tokenizer, None, "The lake").tensor
+    for token in ours:
+        with torch.no_grad():
+            assert theirs(ids).logits[0, -1].argmax() == token
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+def air_checkpoint(model, numbers=(0, 3), slots=5, middle=6):
+    """Tensors as the released GPT-2 code names them."""
+    cfg, rng = model.cfg, torch.Generator().manual_seed(1)
+    width = cfg.n_heads * cfg.d_head
+    found = {"transformer.wte.weight": torch.randn(7, width, generator=rng)}
+    for layer in range(cfg.n_layers):
+        for number in numbers:
+            place = f"transformer.h.{layer}.attn.prefix"
+            for part in ("keys", "values"):
+                found[f"{place}_{part}_embeddings_n{number}.weight"] = torch.randn(
+                    slots, middle, generator=rng
+                )
+            found[f"{place}_mlp_n{number}.weight"] = torch.randn(middle, width, generator=rng)
+            found[f"{place}_mlp_n{number}.bias"] = torch.randn(width, generator=rng)
+    return found
+
+
+@pytest.mark.parametrize("form", ["pytorch_model.bin", "model.safetensors"])
+def test_air_decoding_checkpoints_are_folded(form, tmp_path):
+    """Keys and values of every slot, head and layer from the formula, unfolded; positions start at
+    0."""
+    model = load("tiny-gpt2")
+    tensors = air_checkpoint(model)
+    (save_file if form.endswith("safetensors") else torch.save)(tensors, tmp_path / form)
+    prefix = import_prefix(tmp_path, model, "topic", "sports", "air")
+    assert not prefix.card.shifted
+    assert "prefix 3" in prefix.card.origin
+    d = model.cfg.d_head
+    for layer in range(model.cfg.n_layers):
+        place = f"transformer.h.{layer}.attn.prefix"
+        weight, bias = tensors[f"{place}_mlp_n3.weight"], tensors[f"{place}_mlp_n3.bias"]
+        for part, found in (("keys", prefix.keys), ("values", prefix.values)):
+            for slot, row in enumerate(tensors[f"{place}_{part}_embeddings_n3.weight"]):
+                for head in range(model.cfg.n_heads):
+                    expected = (
+                        row @ weight[:, head * d : (head + 1) * d] + bias[head * d : (head + 1) * d]
+                    )
+                    assert torch.allclose(found[layer, head, slot], expected, atol=1e-5)
+    first = import_prefix(tmp_path / form, model, "topic", "sports", "air", number=0)
+    assert (first.keys - prefix.keys).abs().max() > 0.1
+
+
+def test_a_folded_prefix_acts_as_the_released_attention(tmp_path):
+    """The released code puts the prefix in front of keys and values inside each layer, positions
+    from 0."""
+    model = load("tiny-gpt2", "float64")
+    torch.save(air_checkpoint(model), tmp_path / "pytorch_model.bin")
+    prefix = import_prefix(tmp_path, model, "sentiment", "positive", "air")
+    branch = Layout.of(model.tokenizer, None, "The lake is", soft=5)
+    with torch.no_grad():
+        found = model(**soft_inputs(model, [branch], [prefix]))[0]
+        expected = released_forward(model.original_model, branch.tensor, air_checkpoint(model), 0)
+    assert (found - expected).abs().max() < 1e-6  # the folded numbers are stored in float32
+
+
+def released_forward(network, ids, tensors, number):
+    """GPT-2 in plain tensors, with the affine map applied in every layer as the released attention
+    does."""
+    gpt2 = network.transformer if hasattr(network, "transformer") else network.model.transformer
+    hidden = gpt2.wte(ids)[0] + gpt2.wpe.weight[: ids.shape[1]]
+    n = ids.shape[1]
+    for layer, block in enumerate(gpt2.h):
+        attention = block.attn
+        place = f"transformer.h.{layer}.attn.prefix"
+        weight, bias = (
+            tensors[f"{place}_mlp_n{number}.{name}"].double() for name in ("weight", "bias")
+        )
+        own = [
+            tensors[f"{place}_{part}_embeddings_n{number}.weight"].double() @ weight + bias
+            for part in ("keys", "values")
+        ]
+        normed = layer_norm(block.ln_1, hidden)
+        query, key, value = (each(normed) for each in (attention.q, attention.k, attention.v))
+        key, value = torch.cat([own[0], key]), torch.cat([own[1], value])
+        slots, heads = len(own[0]), 4
+        query, key, value = (
+            each.unflatten(-1, (heads, -1)).transpose(0, 1) for each in (query, key, value)
+        )
+        scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
+        seen = torch.ones(n, slots + n, dtype=torch.bool).tril(slots)
+        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+        hidden = hidden + attention.o(mixed.transpose(0, 1).flatten(1))
+        hidden = hidden + block.mlp(layer_norm(block.ln_2, hidden))
+    return network.lm_head(layer_norm(gpt2.ln_f, hidden))
+
+
+def layer_norm(norm, x):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, 1e-5)
+
+
+def test_own_prefixes_attach_to_the_same_model_from_another_place(tmp_path):
+    model = load("tiny-gpt2")
+    prefix = soft_prefix(model)
+    elsewhere = prefix.card.model_copy(update={"model": "other/place", "weights": "hub commit 1"})
+    save_prefix(type(prefix)(prefix.keys, prefix.values, elsewhere), tmp_path, "float32")
+    with pytest.raises(PrefixError, match="made for other/place with weights hub commit 1"):
+        load_prefix(tmp_path, "positive").check(model)
+    again = import_prefix(tmp_path / "positive.safetensors", model, "sentiment", "positive", "mine")
+    again.check(model)
+    assert torch.equal(again.keys, prefix.keys)
+    assert not again.card.shifted
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+def test_what_would_run_code_is_refused(tmp_path, capsys):
+    model = load("tiny-gpt2")
+    for number, write in enumerate(
+        (
+            lambda file: torch.save({"a": Harmful()}, file),
+            lambda file: file.write_bytes(pickle.dumps(Harmful())),
+        )
+    ):
+        file = tmp_path / f"{number}.pt"
+        write(file)
+        with pytest.raises(PrefixError, match="would run code when read; it is refused"):
+            import_prefix(file, model, "sentiment", "positive", "x")
+    assert capsys.readouterr().out == ""
+
+
+def adapter(folder, config, tensors):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_what_is_not_a_prefix_is_refused(tmp_path):
+    model = load("tiny-gpt2")
+
+    def refused(source, message, attribute="positive", **settings):
+        with pytest.raises(PrefixError, match=message):
+            import_prefix(source, model, "sentiment", attribute, "x", **settings)
+
+    adapter(tmp_path / "lora", {"peft_type": "LORA"}, None)
+    refused(tmp_path / "lora", "adapter of type LORA; only PREFIX_TUNING holds keys and values")
+    sizes = {
+        "peft_type": "PREFIX_TUNING",
+        "num_layers": 4,
+        "num_attention_heads": 4,
+        "token_dim": 32,
+    }
+    adapter(tmp_path / "short", sizes, {"prompt_embeddings": torch.zeros(3, 7)})
+    refused(
+        tmp_path / "short",
+        r"expected prompt_embeddings of \[slot, 4 layers x 2 x 32\]; found prompt_embeddings"
+        r" \(3, 7\)",
+    )
+    adapter(
+        tmp_path / "wide", sizes | {"token_dim": 64}, {"prompt_embeddings": torch.zeros(3, 512)}
+    )
+    refused(
+        tmp_path / "wide",
+        "has 4 layers x 4 KV heads x 3 slots x 16; tiny-gpt2 needs 4 layers x 4 KV heads x 3"
+        " slots x 8",
+    )
+    for name, wrong in (("odd", {"token_dim": 30}), ("text", {"num_layers": "4"})):
+        adapter(tmp_path / name, sizes | wrong, {"prompt_embeddings": torch.zeros(3, 240)})
+        refused(
+            tmp_path / name, "adapter_config.json needs positive whole numbers, .*; found {'num"
+        )
+    (tmp_path / "odd" / "adapter_config.json").write_text("[]")
+    refused(tmp_path / "odd", "adapter_config.json holds no JSON object")
+    adapter(tmp_path / "empty", sizes, None)
+    refused(tmp_path / "empty", "has no weights; expected one of adapter_model.safetensors")
+    refused(tmp_path / "nothing", "no such file or folder")
+    (tmp_path / "damaged.safetensors").write_bytes(b"12345678901234")
+    refused(tmp_path / "damaged.safetensors", "is damaged or not a checkpoint")
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    refused(tmp_path / "list.pt", "is not a dictionary of tensors")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
+    refused(tmp_path / "other.pt", "neither a PEFT adapter .* nor an Air-Decoding checkpoint")
+    tensors = air_checkpoint(model)
+    torch.save(tensors, tmp_path / "air.pt")
+    refused(tmp_path / "air.pt", "has no prefix 1; it has 0, 3", attribute="negative")
+    refused(
+        tmp_path / "air.pt",
+        "unknown attribute of the Air-Decoding checkpoints 'calm'; .*or give number",
+        attribute="calm",
+    )
+    place = "transformer.h.1.attn.prefix_mlp_n0"
+    for name, wrong in (
+        ("weight", torch.zeros(6, 30)),
+        ("weight", torch.zeros(32, 6)),
+        ("bias", torch.zeros(9)),
+        ("bias", None),
+    ):
+        changed = {**tensors, f"{place}.{name}": wrong}
+        torch.save(
+            {key: each for key, each in changed.items() if each is not None}, tmp_path / "odd.pt"
+        )
+        refused(
+            tmp_path / "odd.pt", "prefix 0 does not fit 4 heads .*; give the model it was trained"
+        )
+    del tensors["transformer.h.2.attn.prefix_values_embeddings_n0.weight"]
+    torch.save(tensors, tmp_path / "gap.pt")
+    refused(tmp_path / "gap.pt", "prefix 0 lacks the values of layer 2")

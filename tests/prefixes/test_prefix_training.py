@@ -1,0 +1,833 @@
+"""Training: losses on hand-made numbers, folding, what a short real training does, and that
+resuming changes nothing."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import load
+from scipy.stats import t
+from torch.nn.functional import cross_entropy
+
+from lapa2_interp import load_task
+from lapa2_interp._util.errors import DataError, PrefixError
+from lapa2_interp._util.progress import no_progress
+from lapa2_interp.models.load import load_tokenizer, load_transformers
+from lapa2_interp.prefixes.evaluation import nll_interval
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.prefixes.recipes import RECIPES, Recipe, recipe
+from lapa2_interp.prefixes.soft_prefix import cards, kv_shape_of, load_prefix
+from lapa2_interp.prefixes.training import (
+    Examples,
+    Job,
+    Parameters,
+    contrastive_loss,
+    read_start,
+    tokenise,
+    train_set,
+)
+from lapa2_interp.tasks.corpora import pieces, read_corpus
+from lapa2_interp.tasks.task import Attribute
+
+SENTIMENT = load_task("sentiment")
+SMALL = {
+    "dtype": "float32",
+    "slots": 3,
+    "batch": 4,
+    "max_tokens": 12,
+    "check_every": 3,
+    "shared": 0,
+}
+POSITIVE = [
+    f"{a} {b} good"
+    for a in ("very", "quite", "really", "so")
+    for b in ("nice and", "well made", "kind and", "warm")
+]
+NEGATIVE = [
+    f"{a} {b} bad"
+    for a in ("very", "quite", "really", "so")
+    for b in ("ugly and", "cold", "dull and", "grim")
+]
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    """A corpus file of two easily told classes."""
+    import pandas as pd
+
+    rows = [(text, "positive") for text in POSITIVE] + [(text, "negative") for text in NEGATIVE]
+    file = tmp_path / "reviews.jsonl"
+    pd.DataFrame(rows, columns=["text", "label"]).to_json(file, orient="records", lines=True)
+    return file
+
+
+def corpus(file):
+    return [read_corpus(str(file), ["positive", "negative"])]
+
+
+def job(name="tiny-gpt2", folder=None, seed=0, **settings):
+    """A small training of one prefix on random bytes; as many others are held out."""
+    network, _, _ = load_transformers(name, "float32")
+    network.requires_grad_(False)
+    chosen = recipe("small", **(SMALL | {"start": "random"} | settings))
+    rng = np.random.default_rng(seed)
+    n = 2 if chosen.objective == "contrastive" else 1
+    texts, held_out = (
+        [rng.integers(5 + 40 * c, 45 + 40 * c, (12, 8)).tolist() for c in range(n)]
+        for _ in range(2)
+    )
+    shape = kv_shape_of(network.config, chosen.slots)
+    names = ("positive", "negative")[:n]
+    return Job(
+        network,
+        (0,),
+        shape,
+        chosen,
+        names,
+        Examples.of(texts),
+        Examples.of(held_out),
+        folder / "state.pt",
+    )
+
+
+def run(each):
+    with no_progress() as bar:
+        each.run(bar)
+    return each
+
+
+# --- likelihoods
+
+ANGLES = 1e-5
+"""What rotary models may differ by in float64: their sines are float32, and those of AVX2 are
+others in rows of other lengths."""
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
+    """Against one text at a time through the whole model, with padding absent."""
+    from transformers import DynamicCache
+
+    network, _, _ = load_transformers(tiny, "float64")
+    network.requires_grad_(False)
+    exact = 1e-9 if tiny == "tiny-gpt2" else ANGLES
+    shape = kv_shape_of(network.config, 4)
+    texts = [[5, 6, 7, 8, 9], [20, 21], [30, 31, 32]]
+    rows = TextRows.of(texts, (0,))
+    both = torch.randn(
+        2,
+        shape.n_layers,
+        shape.n_kv_heads,
+        4,
+        shape.d_head,
+        dtype=torch.float64,
+        requires_grad=True,
+    )
+    spread = both[:, None].expand(-1, 3, -1, -1, -1, -1)
+    nll = text_nll(network, rows, spread[0], spread[1], shifted)
+    weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    (found,) = torch.autograd.grad((nll.sum(1) * weights).sum(), both)
+    expected = []
+    for text in texts:
+        cache = DynamicCache()
+        for layer in range(shape.n_layers):
+            cache.update(both[0, layer][None], both[1, layer][None], layer)
+        positions = torch.arange(len(text)) + (4 if shifted else 0)
+        logits = network(
+            torch.tensor([[0, *text[:-1]]]), past_key_values=cache, position_ids=positions[None]
+        ).logits[0]
+        expected.append(cross_entropy(logits, torch.tensor(text), reduction="none"))
+    for row, each in enumerate(expected):
+        assert (nll[row, : len(each)] - each).abs().max() < exact
+        assert (nll[row, len(each) :] == 0).all()
+    (gradient,) = torch.autograd.grad(
+        sum(w * each.sum() for w, each in zip(weights, expected, strict=True)), both
+    )
+    assert (found - gradient).abs().max() < exact * gradient.abs().max()
+    assert gradient.abs().max() > 1e-3
+
+
+def test_a_hard_prefix_is_read_but_not_scored():
+    network, _, _ = load_transformers("tiny-llama", "float64")
+    rows = TextRows.of([[5, 6, 7]], (0, 11, 12))
+    nll = text_nll(network, rows)
+    logits = network(torch.tensor([[0, 11, 12, 5, 6, 7]])).logits[0]
+    expected = cross_entropy(logits[2:5], torch.tensor([5, 6, 7]), reduction="none")
+    assert (nll[0, 2:5] - expected).abs().max() < ANGLES
+    assert (nll[0, :2] == 0).all()
+
+
+# --- losses
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
+        ("Granite", {"logits_scaling": 4.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_models_that_change_their_logits_are_read_as_they_are(family, settings):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=1.0, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    rows = TextRows.of([[5, 6, 7, 8], [9, 10]], [1])
+    with torch.no_grad():
+        logits = network(input_ids=rows.ids, attention_mask=rows.live.long()).logits
+        expected = -logits[:, :-1].log_softmax(2).gather(2, rows.ids[:, 1:, None])[..., 0]
+        found = text_nll(network, rows)
+    torch.testing.assert_close(found, expected * rows.targets[:, 1:], rtol=1e-4, atol=1e-4)
+
+
+def test_contrastive_loss_on_hand_made_numbers():
+    """Two texts of 2 and 4 tokens under two prefixes; by hand, in logarithms."""
+    nll = torch.tensor([[4.0, 8.0], [6.0, 4.0]])
+    tokens, label = torch.tensor([2, 4]), torch.tensor([0, 1])
+    for sum_loss, gaps in ((False, (1.0, 1.0)), (True, (2.0, 4.0))):
+        disc = sum(math.log(1 + math.exp(-gap)) for gap in gaps) / 2
+        gen = (4 / 2 + 4 / 4) / 2
+        for w in (0.0, 0.3, 1.0):
+            found = contrastive_loss(nll, tokens, label, gen_weight=w, sum_loss=sum_loss)
+            assert float(found) == pytest.approx((1 - w) * disc + w * gen, abs=1e-6)
+    scaled = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, logit_scale=0.25)
+    assert float(scaled) == pytest.approx(
+        (math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-1))) / 2, abs=1e-6
+    )
+
+
+def test_contrastive_loss_against_one_random_competitor():
+    nll = torch.tensor([[1.0, 9.0], [2.0, 3.0], [7.0, 5.0]])
+    tokens, label, other = torch.tensor([1, 1]), torch.tensor([0, 1]), torch.tensor([2, 2])
+    found = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, other=other)
+    assert float(found) == pytest.approx(
+        (math.log(1 + math.exp(-6)) + math.log(1 + math.exp(-2))) / 2, abs=1e-6
+    )
+    everyone = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True)
+    by_hand = (
+        math.log(1 + math.exp(-1) + math.exp(-6)) + math.log(1 + math.exp(-6) + math.exp(-2))
+    ) / 2
+    assert float(everyone) == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_a_zero_prefix_without_dropout_stays_rank_one(tmp_path):
+    """All slots start equal and get equal gradients; dropout in the network, or a random start,
+    breaks the tie."""
+
+    def spread(**settings):
+        settings = {
+            "parameterisation": "linear",
+            "lr": 1e-2,
+            "epochs": 3,
+            "patience": None,
+            "middle": 8,
+        } | settings
+        (tmp_path / "state.pt").unlink(missing_ok=True)
+        both = run(job(folder=tmp_path, **settings)).folded()
+        return (both - both[..., :1, :]).abs().max().item(), both.std().item()
+
+    tied, size = spread(start="zero")
+    assert tied < 1e-6 < 1e-3 < size
+    # Attention dropout differs from key to key, and so from slot to slot.
+    assert spread(start="zero", dropout=0.3)[0] > 1e-4
+    assert spread(start="random")[0] > 1e-3
+
+
+# --- parameterisations
+
+
+def test_folding_equals_the_formulas():
+    """K = E_K W + b, V = E_V W + b per layer (air); one table through Linear-Tanh-Linear, or
+    Linear, for all layers."""
+    shape = kv_shape_of(load_transformers("tiny-llama")[0].config, 3)
+    width, layers = shape.n_kv_heads * shape.d_head, shape.n_layers
+
+    def parts(flat):  # [slot, kv_head x d_head] -> [kv_head, slot, d_head]
+        return flat.view(3, shape.n_kv_heads, shape.d_head).transpose(0, 1)
+
+    air = Parameters(2, shape, Recipe(parameterisation="air", start="random", slots=3, middle=6))
+    with torch.no_grad():
+        air.bias.normal_()
+        both = air()
+    for prefix in range(2):
+        for layer in range(layers):
+            for part in range(2):
+                flat = (
+                    air.tables[prefix, part, layer] @ air.weight[prefix, layer]
+                    + air.bias[prefix, layer]
+                )
+                assert torch.allclose(both[part, prefix, layer], parts(flat), atol=1e-6)
+    for kind in ("mlp", "linear"):
+        made = Parameters(
+            2, shape, Recipe(parameterisation=kind, start="random", slots=3, middle=6)
+        )
+        both = made()
+        for prefix in range(2):
+            table = made.tables[prefix]
+            flat = (made.maps[prefix] if kind == "mlp" else made.map)(table).view(
+                3, layers, 2, width
+            )
+            for layer in range(layers):
+                for part in range(2):
+                    assert torch.allclose(
+                        both[part, prefix, layer], parts(flat[:, layer, part]), atol=1e-6
+                    )
+    n_numbers = sum(each.numel() for each in air.parameters()) / 2
+    assert n_numbers == layers * (2 * 3 * 6 + 6 * width + width)
+
+
+def test_a_start_from_text_is_that_texts_keys_and_values():
+    """Shifted and rotary: the slots are the text read behind BOS; unshifted ones lie before
+    position 0."""
+    network, _, _ = load_transformers("tiny-llama", "float64")
+    ids = [5, 6, 7, 8]
+    shifted = read_start(network, (0,), ids, 4, True)
+    cache = network(
+        torch.tensor([[0, *ids]]), position_ids=torch.arange(-1, 4)[None], use_cache=True
+    ).past_key_values
+    assert (
+        shifted[0] - torch.stack([layer.keys[0, :, 1:] for layer in cache.layers])
+    ).abs().max() < ANGLES
+    # Only distances matter to rotary attention: unshifted slots in front of a text at 0 == shifted
+    # ones before a text at 4.
+    unshifted = read_start(network, (0,), ids, 4, False)
+    rows = TextRows.of([[9, 10, 11]], (0,))
+    nll = [
+        text_nll(network, rows, both[0][None], both[1][None], moved)
+        for both, moved in ((shifted, True), (unshifted, False))
+    ]
+    assert (nll[0] - nll[1]).abs().max() < ANGLES
+    short = read_start(network, (0,), ids[:3], 7, True)
+    assert (short[:, :, :, :3] - shifted[:, :, :, :3]).abs().max() < ANGLES, (
+        "a short text is repeated"
+    )
+
+
+# --- training
+
+
+@pytest.mark.parametrize("parameterisation", ["direct", "air", "mlp", "linear"])
+@pytest.mark.parametrize("objective", ["mle", "contrastive"])
+def test_a_short_training_lowers_the_held_out_loss(parameterisation, objective, tmp_path):
+    rate = {"direct": 0.1, "air": 3e-2, "mlp": 1e-2, "linear": 3e-2}[parameterisation]
+    settings = {
+        "parameterisation": parameterisation,
+        "objective": objective,
+        "lr": rate,
+        "middle": 16,
+        "epochs": 8,
+    }
+    found = run(job(folder=tmp_path, **settings)).losses
+    assert min(found.values()) < found[0] - 0.1
+
+
+def test_training_stops_when_nothing_improves(tmp_path):
+    """A rate too small to change anything; the start is kept."""
+    each = run(job(folder=tmp_path, lr=1e-30, epochs=50, patience=2))
+    assert each.step == 2 * each.recipe.check_every < each.total
+    assert min(each.losses, key=each.losses.get) == 0
+    assert torch.equal(each.best, job(folder=tmp_path).folded())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"dropout": 0.2}, {"objective": "contrastive", "negatives": "one"}]
+)
+def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkeypatch):
+    settings = {"lr": 3e-2, "epochs": 5, "patience": None} | settings
+    for place in ("whole", "killed"):
+        (tmp_path / place).mkdir()
+    whole = run(job(folder=tmp_path / "whole", **settings))
+    killed = job(folder=tmp_path / "killed", **settings)
+    step = Job._train_step
+
+    def until_seven(self):
+        if self.step == 7:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(Job, "_train_step", until_seven)
+    with pytest.raises(KeyboardInterrupt):
+        run(killed)
+    monkeypatch.undo()
+    resumed = run(job(folder=tmp_path / "killed", **settings))
+    assert resumed.losses == whole.losses
+    assert torch.equal(resumed.best, whole.best)
+    assert resumed.tokens == whole.tokens
+
+
+def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatch):
+    """The loss that chooses the step is that of the held-out texts, by hand; the best step is kept
+    where the loss rises afterwards; the rate of every step is the warm-up's or the decay's."""
+    each = job(folder=tmp_path, lr=0.05, epochs=3, warmup=0.25, check_every=1, patience=99)
+    start, rates, folds = each.folded().clone(), [], {}
+    texts = each.held_out.texts
+    rows = TextRows.of(texts, (0,), "cpu")
+    spread = start[:, 0][:, None].expand(-1, len(texts), -1, -1, -1, -1)
+    with torch.no_grad():
+        nll = text_nll(each.network, rows, spread[0], spread[1], each.recipe.shifted).sum()
+    step, check = Job._train_step, Job._check
+
+    def train(self):
+        step(self)
+        rates.append(self.optimizer.param_groups[0]["lr"])
+
+    def rising(self):
+        check(self)
+        folds[self.step] = self.folded().clone()
+        if self.step == 4:  # from here on nothing is better
+            monkeypatch.setattr(Job, "held_out_loss", lambda self: 1e6 + self.step)
+
+    monkeypatch.setattr(Job, "_train_step", train)
+    monkeypatch.setattr(Job, "_check", rising)
+    run(each)
+    assert each.losses[0] == pytest.approx(float(nll / rows.targets.sum()), rel=1e-5)
+    best = min(each.losses, key=each.losses.get)
+    assert best <= 4 < max(each.losses)
+    assert torch.equal(each.best, folds[best])
+    assert not torch.equal(each.best, folds[max(folds)])
+    n = each.total
+    warm = round(0.25 * n)
+    expected = [0.05 * min((i + 1) / warm, (n - i) / (n - warm)) for i in range(n)]
+    assert rates == pytest.approx(expected)
+    assert max(rates) == pytest.approx(0.05)
+    assert rates[0] < rates[warm - 1] > rates[-1]
+
+
+def test_without_early_stopping_the_last_step_is_kept(tmp_path, reviews, monkeypatch):
+    """As the literature's recipes do, also where an earlier step was better."""
+    made = {}
+    for patience, sign in ((None, 1), (6, 1), (6, -1)):
+        monkeypatch.setattr(Job, "held_out_loss", lambda self, sign=sign: float(sign * self.step))
+        made[patience, sign], _ = train_set(
+            "tiny-llama",
+            SENTIMENT,
+            corpus(reviews),
+            corpus(reviews),
+            tmp_path / f"{patience}{sign}",
+            recipe("small", **SMALL | {"patience": patience}),
+        )
+    steps = {key: prefix.card.training.best_step for key, prefix in made.items()}
+    assert steps == {(None, 1): 4, (6, 1): 0, (6, -1): 4}
+    assert torch.equal(made[None, 1].keys, made[6, -1].keys)
+    assert not torch.equal(made[None, 1].keys, made[6, 1].keys)
+
+
+def test_a_set_that_began_with_other_words_is_not_gone_on_with(tmp_path, reviews):
+    """Where it begins with the hard prefixes; a set that does not is the same with any."""
+    others = SENTIMENT.model_copy(
+        update={
+            "attributes": {name: Attribute(prefix=f"Be {name}:") for name in SENTIMENT.attributes}
+        }
+    )
+    for start, shared in (("hard", 0), ("text", 0)):
+        chosen = recipe("small", **SMALL | {"start": start, "shared": shared})
+        data = corpus(reviews), corpus(reviews), tmp_path / start, chosen
+        before = train_set("tiny-llama", SENTIMENT, *data)
+        if start == "hard":
+            with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
+                train_set("tiny-llama", others, *data)
+        else:
+            again = train_set("tiny-llama", others, *data)
+            assert [each.card.sha256 for each in again] == [each.card.sha256 for each in before]
+
+
+def test_a_set_is_trained_by_one_process_at_a_time(tmp_path, reviews, monkeypatch):
+    chosen = recipe("small", **SMALL)
+    data = "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
+    step, refused = Job._train_step, []
+
+    def meanwhile(self):
+        if not refused:
+            refused.append(True)
+            with pytest.raises(PrefixError, match="is being trained by another process; wait"):
+                train_set(*data)
+        step(self)
+
+    monkeypatch.setattr(Job, "_train_step", meanwhile)
+    train_set(*data)
+    assert refused
+
+
+def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
+    """From texts to files: the network is untouched, the sets hold what was best, and a second call
+    finishes the first."""
+    settings = SMALL | {"lr": 0.05, "epochs": 2, "start": "hard", "shared": 12}
+    (tmp_path / "a" / ".training").mkdir(parents=True)  # killed before its plan was there
+    chosen = recipe("small", **settings)
+    made = train_set(
+        "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
+    )
+    assert [prefix.card.attribute for prefix in made] == ["positive", "negative"]
+    for prefix in made:
+        training = prefix.card.training
+        assert training.recipe["lr"] == 0.05
+        assert training.texts == 16
+        assert (
+            training.losses[training.best_step]
+            == min(training.losses.values())
+            < training.losses[0]
+        )
+        again = load_prefix(tmp_path / "a", prefix.card.attribute)
+        assert torch.equal(again.keys, prefix.keys)
+        again.check(load("tiny-llama"))
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
+        ".plan",
+        "negative.json",
+        "negative.safetensors",
+        "positive.json",
+        "positive.safetensors",
+    ]
+    step, count = Job._train_step, []
+
+    def broken(self):
+        count.append(self.attributes)
+        if len(count) == 17:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(Job, "_train_step", broken)
+    with pytest.raises(KeyboardInterrupt):
+        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
+    assert count[0] == ("shared",)
+    assert ("positive",) in count
+    assert count[-1] == ("negative",), "the first prefix was finished"
+    monkeypatch.undo()
+    assert [card.attribute for card in cards(tmp_path)] == ["negative", "positive", "positive"]
+    with pytest.raises(PrefixError, match="unfinished training with another recipe"):
+        train_set(
+            "tiny-llama",
+            SENTIMENT,
+            corpus(reviews),
+            corpus(reviews),
+            tmp_path / "b",
+            recipe("small", **settings | {"lr": 1}),
+        )
+    train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
+    for name in ("positive", "negative"):
+        assert torch.equal(
+            load_prefix(tmp_path / "a", name).keys, load_prefix(tmp_path / "b", name).keys
+        )
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()}
+    again = train_set(
+        "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
+    )
+    assert [prefix.card for prefix in again] == [prefix.card for prefix in made]
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == before, (
+        "a finished set stays"
+    )
+    other = recipe("small", **settings | {"lr": 0.06})
+    with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
+        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", other)
+
+
+def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
+    """On texts it learned: own texts are likeliest under their own prefix, which hard prefixes of a
+    random model cannot do."""
+    from lapa2_interp.prefixes.evaluation import evaluate_sets
+
+    chosen = recipe(
+        "small",
+        **SMALL
+        | {
+            "lr": 0.1,
+            "epochs": 12,
+            "objective": "contrastive",
+            "start": "random",
+            "patience": None,
+        },
+    )
+    train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set", chosen)
+    table = evaluate_sets(
+        [tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12
+    )
+    cells = table.set_index(["label", "prefix"])["nll"]
+    for own, other in (("positive", "negative"), ("negative", "positive")):
+        assert cells[own, own] < min(cells[own, other], cells[own, "none"])
+        card = load_prefix(tmp_path / "set", own).card
+        assert card.held_out.nll[own].mean == pytest.approx(cells[own, own])
+        assert card.held_out.accuracy_of_set.mean > 0.9
+        assert card.held_out.accuracy_of_set.n == 32
+    assert card.held_out.hard_accuracy_of_set.mean < 0.9
+
+
+def nlls(*texts):
+    """Of each text its NLL per token and its number of tokens."""
+    return pd.DataFrame([{"nll": nll * tokens, "tokens": tokens} for nll, tokens in texts])
+
+
+def test_intervals_of_few_texts_are_students():
+    found = nll_interval(nlls((3.0, 5), (4.0, 5), (8.0, 5)))
+    half = t.ppf(0.975, 2) * np.std([3, 4, 8], ddof=1) / math.sqrt(3)
+    assert (found.mean, found.n, found.clusters) == (5, 3, 3)
+    assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
+    alone = nll_interval(nlls((3.0, 5)))
+    assert alone.mean == 3
+    assert math.isnan(alone.low)
+    assert math.isnan(alone.high)
+
+
+def test_intervals_of_nll_hold_the_truth():
+    """Long texts count for more, so texts are resampled and not tokens."""
+    rng = np.random.default_rng(0)
+    hit = 0
+    for _ in range(200):
+        tokens = rng.integers(2, 60, 15)
+        found = nll_interval(nlls(*zip(rng.normal(4, 1, 15), tokens.tolist(), strict=True)))
+        assert found.low < found.mean < found.high
+        hit += found.low <= 4 <= found.high
+    assert hit >= 181, "95 %, less three standard errors"
+
+
+def test_a_contrast_needs_two_attributes(reviews, tmp_path):
+    chosen = recipe("small", **SMALL | {"objective": "contrastive"})
+    twice = ["positive", "positive"]
+    with pytest.raises(DataError, match="needs texts of two attributes at least; found only 'posi"):
+        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set",
+                  chosen, attributes=twice)  # fmt: skip
+
+
+def test_the_papers_recipes():
+    facts = {
+        "lapa2": (2e-5, 50, 4, 20, "air", False),
+        "air": (3e-5, 5, 4, 20, "air", False),
+        "con-prefix": (5e-5, 3, 8, 10, "linear", True),
+        "prefix-tuning": (5e-5, 5, 10, 5, "mlp", True),
+    }
+    for name, expected in facts.items():
+        found = recipe(name)
+        assert (
+            found.lr,
+            found.epochs,
+            found.batch,
+            found.slots,
+            found.parameterisation,
+            found.shifted,
+        ) == expected
+    assert recipe("con-prefix").middle == 800
+    assert recipe("con-prefix").gen_weight == 0
+    assert set(RECIPES) == {"small", *facts}
+
+
+# --- data
+
+
+def test_texts_are_cut_where_sentences_end():
+    from lapa2_interp.tasks.corpora import pieces
+
+    tokenizer = load_tokenizer("smollm2-135m")
+    text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
+    found = [tokenizer.decode(ids) for ids in pieces(text, tokenizer, 12)]
+    assert found[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
+    assert found[2].split() == ["word"] * 12
+    assert len(found) == 3
+
+
+def test_long_texts_give_their_first_pieces_first():
+    tokenizer = load_tokenizer("smollm2-135m")
+    from lapa2_interp.tasks.corpora import Corpus
+
+    texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
+    found = tokenise(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
+    assert [tokenizer.decode(ids) for ids in found] == [
+        "A one.",
+        "B one.",
+        "C one.",
+        "A two.",
+        "C two.",
+    ]
+
+
+def test_corpora_take_turns():
+    from lapa2_interp.tasks.corpora import Corpus
+
+    tokenizer = load_tokenizer("smollm2-135m")
+    corpora = [
+        Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name)
+        for name, n in (("A", 4), ("B", 2))
+    ]
+    found = [tokenizer.decode(ids) for ids in tokenise(tokenizer, corpora, "positive", 9, 5)]
+    assert found == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
+
+
+def test_no_piece_ends_inside_a_character():
+    """Read again, half a character is another one."""
+    tokenizer = load_tokenizer("smollm2-135m")
+    text = "我喜欢这部电影因为它非常好看而且很感人也很有趣"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    halves = 0
+    for length in range(4, 16):
+        (cut,) = pieces(text, tokenizer, length)
+        assert text.startswith(tokenizer.decode(cut))
+        assert cut == ids[: len(cut)]
+        assert length - 3 < len(cut) <= length
+        halves += len(cut) < length
+    assert halves
+
+
+def test_a_text_behind_a_hard_prefix_has_the_tokens_it_is_generated_with():
+    """The space between them joins the text's first token; what is scored is the text alone."""
+    from lapa2_interp.bias.layout import Layout
+    from lapa2_interp.prefixes.evaluation import behind_hard, score_texts
+
+    network, tokenizer, _ = load_transformers("smollm2-135m")
+    texts = [tokenizer(text).input_ids for text in ("The lake is cold.", "Nobody came.")]
+    for prefix in ("Very positive:", "Very positive: "):
+        for ids in texts:
+            before, text = behind_hard(tokenizer, prefix, ids)
+            whole = Layout.of(tokenizer, "Very positive:", prefix[14:] + tokenizer.decode(ids))
+            assert (*before, *text) == whole.ids[whole.n_bos :]
+            assert len(before) == whole.l_pre
+        totals, tokens = score_texts(network, tokenizer, texts, prefix)
+        for ids, total, n in zip(texts, totals, tokens, strict=True):
+            before, text = behind_hard(tokenizer, prefix, ids)
+            row = torch.tensor([[tokenizer.bos_token_id, *before, *text]])
+            with torch.no_grad():
+                nll = cross_entropy(network(row).logits[0, :-1], row[0, 1:], reduction="none")
+            assert total == pytest.approx(nll[len(before) :].sum().item(), rel=1e-4)
+            assert n == len(text)
+
+
+def test_treebank_sentences_are_written_as_people_do():
+    from lapa2_interp.tasks.corpora import detokenise
+
+    for given, expected in [
+        ("a gorgeous , witty movie .", "A gorgeous, witty movie."),
+        ("it 's funny , but i do n't know !", "It's funny, but I don't know!"),
+        ("the film -lrb- and its cast -rrb- is `` fine ''", 'The film (and its cast) is "fine"'),
+        ("they 've seen it , we 'll not .", "They've seen it, we'll not."),
+    ]:
+        assert detokenise(given) == expected
+
+
+def test_paradetox_pairs_are_labelled_texts(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    rows = [
+        {"toxic": "a damn mess", "neutral": ["a mess", "a muddle"]},
+        {"toxic": "shut up", "neutral": []},
+        {"toxic": "what a fool", "neutral": "what a person"},
+        {"toxic": "damn it", "neutral": None},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = read_corpus(str(file), ["nontoxic", "toxic"])
+    assert found.texts["toxic"] == ("a damn mess", "shut up", "what a fool", "damn it")
+    assert found.texts["nontoxic"] == ("a mess", "what a person")
+    assert found.blank == 2
+
+
+def test_corpora_report_what_they_leave_out(tmp_path):
+    file = tmp_path / "texts.csv"
+    file.write_text(
+        "text,label\ngood,positive\n,positive\n "
+        " ,positive\ngood,positive\nbad,negative\nodd,other\n"
+    )
+    found = read_corpus(str(file), ["positive", "negative"])
+    assert found.texts == {"positive": ("good",), "negative": ("bad",)}
+    assert (
+        found.summary
+        == "texts.csv: 1 positive, 1 negative (left out: 2 blank, 1 repeated, 1 with another label)"
+    )
+
+
+def test_labels_that_are_numbers(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n')
+    assert read_corpus(str(file), ["0", "1"]).texts == {"0": ("bad",), "1": ("good",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "has no field 'text'"),
+        (
+            "a.jsonl",
+            '{"text": "x", "label": "positive"}\n',
+            r"no text with label 'negative' \(blank ones and repetitions left out\); its labels are"
+            " 'positive'",
+        ),
+        (
+            "a.jsonl",
+            '{"txt": "x", "label": "positive"}\n',
+            "no field 'text'; found txt, label; give text and label",
+        ),
+        ("a.jsonl", "not json\n", "cannot read"),
+        (
+            "a.txt",
+            "x",
+            (
+                "unknown corpus .*allowed: imdb, sst2, agnews, or a file that ends in .jsonl, .csv,"
+                " .parquet"
+            ),
+        ),
+        ("a.jsonl.xz", "not xz", "cannot read"),
+        ("a.jsonl.zip", "no zip", "cannot read .*not a zip file"),
+    ],
+)
+def test_bad_corpora(name, content, message, tmp_path):
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_corpus(str(file), ["positive", "negative"])
+
+
+def test_a_missing_file_and_a_hub_that_does_not_answer(tmp_path):
+    with pytest.raises(DataError, match="cannot read"):
+        read_corpus(str(tmp_path / "none.jsonl"), ["positive"])
+    with pytest.raises(
+        DataError, match="cannot load stanfordnlp/imdb from the hub .*; give a file instead"
+    ):
+        read_corpus("imdb", ["positive"])
+
+
+def test_bad_recipes(tmp_path, reviews):
+    for settings, message in [
+        ({"objective": "mse"}, "objective: input should be 'mle' or 'contrastive', found 'mse'"),
+        ({"larning_rate": 1}, "unknown field 'larning_rate'; allowed: objective"),
+        ({"lr": 0}, "lr: input should be greater than 0"),
+        (
+            {"parameterisation": "air", "start": "text"},
+            "start 'text' sets keys and values themselves",
+        ),
+        ({"parameterisation": "air", "shared": 9}, "shared sets keys and values themselves"),
+        (
+            {"start": "set", "shared": 9},
+            "start 'set' begins each attribute with a prefix of its own; use shared=0",
+        ),
+    ]:
+        with pytest.raises(PrefixError, match=message):
+            recipe("small", **settings)
+    with pytest.raises(
+        PrefixError, match="unknown recipe 'smal'; allowed: small, .*did you mean 'small'"
+    ):
+        recipe("smal")
+    one = recipe("small", **SMALL | {"objective": "contrastive"})
+    with pytest.raises(
+        DataError, match="needs texts of two attributes at least; found only 'positive'"
+    ):
+        train_set(
+            "tiny-gpt2",
+            SENTIMENT,
+            corpus(reviews),
+            corpus(reviews),
+            tmp_path / "x",
+            one,
+            attributes=["positive"],
+        )
+    with pytest.raises(PrefixError, match="the loss of positive is nan at step 0; lower lr"):
+        each = job(folder=tmp_path)
+        with torch.no_grad():
+            each.parameters.both[:] = torch.nan
+        each._train_step()
+    long = recipe("small", **SMALL | {"max_tokens": 300})
+    with pytest.raises(
+        PrefixError,
+        match="14 slots or tokens of a prefix, BOS and 300 tokens of a text exceed .* of 256; give",
+    ):
+        train_set("tiny-gpt2", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "x", long)

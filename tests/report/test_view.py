@@ -1,0 +1,809 @@
+"""The viewer shows the numbers of the run, in a browser, and nothing else."""
+
+import base64
+import dataclasses
+import html as html_of
+import io
+import json
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+from browsers import FLAGS, browser_page, chromium
+from conftest import load, run_of, soft_set
+
+from lapa2_interp import load_task, view
+from lapa2_interp._util.errors import CircuitError, RunError, TraceError
+from lapa2_interp._util.page import embedded
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.cli.app import main
+from lapa2_interp.report.packing import FLOOR, pack, precision, quantised, restored
+from lapa2_interp.report.reading import read_study
+from lapa2_interp.report.viewer import MODULE
+from lapa2_interp.runs.store import FinishedCell
+
+HOSTILE = (
+    "=1</script><script>document.title='x'</script><img src=x onerror=alert(1)>&amp; '\"\u2028"
+)
+STUDY = "figures/circuits/planted"
+WAIT = "new Promise(done => { const at = () => el.dataset.ready ? done(true) : setTimeout(at, 20); const el = document.getElementById('view'); at(); })"
+VIEW = "document.getElementById('view')"
+
+
+@pytest.fixture(scope="module")
+def run():
+    arms = (None, Augmentation(alpha=0.5))
+    return run_of(
+        load("planted"), "prefix", "sentiment", ["positive", "negative"], ["The lake", "The book"], arms,
+        length=14, samples=2, seed=3, trace="full", parameters={"prefixes": "hard"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(request):
+    return request.config.rootpath / STUDY
+
+
+@pytest.fixture(scope="module")
+def shown(run, study):
+    return view(run, circuits=study, model=load("planted"))
+
+
+@pytest.fixture(scope="module")
+def place(shown, tmp_path_factory):
+    return shown.save(tmp_path_factory.mktemp("view") / "view.html")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browser_page() as page:
+        yield page
+
+
+def opened(browser, place, state="", **settings):
+    """The page when it is ready: nothing but itself was asked for, and nothing complained."""
+    browser.goto(place.as_uri() + (f"#{state}" if state else ""), **settings)
+    assert browser.ask(WAIT)
+    return browser
+
+
+def quiet(browser, place):
+    others = [url for url in browser.requests if not url.startswith((place.as_uri(), "about:"))]
+    assert (others, browser.errors) == ([], [])
+
+
+def told(browser):
+    return browser.ask(f"({{...{VIEW}.dataset}})")
+
+
+def middle(browser, canvas, row, column, rows, columns):
+    """Where a cell of a figure is in the window, once the figure is in view."""
+    script = f"(() => {{ const c = document.querySelectorAll('canvas')[{canvas}]; c.scrollIntoView({{block: 'center'}}); const r = c.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; }})()"
+    x, y, w, h = browser.ask(script)
+    return (
+        x + 30 + (column + 0.5) * (w - 34) / columns,
+        y + 8 + (row + 0.5) * (h - 26) / rows,
+    )
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_stored_attention_is_as_precise_as_the_page_says(bits):
+    rng = np.random.default_rng(0)
+    values = np.concatenate([FLOOR ** rng.random(5000), [1.0, FLOOR, 0.5]])
+    back = restored(quantised(values, bits), bits)
+    assert np.abs(back / values - 1).max() <= precision(bits) * (1 + 1e-9)
+    small = restored(quantised(np.array([0.0, FLOOR / 2]), bits), bits)
+    assert small.tolist() == [0, 0]
+    assert restored(quantised(np.array([1.0 + 1e-7]), bits), bits) == 1
+    assert precision(16) < 1.3e-4 < precision(8) < 0.034
+
+
+def test_equal_numbers_give_equal_pages(shown, run, study):
+    again = view(run, circuits=study, model=load("planted"))
+    assert again.html == shown.html
+    assert pack({"a": np.arange(300, dtype=np.uint16)}) == pack(
+        {"a": np.arange(300, dtype=np.uint16)}
+    )
+
+
+@pytest.mark.parametrize("arm", [0, 1])
+def test_attention_is_that_of_one_pass_over_the_text(shown, arm):
+    """The cell's own augmentation around a plain pass of the model; in float32, sums of keys in
+    another order."""
+    import torch
+
+    model, found = load("planted"), shown.found
+    reading, layout = found.readings[arm], found.layout
+    tokens = torch.tensor([[*layout.ids, *reading.tokens[:-1]]])
+    kept = {}
+
+    def keep(pattern, hook):
+        kept[int(hook.name.split(".")[1])] = pattern[0].detach().numpy().copy()
+
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
+    with (
+        torch.no_grad(),
+        augmented(model, reading.augmentation, layout),
+        model.hooks(fwd_hooks=hooks),
+    ):
+        model(tokens)
+    for step, pattern in enumerate(reading.patterns):
+        query = layout.n_live - 1 + step
+        for layer, whole in kept.items():
+            assert np.abs(whole[:, query, : query + 1] - pattern[layer]).max() < 1e-5
+
+
+def test_masses_are_those_the_run_recorded(shown, run):
+    for reading, cell in zip(shown.found.readings, shown.found.chosen.cells.values(), strict=True):
+        assert reading.off < 1e-5
+        trace = run.trace(cell.key)
+        recorded = trace["prefix"].sel(branch=shown.found.branch).to_numpy()[0]
+        assert np.allclose(reading.masses[0], recorded[: len(reading.tokens)], atol=1e-5)
+        keys = slice(shown.found.layout.prefix.start, shown.found.layout.prefix.stop)
+        own = [pattern[..., keys].sum(-1) for pattern in reading.patterns]
+        assert np.allclose(own, recorded[: len(own)], atol=1e-5)
+
+
+def test_what_differs_from_the_recorded_attention_is_refused(run):
+    model = load("planted")
+    held = {
+        key: FinishedCell(
+            made.manifest, made.samples, made.trace.assign(bos=made.trace["bos"] + 0.01)
+        )
+        for key, made in run.held.items()
+    }
+    with pytest.raises(TraceError, match="differs from what the run recorded, by up to 0.01"):
+        view(dataclasses.replace(run, held=held), model=model)
+
+
+def test_recorded_attention_that_is_no_number_is_refused(run):
+    held = {
+        key: FinishedCell(made.manifest, made.samples, made.trace.assign(bos=made.trace["bos"] * np.nan))
+        for key, made in run.held.items()
+    }  # fmt: skip
+    with pytest.raises(TraceError, match="differs from what the run recorded, by up to nan"):
+        view(dataclasses.replace(run, held=held), model=load("planted"))
+
+
+def test_attention_over_all_texts_is_over_steps_that_all_have(run):
+    """It falls with the step, so a text that ended early would look more controlled."""
+    model = load("planted")
+    found = view(run, model=model).found
+    length = len(found.readings[0].tokens)
+    assert found.steps == length
+
+    def cut(made, row, to):
+        tokens = [text[:to] if i == row else text for i, text in enumerate(made.samples["tokens"])]
+        parts = {name: made.trace[name].copy() for name in ("prefix", "bos", "prompt", "generated")}
+        for part in parts.values():
+            part[:, row, to:] = np.nan
+        return FinishedCell(
+            made.manifest, made.samples.assign(tokens=tokens), made.trace.assign(parts)
+        )
+
+    key = found.chosen.cells["alpha 0.5 paper"].key
+    held = run.held | {key: cut(cut(run.held[key], 3, 4), 1, 0)}
+    short = view(dataclasses.replace(run, held=held), model=model).found
+    assert short.steps == 4
+    for reading, cell, there in zip(
+        short.readings, short.chosen.cells.values(), (range(4), (0, 2, 3)), strict=True
+    ):
+        trace = run.trace(cell.key)["prefix"].sel(branch=short.branch).to_numpy()
+        prompts = run.held[cell.key].samples["prompt"].to_numpy()
+        means = [
+            np.mean([trace[i, :4].mean(0) for i in there if prompts[i] == prompt], axis=0)
+            for prompt in dict.fromkeys(prompts)
+        ]
+        assert np.allclose(reading.of_run["mean"], np.mean(means, axis=0), atol=1e-6)
+
+
+def test_arms_of_different_seeds_are_not_set_side_by_side(run):
+    other = run_of(
+        load("planted"), "prefix", "sentiment", ["positive"], ["The lake", "The book"],
+        length=14, samples=2, seed=4, trace="full", parameters={"prefixes": "hard"},
+    )  # fmt: skip
+    both = dataclasses.replace(run, plan=run.plan | other.plan, held=run.held | other.held)
+    with pytest.raises(TraceError, match=r"cells of several kinds \(seed: 3, 4\).*seed=3"):
+        view(both, model=load("planted"))
+    assert (
+        view(both, model=load("planted"), only={"seed": 4})
+        .data["facts"]["prompt"]
+        .endswith("seed 4)")
+    )
+
+
+def test_a_study_of_many_attributes_says_which_one_it_is_about(shown, study, tmp_path):
+    shutil.copytree(study, tmp_path / "study")
+    chosen = SimpleNamespace(
+        task=SimpleNamespace(name="sentiment", attributes=dict.fromkeys("abc"))
+    )
+    found = SimpleNamespace(model=shown.found.model, readings=shown.found.readings, chosen=chosen)
+    about = [each.about for each in read_study(tmp_path / "study", found).values()]
+    assert about
+    assert all(each.endswith(", a against the others") for each in about)
+    assert not any("against" in each.about for each in shown.heads.values())
+
+
+def test_numbers_that_are_not_finite_stay_out_of_the_page(shown):
+    found = shown.found
+    first = dataclasses.replace(
+        found.readings[0], control={"js": [np.inf] * len(found.readings[0].tokens)}
+    )
+    data = dataclasses.replace(shown, found=dataclasses.replace(found, readings=(first,))).data
+    assert set(data["arms"][0]["control"]["js"]) == {None}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embedded({"a": np.inf})
+
+
+def test_more_attention_than_memory_is_refused(run, monkeypatch):
+    monkeypatch.setattr("lapa2_interp.report.reading.memory", lambda: 1000)
+    with pytest.raises(TraceError, match="12 steps of all heads need .* memory.*show fewer steps"):
+        view(run, model=load("planted"))
+
+
+def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
+    found = view(run, same_text=True, model=load("planted"), sample=1, prompt="The b").found
+    assert found.chosen.prompt == "The book"
+    assert found.readings[0].tokens == found.readings[1].tokens
+    # In layer 0 nothing else differs: log-odds of the prefix rise by alpha ln(l/n), Eq. 7.
+    plain, raised = (np.log(each.masses[0] / each.masses[1:].sum(0)) for each in found.readings)
+    l = found.layout.n_live - found.layout.n_bos + np.arange(len(plain))
+    bias = 0.5 * np.log(l / found.layout.l_pre)
+    assert np.allclose((raised - plain)[:, 0], bias[:, None], atol=1e-4)
+
+
+def test_a_large_page_has_8_bits(shown, monkeypatch):
+    assert shown.data["bits"] == 16
+    monkeypatch.setattr("lapa2_interp.viewer.SIZE", 1000)
+    small = dataclasses.replace(shown)
+    assert small.data["bits"] == 8
+    assert small.data["arrays"]["pattern0"]["type"] == "uint8"
+
+
+@pytest.mark.slow
+def test_64_steps_of_all_heads_of_a_real_model_take_5_mb(study):
+    """Two arms of one text, with 16 bits a number."""
+    model = load("smollm2-135m")
+    made = run_of(
+        model,
+        "prefix",
+        "sentiment",
+        ["positive"],
+        ["The president of the country"],
+        (None, Augmentation(alpha=0.5)),
+        length=69,
+        samples=1,
+        trace="full",
+        parameters={"prefixes": "hard"},
+    )
+    shown = view(made, model=model, circuits=study.parent / "sentiment")
+    assert [len(each.tokens) for each in shown.found.readings] == [64, 64]
+    assert shown.data["bits"] == 16
+    assert len(shown.html.encode()) < 5_000_000
+
+
+def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
+    model = load("planted")
+    for settings, match in (
+        ({"sample": 2}, "sample must be from 0 to 1"),
+        ({"prompt": "The"}, "several prompts begin with"),
+        ({"prompt": "A"}, "no prompt begins with"),
+        ({"arm": "alpha"}, "unknown arm 'alpha'"),
+        ({"attribute": "neutral"}, "unknown attribute 'neutral'"),
+        ({"branch": "x"}, "unknown branch 'x'"),
+        ({"steps": 0}, "steps must be at least 1"),
+    ):
+        with pytest.raises(TraceError, match=match):
+            view(run, model=model, **settings)
+    with pytest.raises(RunError, match="no cell with method=dexperts; method may be prefix"):
+        view(run, model=model, only={"method": "dexperts"})
+    with pytest.raises(CircuitError, match="is not a finished study"):
+        view(run, model=model, circuits=tmp_path)
+    with pytest.raises(TraceError, match="was made with weights"):
+        view(run, model=load("tiny-llama"))
+    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.recomputes", True)
+    with pytest.raises(TraceError, match="changes the network while it decodes"):
+        view(run, model=model)
+
+
+def test_a_study_of_another_model_is_refused(run, study):
+    other = study.parent / "sentiment"
+    with pytest.raises(CircuitError, match="is about smollm2-135m and sentiment"):
+        view(run, model=load("planted"), circuits=other)
+
+
+def test_a_run_without_trace_and_arm_is_shown_without_comparison(tmp_path):
+    model = load("planted")
+    alone = run_of(
+        model, "none", "sentiment", ["positive"], ["The lake"], length=8, samples=1, trace="none"
+    )
+    found = view(alone, model=model).found
+    assert len(found.readings) == 1
+    assert found.readings[0].off is None
+    assert found.no_control == "the branch has no prefix"
+    assert not found.readings[0].of_run
+    with pytest.raises(RunError, match="is a folder"):
+        view(alone, model=model).save(tmp_path)
+
+
+def test_soft_slots_are_keys_of_their_own(tmp_path):
+    model, task = load("tiny-llama"), load_task("sentiment")
+    given = {"prefixes": soft_set(tmp_path, model, task)}
+    made = run_of(
+        model,
+        "prefix",
+        task,
+        ["positive"],
+        ["The lake"],
+        length=14,
+        samples=1,
+        trace="full",
+        parameters=given,
+    )
+    shown = view(made, model=model)
+    assert shown.data["parts"][:6] == ["prefix"] * 5 + ["bos"]
+    assert shown.data["arms"][0]["keys"][:2] == ["soft 1", "soft 2"]
+    assert shown.found.no_control == "the branch has a soft prefix"
+    reading = shown.found.readings[0]
+    assert reading.off < 1e-5
+    assert np.allclose(reading.patterns[2][..., :5].sum(-1), reading.masses[0, 2], atol=1e-5)
+
+
+def test_the_command_writes_the_page(run, study, tmp_path, capsys):
+    folder = run.save(tmp_path / "run").home
+    assert main(["view", str(folder), "--circuits", str(study), "--steps", "5"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"^baseline: 5 tokens read again, \S+ from the recorded attention$", said, re.M
+    )
+    assert f"{folder / 'view.html'} (" in said
+    assert main(["view", str(folder), "--arm", "x"]) == 2
+
+
+# --- the page
+
+
+def test_the_module_asks_for_nothing_and_writes_no_html():
+    text = MODULE.read_text("utf-8")
+    for word in (
+        "</script",
+        "innerHTML",
+        "insertAdjacent",
+        "fetch(",
+        "import ",
+        "localStorage",
+        "eval(",
+    ):
+        assert word not in text
+    assert "export async function render({ model, el" in text
+    assert "export default { render }" in text
+
+
+def test_in_a_notebook_the_page_stands_in_a_frame(shown):
+    framed = shown._repr_html_()
+    assert 'sandbox="allow-scripts allow-downloads"' in framed
+    assert html_of.unescape(re.search(r'srcdoc="([^"]*)"', framed)[1]) == shown.html
+
+
+def test_the_page_reads_the_numbers_of_the_trace(browser, place, shown):
+    """Every step and head, as the page gives them to its panels."""
+    opened(browser, place)
+    script = f"""(() => {{ const {{ numbers }} = {VIEW}.viewer, found = [];
+      for (const arm of [0, 1]) for (let step = 0; step < STEPS[arm]; step++) for (let head = 0; head < numbers.n; head++)
+        found.push([arm, step, head, Array.from(numbers.row(arm, step, head)), numbers.mass(arm, "prefix", step, head), numbers.odds(arm, step, head)]);
+      return found; }})()"""
+    readings = shown.found.readings
+    counts = json.dumps([len(each.tokens) for each in readings])
+    found = browser.ask(script.replace("STEPS", counts))
+    heads = readings[0].masses.shape[3]
+    assert len(found) == sum(len(each.tokens) for each in readings) * readings[0].masses[0, 0].size
+    for arm, step, head, row, mass, odds in found:
+        layer, at = divmod(head, heads)
+        there = readings[arm].patterns[step][layer, at]
+        assert np.allclose(row, there, rtol=precision(16) * 1.001, atol=FLOOR)
+        masses = readings[arm].masses[:, step, layer, at].astype(float)
+        assert mass == masses[0]
+        assert np.isclose(odds, np.log(masses[0] / masses[1:].sum()), rtol=1e-6)
+    quiet(browser, place)
+
+
+def test_the_address_holds_the_state(place, shown, study):
+    """Without a driver: what Chromium prints of a page that was opened at a step and a head."""
+    reading = shown.found.readings
+    args = ["--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={place.parent / 'dump'}"]
+    address = place.as_uri() + "#step=7&head=1.2&key=2&pin=0.1&junk=%3Cb%3E&colour=x"
+    done = subprocess.run(
+        [chromium(), *FLAGS, *args, address], capture_output=True, timeout=120, check=True
+    )
+    tag = re.search(r'<main id="view"[^>]*>', done.stdout.decode())[0]
+    data = dict(re.findall(r'data-([\w-]+)="([^"]*)"', tag))
+    assert (data["step"], data["head"], data["key"], data["pin"]) == ("7", "1.2", "2", "0.1")
+    for arm in (0, 1):
+        there = reading[arm].patterns[7][1, 2, 2]
+        assert np.isclose(float(data[f"value{arm}"]), there, rtol=precision(16) * 1.001)
+    table = pd.read_csv(study / "head.csv")
+    row = table[(table["layer"] == 1) & (table["head"] == 2)].iloc[0]
+    assert np.allclose(
+        [float(data[f"effect{end}"]) for end in ("", "-low", "-high")],
+        row[["effect", "low", "high"]].astype(float),
+        rtol=1e-6,
+    )
+
+
+def test_hover_slider_keys_and_pins(browser, place, shown):
+    opened(browser, place)
+    first, second = shown.found.readings
+    steps, live = len(first.tokens), shown.found.layout.n_live
+    keys = live + steps - 1
+    assert told(browser)["head"] == "mean"
+    mean = first.patterns[0].mean((0, 1))[0]
+    assert np.isclose(float(told(browser)["value0"]), mean, rtol=precision(16) * 1.001)
+
+    browser.hover(*middle(browser, 0, 6, 3, steps, keys))
+    now = told(browser)
+    assert (now["step"], now["key"], now["head"]) == ("6", "3", "mean")
+    assert np.isclose(float(now["value1"]), second.patterns[6].mean((0, 1))[3], rtol=2e-4)
+    assert browser.ask(f"{VIEW}.viewer.state.step") == 0  # hovering chooses nothing
+    x, y = middle(browser, 0, 5, 2, steps, keys)
+    browser.hover(x, y)
+    browser.click(x, y)
+    assert browser.ask("location.hash") == "#step=5&key=2"
+
+    browser.press("ArrowRight")
+    browser.press("ArrowDown")
+    assert browser.ask("location.hash") == "#step=6&key=3"
+    browser.press("End")
+    assert told(browser)["key"] == str(live + 5)
+    browser.press("Home")
+
+    browser.ask("document.querySelector('input[name=step]').focus()")
+    browser.press("ArrowRight")
+    assert told(browser)["step"] == "7"
+    assert (
+        browser.ask("document.querySelector('.stepper output').textContent") == f"7 of {steps - 1}"
+    )
+
+    grid = 3  # after the maps of two arms and their difference
+    layers, heads = first.masses.shape[2:]
+    x, y = middle(browser, grid, 1, 2, layers, heads)
+    browser.hover(x, y)
+    assert told(browser)["head"] == "1.2"
+    known = browser.ask("document.querySelector('.readout').textContent")
+    assert known.startswith(
+        "Head 1.2: js lost without the head 0.4674 [0.4637, 0.4723] nats a step"
+    )
+    browser.click(x, y)
+    browser.press("Enter")
+    browser.press("ArrowUp")
+    assert (told(browser)["head"], told(browser)["pin"]) == ("0.2", "1.2")
+    assert browser.ask("document.querySelectorAll('.map canvas').length") == 6
+    assert float(told(browser)["value0"]) == pytest.approx(first.patterns[7][0, 2, 0], rel=2e-4)
+
+    browser.ask("document.querySelector('.token[aria-current]').focus()")
+    browser.press("ArrowLeft")
+    assert told(browser)["step"] == "6"
+    assert browser.ask("document.activeElement.getAttribute('aria-current')") == "step"
+    quiet(browser, place)
+
+
+def test_scales_masks_and_sorting(browser, place, shown, study):
+    most = "[...document.querySelectorAll('.map .most')].map(each => each.textContent)"
+    opened(browser, place, "head=1.2")
+    shared = browser.ask(most)
+    assert shared[0] == shared[1]
+    opened(browser, place, "head=1.2&scale=own&bos=1")
+    found = shown.found
+    n_bos = found.layout.n_bos
+    for i, reading in enumerate(found.readings):
+        top = max(pattern[1, 2, n_bos:].max() for pattern in reading.patterns)
+        assert float(browser.ask(most)[i]) == pytest.approx(top, rel=1e-3)
+    browser.ask(
+        f"{VIEW}.viewer.set({{ sort: 'effect0', down: '1' }}); document.querySelector('.grid details').open = true; 0"
+    )
+    names = browser.ask(
+        "new Promise(done => setTimeout(() => done([...document.querySelectorAll('.grid tbody th')].map(each => each.textContent)), 100))"
+    )
+    table = pd.read_csv(study / "head.csv")
+    effects = {f"{row.layer}.{row.head}": row.effect for row in table.itertuples()}
+    assert len(names) == len(effects)
+    assert np.all(np.diff([effects[name] for name in names]) < 1e-9)  # stored with seven digits
+    assert browser.ask("document.querySelectorAll('.grid th[aria-sort=descending]').length") == 1
+    quiet(browser, place)
+
+
+def test_panels_are_saved_as_they_are(browser, place, shown):
+    opened(browser, place, "step=4&head=1.2&pin=0.1")
+    read = f"(async () => {{ const blob = await {VIEW}.viewer.file(PANEL, KIND); const bytes = new Uint8Array(await blob.arrayBuffer()); let text = ''; for (const byte of bytes) text += String.fromCharCode(byte); return btoa(text); }})()"
+
+    def file(panel, kind):
+        return base64.b64decode(
+            browser.ask(read.replace("PANEL", f"'{panel}'").replace("KIND", f"'{kind}'"))
+        )
+
+    for panel in ("text", "map", "grid"):
+        picture = file(panel, "PNG")
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        assert int.from_bytes(picture[16:20], "big") > 600
+        drawing = ElementTree.fromstring(file(panel, "SVG"))
+        assert {each.tag.split("}")[1] for each in drawing.iter()} == {"svg", "rect", "text"}
+    table = pd.read_csv(io.BytesIO(file("map", "CSV")), keep_default_na=False, encoding="utf-8-sig")
+    rows = table[(table["arm"] == "baseline") & (table["step"] == 4) & (table["layer"] == 1)]
+    there = shown.found.readings[0].patterns[4][1, 2]
+    assert np.allclose(rows["attention"].astype(float), there, rtol=2e-4, atol=FLOOR)
+    heads = pd.read_csv(io.BytesIO(file("grid", "CSV")), encoding="utf-8-sig")
+    assert len(heads) == shown.found.readings[0].masses[0, 0].size
+    quiet(browser, place)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(400, False), (1600, True)])
+def test_the_page_fits_and_every_control_has_a_name(browser, place, width, dark):
+    opened(browser, place, "head=1.2&pin=0.1", width=width, dark=dark)
+    browser.ask("for (const each of document.querySelectorAll('details')) each.open = true; 0")
+    assert (
+        browser.ask(
+            "new Promise(done => setTimeout(() => done(document.documentElement.scrollWidth), 100))"
+        )
+        <= width
+    )
+    nameless = """[...document.querySelectorAll('button, select, input, canvas, [role=region]')].filter(each =>
+      !(each.getAttribute('aria-label') || each.textContent.trim() || each.closest('label')?.textContent.trim())).length"""
+    assert browser.ask(nameless) == 0
+    assert browser.ask(
+        "[...document.querySelectorAll('canvas')].every(each => each.tabIndex === 0)"
+    )
+    assert browser.ask("document.querySelector('.readout').getAttribute('aria-live')") == "polite"
+    colour = browser.ask("getComputedStyle(document.querySelector('.lapa2-view')).backgroundColor")
+    assert colour == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    quiet(browser, place)
+
+
+def test_arms_of_unequal_lengths(browser, shown, tmp_path):
+    first, second = shown.found.readings
+    short = dataclasses.replace(
+        second,
+        tokens=second.tokens[:5],
+        patterns=second.patterns[:5],
+        masses=second.masses[:, :5],
+        control={name: values[:5] for name, values in second.control.items()},
+    )
+    found = dataclasses.replace(shown.found, readings=(first, short))
+    place = dataclasses.replace(shown, found=found).save(tmp_path / "view.html")
+    opened(browser, place, f"step={len(first.tokens) - 1}&head=1.2&grid=odds&colour=js")
+    now = told(browser)
+    assert float(now["value0"]) == pytest.approx(first.patterns[-1][1, 2, 0], rel=2e-4)
+    assert (now["value1"], now["difference"], now["odds1"]) == ("NaN", "NaN", "NaN")
+    assert "alpha 0.5 paper none" in browser.ask("document.querySelector('.readout').textContent")
+    browser.ask("for (const each of document.querySelectorAll('details')) each.open = true; 0")
+    browser.ask("new Promise(done => setTimeout(() => done(0), 100))")
+    for panel in ("text", "map", "grid"):
+        assert browser.ask(f"{VIEW}.viewer.file('{panel}', 'SVG').then(blob => blob.size)") > 1000
+
+    def table(panel):
+        text = browser.ask(f"{VIEW}.viewer.file('{panel}', 'CSV').then(blob => blob.text())")
+        return pd.read_csv(
+            io.StringIO(text.removeprefix("\ufeff")), keep_default_na=False, na_values=[""]
+        )
+
+    # The arm that has ended shows no other step's numbers, and means are over steps of both.
+    browser.ask(f"{VIEW}.viewer.set({{ colour: 'read' }})")
+    words = table("text")
+    assert (
+        words.loc[words["arm"] == "alpha 0.5 paper", "attention of the step's query"].isna().all()
+    )
+    means = table("grid")["mean over steps, difference"].to_numpy()
+    masses = [each.masses[0, :5].mean(0).ravel() for each in (first, second)]
+    assert np.allclose(means, masses[1] - masses[0], atol=1e-6)
+    quiet(browser, place)
+
+
+def test_heads_without_a_number_are_sorted_last(browser, shown, tmp_path):
+    """Log-odds of a head that does not attend to the prefix at all."""
+    first, second = shown.found.readings
+    masses = second.masses.copy()
+    masses[0, :, 0, 1] = 0
+    found = dataclasses.replace(
+        shown.found, readings=(first, dataclasses.replace(second, masses=masses))
+    )
+    place = dataclasses.replace(shown, found=found).save(tmp_path / "view.html")
+    opened(browser, place, "grid=odds&order=1")
+    layers, heads = masses.shape[2:]
+    drawn = []
+    for column in range(heads):
+        browser.hover(*middle(browser, 5, 0, column, layers, heads))
+        drawn.append(told(browser)["head"])
+    odds = [np.log(each.masses[0, 0, 0] / each.masses[1:, 0, 0].sum(0)) for each in (first, second)]
+    rising = odds[1] - odds[0]
+    rising[1] = -np.inf
+    assert drawn == [f"0.{head}" for head in np.argsort(-rising, kind="stable")]
+
+
+def test_a_difference_below_the_rounding_is_drawn_as_none(browser, shown, tmp_path):
+    first, second = shown.found.readings
+    patterns = tuple(each * np.float32(1.001) for each in first.patterns)
+    same = dataclasses.replace(second, patterns=patterns, tokens=first.tokens)
+    found = dataclasses.replace(shown.found, readings=(first, same))
+    for bits, least in ((8, 0.0), (16, 1e-5)):
+        place = dataclasses.replace(shown, found=found, bits=bits).save(tmp_path / f"{bits}.html")
+        opened(browser, place, "head=1.2&step=3")
+        most = browser.ask(
+            "[...document.querySelectorAll('.map .most')].map(each => each.textContent)"
+        )
+        assert (float(most[2]) > least) == (bits == 16)
+        assert "(±" in browser.ask("document.querySelector('.readout').textContent")
+        quiet(browser, place)
+
+
+def test_a_mark_that_turns_text_around_does_not_turn_the_numbers(browser, shown, tmp_path):
+    data = dataclasses.replace(shown).data
+    data["arms"][0]["keys"][3] = data["arms"][1]["keys"][3] = "\u202eabc"
+    other = dataclasses.replace(shown)
+    other.__dict__["data"] = data
+    opened(browser, other.save(tmp_path / "view.html"), "key=3&step=4")
+    told_here = browser.ask("document.querySelector('.readout').textContent")
+    assert "“\u2068\\u202eabc\u2069”" in told_here
+    assert "\u202e" not in told_here
+
+
+def test_a_pixel_shows_the_largest_of_its_cells(browser, shown, tmp_path):
+    """More keys than pixels: one key of strong attention is not lost."""
+    first = shown.found.readings[0]
+    size, live, steps = first.masses.shape[2:], shown.found.layout.n_live, 400
+    patterns = []
+    for step in range(steps):
+        pattern = np.full((*size, live + step), 1e-4, np.float32)
+        pattern[..., 0] = 0.5  # a strong key in the first column, and one between pixels
+        pattern[..., min(203, live + step - 1)] = 0.9
+        patterns.append(pattern)
+    masses = np.full((4, steps, *size), 0.25, np.float32)
+    long = dataclasses.replace(
+        first, tokens=(70,) * steps, patterns=tuple(patterns), masses=masses, control={}
+    )
+    found = dataclasses.replace(shown.found, readings=(long,))
+    place = dataclasses.replace(shown, found=found, heads={}).save(tmp_path / "view.html")
+    opened(browser, place, "head=1.2")
+    drawn = ElementTree.fromstring(
+        browser.ask(f"{VIEW}.viewer.file('map', 'SVG').then(blob => blob.text())")
+    )
+    rects = [each.attrib for each in drawn.iter() if each.tag.endswith("rect")]
+    assert len(rects) < 130_000
+    assert not [each for each in rects if float(each["width"]) <= 0 or float(each["height"]) <= 0]
+    strong = [float(each["x"]) for each in rects if each["fill"] == "rgb(8,48,107)"]
+    assert len(strong) > 100
+    assert max(strong) - min(strong) > 50, "a band along the last key, then one column"
+
+
+@pytest.mark.parametrize("grid", ["text", "run"])
+def test_the_grid_tells_the_number_that_is_drawn(browser, place, shown, grid):
+    """And not that of the current step: the mean over the text, or of all texts with its ends."""
+    opened(browser, place, f"grid={grid}&step=3")
+    first, second = shown.found.readings
+    layers, heads = first.masses.shape[2:]
+    browser.hover(*middle(browser, 3, 1, 2, layers, heads))
+    known = browser.ask("document.querySelector('.readout').textContent")
+    number = r" (\+?-?[\d.e-]+)" + (r" \[([\d.e-]+), ([\d.e-]+)\]" if grid == "run" else "")
+    said = re.match(rf"Head 1\.2: attention on the prefix.*?, baseline{number}; ", known)
+    if grid == "run":
+        ends = [float(first.of_run[name][1, 2]) for name in ("mean", "low", "high")]
+        difference = shown.found.differences["mean"][1, 2]
+    else:
+        means = [each.masses[0, :, 1, 2].mean() for each in (first, second)]
+        ends, difference = means[:1], means[1] - means[0]
+    assert [float(each) for each in said.groups()] == pytest.approx(ends, rel=1e-3)
+    told = re.search(r", difference (\+?-?[\d.e-]+)", known)
+    assert float(told[1]) == pytest.approx(difference, rel=1e-3)
+    quiet(browser, place)
+
+
+def test_the_mean_of_all_heads_leaves_the_pin(browser, place):
+    opened(browser, place, "pin=0.1")
+    for canvas in (0, "document.querySelectorAll('canvas').length - 1"):
+        browser.ask(f"document.querySelectorAll('canvas')[{canvas}].focus()")
+        for key in ("p", "Enter", " "):
+            browser.press(key)
+    assert told(browser)["pin"] == "0.1"
+    assert browser.ask("location.hash") == "#pin=0.1"
+
+
+def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
+    opened(browser, place, "head=1.2&pin=0.1&step=2")
+    steps, live = len(shown.found.readings[0].tokens), shown.found.layout.n_live
+    keys = live + steps - 1
+    browser.click(*middle(browser, 3, 6, 2, steps, keys))  # the pinned head's map
+    assert browser.ask("location.hash") == "#step=6&head=1.2&key=2&pin=0.1"
+    before = told(browser)
+    browser.hover(*middle(browser, 0, 0, keys - 1, steps, keys))  # no such key at this step
+    assert told(browser) == before
+    stopped = """(() => { const pressed = new KeyboardEvent('keydown', { key: 'p', ctrlKey: true, cancelable: true, bubbles: true });
+      document.querySelector('canvas').dispatchEvent(pressed); return pressed.defaultPrevented; })()"""
+    assert browser.ask(stopped) is False
+    assert browser.ask("location.hash") == "#step=6&head=1.2&key=2&pin=0.1"
+    browser.ask("history.replaceState = () => { throw new Error('too often'); }; 0")
+    browser.ask("document.querySelector('input[name=step]').focus()")
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert told(browser)["step"] == "8", "although the address could not be written"
+    quiet(browser, place)
+
+
+def test_the_focus_stays_where_a_table_is_sorted(browser, place):
+    opened(browser, place)
+    browser.ask("document.querySelector('.grid details').open = true; 0")
+    browser.ask("new Promise(done => setTimeout(() => done(0), 100))")
+    active = "document.activeElement.textContent"
+    browser.ask("document.querySelectorAll('.grid th button')[1].focus()")
+    name = browser.ask(active)
+    for _ in range(2):
+        browser.press("Enter")
+        assert browser.ask(active) == name
+    browser.ask("document.querySelectorAll('.grid tbody button')[5].focus()")
+    head = browser.ask(active)
+    browser.press("Enter")
+    assert (browser.ask(active), told(browser)["head"]) == (head, head)
+
+
+def test_hostile_text_does_not_act(browser, tmp_path):
+    model = load("tiny-gpt2")
+    made = run_of(
+        model,
+        "prefix",
+        "sentiment",
+        ["positive"],
+        [HOSTILE],
+        length=90,
+        samples=1,
+        parameters={"prefixes": "hard"},
+    )
+    shown = view(made, model=model, steps=3)
+    assert shown.html.count("</script>") == 2
+    place = shown.save(tmp_path / "view.html")
+    opened(browser, place)
+    browser.ask("for (const each of document.querySelectorAll('details')) each.open = true; 0")
+    browser.ask("new Promise(done => setTimeout(() => done(0), 150))")
+    assert browser.ask("document.title") == shown.data["title"]
+    assert HOSTILE in browser.ask("document.title")
+    assert browser.ask("document.querySelectorAll('img, [onerror]').length") == 0
+    assert browser.ask("document.scripts.length") == 2
+    assert (
+        browser.ask("document.querySelector('.line').textContent").replace("·", "").find(HOSTILE)
+        > 0
+    )
+    svg = browser.ask(f"{VIEW}.viewer.file('text', 'SVG').then(blob => blob.text())")
+    assert {each.tag.split("}")[1] for each in ElementTree.fromstring(svg).iter()} == {
+        "svg",
+        "rect",
+        "text",
+    }
+    table = browser.ask(f"{VIEW}.viewer.file('text', 'CSV').then(blob => blob.text())")
+    assert not re.search(r"(^|,)\"?[=+@]", table, re.M)
+    quiet(browser, place)
+
+
+def test_a_frame_of_a_notebook_shows_it(browser, shown, tmp_path):
+    place = tmp_path / "notebook.html"
+    listen = (
+        "<script>addEventListener('message', event => { document.title = event.data; });</script>"
+    )
+    framed = shown._repr_html_().replace(
+        "&lt;/body&gt;",
+        html_of.escape(
+            "<script type='module'>const el = document.getElementById('view'); const at = () => el.dataset.ready ? parent.postMessage(el.dataset.value0, '*') : setTimeout(at, 20); at();</script></body>"
+        ),
+    )
+    place.write_text(f"<!doctype html><meta charset=utf-8>{listen}{framed}", encoding="utf-8")
+    browser.goto(place.as_uri())
+    value = browser.ask(
+        "new Promise(done => { const at = () => document.title ? done(document.title) : setTimeout(at, 20); at(); })"
+    )
+    assert float(value) == pytest.approx(
+        shown.found.readings[0].patterns[0].mean((0, 1))[0], rel=2e-4
+    )
+    quiet(browser, place)

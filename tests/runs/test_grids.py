@@ -1,0 +1,1098 @@
+"""Grids resolve to cells before anything runs: the paper's settings, shared cells, keys that stay,
+and what is refused."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import load, soft_set
+
+from lapa2_interp import load_task
+from lapa2_interp._util.errors import GridError, ModelError
+from lapa2_interp._util.progress import shown_time
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.recipes import RECIPES, name_of, read_recipes
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.cell import CELL, Cell
+from lapa2_interp.generation.plan import plan
+from lapa2_interp.methods.base import Soft
+from lapa2_interp.models.machine import measured, remember
+from lapa2_interp.models.smollm2 import smollm2_folder
+from lapa2_interp.paper import estimates as paper_estimates
+from lapa2_interp.paper.estimates import ITEM, KEY_READ, TOKEN, scoring_seconds
+from lapa2_interp.runs import estimates
+from lapa2_interp.runs.checks import check_device, check_grids
+from lapa2_interp.runs.estimates import (
+    KEYS,
+    MORE_KEYS,
+    ROWS,
+    START,
+    Pace,
+    cost,
+    estimate,
+    pace,
+    plan_seconds,
+    seconds,
+    shown_size,
+)
+from lapa2_interp.runs.grid import EXAMPLE, GRIDS, Block, built_in, load_grid, parse_changes
+
+TINY = """
+model = "tiny-gpt2"
+task = "sentiment"
+prompts = 2
+samples = 1
+length = 24
+method = "prefix"
+"""
+PAPER = [name for name in built_in() if name.startswith("paper/")]
+QUICK = [name for name in built_in() if name.startswith("quick/")]
+
+
+def lapa2(line, *more):
+    return main([*shlex.split(line), *map(str, more)])
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """Make a grid of a text."""
+
+    def make(text, name="g", **settings):
+        file = tmp_path / f"{name}.toml"
+        file.write_text(text)
+        return load_grid(str(file), **settings)
+
+    return make
+
+
+# --- the built-in grids
+
+
+def toml(name):
+    return tomllib.loads((GRIDS / f"{name}.toml").read_text("utf-8"))
+
+
+def product(name):
+    """Cells that a file states: its blocks' axes multiplied, times the task's attributes where all
+    are meant."""
+    raw = toml(name)
+    common = {key: value for key, value in raw.items() if key not in ("block", "description")}
+    total = 0
+    for block in raw.get("block", [{}]):
+        keys = common | block
+        tasks = keys.pop("task")
+        axes = 1
+        for value in keys.values():
+            axes *= len(value) if isinstance(value, list) else 1
+        for task in tasks if isinstance(tasks, list) else [tasks]:
+            total += axes * (1 if "attribute" in keys else len(load_task(task).attributes))
+    return total
+
+
+def test_both_scales_have_every_ablation():
+    shared = {
+        "alpha",
+        "components",
+        "detox",
+        "hard_prefix",
+        "layers",
+        "profile",
+        "scaling",
+        "sent_topic",
+    }
+    assert {name.removeprefix("paper/") for name in PAPER} >= shared
+    assert {name.removeprefix("quick/") for name in QUICK} >= shared | {"related"}
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_built_in_grids_have_the_cells_their_files_state(name):
+    grid = load_grid(name, check=False)
+    assert grid.name == name
+    assert len(grid.cells) == len({cell.key for cell in grid.cells}) == product(name)
+    assert grid.description == toml(name)["description"]
+    assert all(cell.where and cell.decoder for cell in grid.cells)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_grids_need_nothing(name):
+    """But a file of prompts where that says how it is made."""
+    needs = load_grid(name, check=False).needs
+    assert [need for need in needs if "`make steering-prompts`" not in need] == []
+    assert bool(needs) == (name == "quick/steering")
+
+
+def arms(grid):
+    """Texts of each arm, over its attributes."""
+    found = {}
+    for cell in grid.cells:
+        arm = (cell.model, cell.task.name, cell.method, cell.variant, cell.arm)
+        found[arm] = found.get(arm, 0) + cell.samples * len(cell.task.prompts.texts)
+    return found
+
+
+def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
+    grid = load_grid("quick/frontier")
+    assert set(arms(grid).values()) == {300}
+    for task in ("sentiment", "topic"):
+        rules = {cell.rules for cell in grid.cells if cell.task.name == task}
+        assert {name_of(each) for each in rules if each} == set(RECIPES)
+        assert len(rules) == len(RECIPES) + 2  # the baseline; PASTA in chosen heads
+
+
+@pytest.mark.parametrize("text", ["lapa2 + instaboost:M=5", "instaboost:M=5+lapa2"])
+def test_a_grid_takes_recipes_together(text, grid):
+    found = grid(TINY.replace("length = 24", f'length = 24\naugmentation = "{text}"'))
+    (rules,) = {cell.rules for cell in found.cells}
+    assert {(each.law, each.alpha) for each in rules} == {
+        (each.law, each.alpha)
+        for name in ("lapa2", "instaboost:M=5")
+        for each in read_recipes(name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("past", "unknown augmentation 'past'.*did you mean 'pasta'.*or a table of fields"),
+        ("selective:tokens=1", "needs tokens and heads|needs heads"),
+        ("pasta:alpha=x", "cannot be read; give a number"),
+    ],
+)
+def test_a_grid_refuses_recipes_by_name(text, problem, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        f'model = "tiny-llama"\ntask = "sentiment"\nlength = 8\nsamples = 1\n[[block]]\n'
+        f'method = "prefix"\naugmentation = ["none", "{text}"]\n'
+    )
+    with pytest.raises(GridError, match=problem):
+        load_grid(str(file))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_grids_have_the_papers_numbers_of_texts_and_lengths(name):
+    grid = load_grid(name, check=False)
+    lengths = {512} if name in ("paper/sent_topic", "paper/detox") else {256}
+    assert {cell.length for cell in grid.cells} == lengths
+    assert {cell.top_k for cell in grid.cells} == {200}
+    texts = {"sentiment": 1500, "topic": 4000, "detox": 4060}
+    for (_, task, *_), n in arms(grid).items():
+        assert n == texts[task]
+    assert {cell.samples for cell in grid.cells if cell.task.name == "detox"} <= {20}
+    needs = " ".join(grid.needs)
+    assert ("rtp_challenging_203.jsonl (203 prompts" in needs) == any(
+        cell.task.name == "detox" for cell in grid.cells
+    )
+
+
+def test_paper_grids_have_the_papers_methods_models_and_strengths():
+    table = (
+        load_grid("paper/sent_topic", check=False).cells
+        + load_grid("paper/detox", check=False).cells
+    )
+    found = {cell.method: set() for cell in table}
+    for cell in table:
+        found[cell.method] |= {cell.augmentation.alpha if cell.augmentation else 0.0}
+    half = {0.0, 0.5}
+    assert found == {
+        "prefix": half, "con-prefix": half, "air-decoding": half, "negprompt": {0.0, 1.0}, "preadd": {0.0, 2.0},
+        "palette": {0.0, 2.0}, "freectrl": {0.0}, "datg": {0.0},
+    }  # fmt: skip
+    assert {(cell.model, cell.dtype) for cell in table} == {
+        ("gpt2-medium", "float32"), ("meta-llama/Llama-2-7b-hf", "float16"), ("meta-llama/Llama-2-13b-hf", "float16"),
+        ("EleutherAI/pythia-12b", "float16"),
+    }  # fmt: skip
+    assert {cell.augmentation.profile for cell in table if cell.augmentation} == {"paper"}
+    scaling = load_grid("paper/scaling", check=False).cells
+    assert {cell.augmentation.law for cell in scaling if cell.augmentation} == {
+        "log",
+        "linear",
+        "sqrt",
+        "constant",
+    }
+    assert {cell.augmentation.l0 for cell in scaling if cell.augmentation} == {None, 128.0}
+    alphas = {
+        cell.augmentation.alpha if cell.augmentation else 0.0
+        for cell in load_grid("paper/alpha", check=False).cells
+    }
+    assert alphas == {0.0, 0.25, 0.5, 1.0, 1.5, 2.0}
+
+
+def baselines(name):
+    return {cell.key for cell in load_grid(name).cells if cell.augmentation is None}
+
+
+def test_ablations_share_their_baselines_and_the_usual_arm():
+    ablations = ("quick/scaling", "quick/layers", "quick/profile", "quick/alpha")
+    shared = baselines("quick/scaling")
+    assert len(shared) == 5
+    assert all(baselines(name) == shared for name in ablations)
+    usual = {
+        cell.key
+        for cell in load_grid("quick/scaling").cells
+        if cell.arm in ("alpha 0.5 paper", "alpha 2 paper")
+    }
+    assert len(usual) == 5
+    keys = [{cell.key for cell in load_grid(name).cells} for name in ablations]
+    assert all(usual < each for each in keys)
+    assert len(set.union(*keys)) == sum(map(len, keys)) - 3 * len(shared | usual)
+    wording = {cell.key for cell in load_grid("quick/hard_prefix").cells}
+    assert len(wording & shared) == 4, "the task's own wording is one of the wordings"
+
+
+def test_the_example_is_a_grid(grid):
+    found = grid(EXAMPLE)
+    assert len(found.cells) == (2 * 2 * 2 + 1) * 2
+    assert found.description == "does a descriptive prefix hold longer?"
+    assert {cell.variant for cell in found.cells} >= {"", "omega=60.0"}
+    assert {cell.task.attributes["positive"].prefix for cell in found.cells} == {
+        "Very positive:",
+        "A positive text:",
+    }
+
+
+# --- keys
+
+
+def test_a_key_is_what_it_was():
+    """A change here is a change of what runs mean: cells that exist would be made again, and FORMAT
+    has to change with it."""
+    cell = load_grid("quick/heads", {"dtype": "bfloat16"}).cells[0]
+    assert (cell.where, cell.key) == (
+        "smollm2-135m sentiment/positive prefix, baseline",
+        "fb2185dfc8bd5669",
+    )
+
+
+@pytest.mark.parametrize("name", ["quick/sent_topic", "quick/layers", "quick/components"])
+def test_a_cell_comes_back_from_json_with_its_key(name):
+    for cell in load_grid(name).cells:
+        again = CELL.validate_json(cell.model_dump_json())
+        assert again == cell
+        assert again.key == CELL.validate_python(cell.model_dump()).key == cell.key
+        assert (again.decoder, again.where) == (cell.decoder, cell.where)
+
+
+CHANGES = {
+    "model": "tiny-llama",
+    "dtype": "bfloat16",
+    "model_class": "HookedTransformer",
+    "method": "negprompt",
+    "parameters": {"prefixes": "mle"},
+    "task": {"name": "mine"},
+    "attribute": "negative",
+    "augmentation": {"alpha": 0.25},
+    "length": 25,
+    "samples": 2,
+    "seed": 2,
+    "top_k": 100,
+    "eos": "stop",
+    "trace": "full",
+    "max_rows": 7,
+    "doubled_bos": True,
+    "patterns": [(0, 1)],
+    "bar_prefix_words": True,
+    "files": {"prefix": "0" * 64},
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_every_field_of_a_cell_is_in_its_key(grid, field):
+    cell = grid(TINY + 'augmentation = "paper"').cells[0]
+    raw = {name: getattr(cell, name) for name in Cell.model_fields} | cell.model_dump()
+    change = raw[field] | CHANGES[field] if isinstance(CHANGES[field], dict) else CHANGES[field]
+    assert change != raw[field]
+    assert CELL.validate_python(raw | {field: change}).key != cell.key
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("task", "attributes", "positive", "prefix"), "Quite positive:"),
+        (("task", "attributes", "negative", "prefix"), "Quite negative:"),
+        (("task", "prompts", "texts"), ("The book", "Once upon a time")),
+        (("task", "length_counts_prompt"), False),
+        (("augmentation", "layers"), "top"),
+        (("augmentation", "heads"), ((0, 1),)),
+        (("augmentation", "law"), "sqrt"),
+        (("augmentation", "phase"), "decode"),
+        (("augmentation", "length"), "kv"),
+        (("augmentation", "span"), "bos"),
+    ],
+)
+def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
+    cell = grid(TINY + 'augmentation = "paper"').cells[0]
+    raw = json.loads(json.dumps(cell.model_dump()))
+    inner = raw
+    for name in place[:-1]:
+        inner = inner[name]
+    assert inner[place[-1]] != value
+    inner[place[-1]] = value
+    assert CELL.validate_python(raw).key != cell.key
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 2),
+        ("top_k", 9),
+        ("eos", "block"),
+        ("trace", "none"),
+        ("max_rows", 3),
+        ("bar_prefix_words", True),
+    ],
+)
+def test_keys_of_a_grid_reach_its_cells(grid, key, value):
+    cells, usual = grid(f"{TINY}{key} = {json.dumps(value)}").cells, grid(TINY, "usual").cells
+    assert {getattr(cell, key) for cell in cells} == {value}
+    assert not {cell.key for cell in cells} & {cell.key for cell in usual}
+
+
+def test_descriptions_and_orders_change_no_key(grid):
+    one = grid(f'description = "a"\n{TINY}augmentation = ["none", "paper"]\nseed = [1, 2]')
+    two = grid(
+        f'description = "b"\n[[block]]\nseed = [2, 1]\naugmentation = ["paper", "none"]\n{TINY}',
+        "other",
+    )
+    assert {cell.key for cell in one.cells} == {cell.key for cell in two.cells}
+    assert len(one.cells) == 8
+    assert (one.name, two.name) == ("g", "other")
+
+
+def test_what_a_task_says_of_other_methods_is_not_in_the_key(tmp_path, grid):
+    from lapa2_interp.tasks.task import EXAMPLE as TASK
+
+    (tmp_path / "calm.toml").write_text(TASK)
+    text = TINY.replace('"sentiment"', f'"{tmp_path}/calm.toml"')
+    both = text.replace('method = "prefix"', 'method = ["prefix", "air-decoding"]')
+    before = {(cell.method, cell.attribute): cell.key for cell in grid(both, "a").cells}
+    (tmp_path / "calm.toml").write_text(TASK.replace("omega = 100.0", "omega = 90.0"))
+    after = {(cell.method, cell.attribute): cell.key for cell in grid(both, "b").cells}
+    for method, attribute in before:
+        assert (before[method, attribute] == after[method, attribute]) == (method == "prefix")
+
+
+def test_the_usual_alpha_is_the_methods_and_zero_is_the_baseline(grid):
+    text = TINY.replace(
+        'method = "prefix"', 'method = ["prefix", "negprompt"]\nattribute = "positive"'
+    )
+    text += (
+        'augmentation = ["none", "paper", "released", { alpha = 0.0 }, { alpha = 0.5 }, { layers ='
+        " [1, 2] }]"
+    )
+    cells = grid(text).cells
+    assert [cell.arm for cell in cells if cell.method == "prefix"] == [
+        "baseline", "alpha 0.5 paper", "alpha 0.5 released", "alpha 0.5 paper, layers 1,2",
+    ]  # fmt: skip
+    assert [cell.arm for cell in cells if cell.method == "negprompt"] == [
+        "baseline", "alpha 1 paper", "alpha 1 released", "alpha 0.5 paper", "alpha 1 paper, layers 1,2",
+    ]  # fmt: skip
+
+
+def test_methods_take_the_tasks_parameters_unless_the_grid_says_otherwise(grid):
+    text = TINY.replace('"prefix"', '["air-decoding", { name = "air-decoding", omega = 3.0 }]')
+    cells = grid(text + 'attribute = "positive"').cells
+    assert [(cell.parameters["omega"], cell.variant) for cell in cells] == [
+        (140.0, ""),
+        (3.0, "omega=3.0"),
+    ]
+
+
+def test_soft_prefixes_are_in_the_key(tmp_path, grid):
+    sets = [
+        soft_set(tmp_path / str(n), load("tiny-gpt2"), load_task("sentiment"), slots=3 + n)
+        for n in range(2)
+    ]
+    method = ", ".join(f'{{ name = "prefix", prefixes = "{folder}" }}' for folder in sets)
+    cells = grid(TINY.replace('"prefix"', f"[{method}]") + 'attribute = "positive"').cells
+    assert len({cell.key for cell in cells}) == len({cell.files["prefix"] for cell in cells}) == 2
+    missing = grid(TINY.replace('"prefix"', '"con-prefix"'), "missing", check=False)
+    assert "no soft prefixes 'contrastive' of task sentiment for tiny-gpt2" in missing.needs[0]
+
+
+def test_changes_replace_keys_in_every_block():
+    found = load_grid(
+        "quick/sent_topic",
+        parse_changes(["samples=2", "length=[16, 32]", "attribute=all", "prompts=3"]),
+    )
+    assert len(found.cells) == 42 * 2
+    assert {(cell.samples, cell.length, len(cell.task.prompts.texts)) for cell in found.cells} == {
+        (2, 16, 3),
+        (2, 32, 3),
+    }
+    assert parse_changes(["eos=stop", "seed=3", 'augmentation={ alpha = 1.0 }', "doubled_bos=true"]) == {
+        "eos": "stop", "seed": 3, "augmentation": {"alpha": 1.0}, "doubled_bos": True,
+    }  # fmt: skip
+
+
+def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
+    (tmp_path / "p.txt").write_text("One\nTwo\nThree\n")
+    for prompts, found in (
+        ('"task"', load_task("sentiment").prompts.texts),
+        ("2", ("Once upon a time", "The book")),
+        ("17", (*load_task("sentiment").prompts.texts, "The garden", "In the morning,")),
+        (f'"{tmp_path}/p.txt"', ("One", "Two", "Three")),
+        (f'{{ file = "{tmp_path}/p.txt", n = 3 }}', ("One", "Two", "Three")),
+    ):
+        cell, _ = grid(TINY.replace("prompts = 2", f"prompts = {prompts}")).cells
+        assert cell.task.prompts.texts == found
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('length = 24', 'lenght = 24'), "grid .*g.toml, block 1: unknown key 'lenght'; allowed: .*did you mean 'length'"),
+        (('"prefix"', '"prefx"'), "unknown method 'prefx'; allowed: none, .*did you mean 'prefix'"),
+        (('"prefix"', '{ name = "air-decoding", omga = 3 }'), "method 'air-decoding': unknown field 'omga'; .*'omega'"),
+        (('"prefix"', '{ omega = 3 }'), "a method is a name or { name = ... }, found {'omega': 3}"),
+        (('"prefix"', '3'), r"method: takes a name, or \{ name = ..., PARAMETER = VALUE \}; found 3"),
+        (('"prefix"', '[]'), "block 1: method is an empty list, so the block has no cell"),
+        (('"sentiment"', '"sentimant"'), "unknown task 'sentimant'; allowed: .*did you mean 'sentiment'"),
+        (('samples = 1', 'samples = 1\nattribute = "positiv"'), "unknown attribute 'positiv'; allowed: .*'positive'"),
+        (('samples = 1', 'samples = 0'), "samples: input should be greater than or equal to 1, found 0"),
+        (('samples = 1', 'samples = "many"'), "samples: .* valid integer.*, found 'many'"),
+        (('samples = 1', 'samples = true'), "samples: .* valid integer, found True"),
+        (('prompts = 2', 'prompts = true'), "prompts: takes task, a number .* found True"),
+        (('length = 24', 'length = 24\naugmentation = { alpha = true }'), "alpha is a number, found True"),
+        (('prompts = 2', 'prompts = 0'), "prompts: takes task, a number of at least 1, .* found 0"),
+        (('prompts = 2', 'prompts = "nowhere.txt"'), "prompts: takes .* one on each line, .*; there is no file 'nowhere.txt'"),
+        (('prompts = 2', 'prompts = { file = "p.txt" }'), "prompts: takes task.*; found {'file': 'p.txt'}"),
+        (('length = 24', ''), "length: field required"),
+        (('length = 24', 'length = 24\nmodel_class = "HookdTransformer"'), "model_class: .*'HookedTransformer' .*, found 'Hookd"),
+        (('length = 24', 'length = 24\ndtype = "float23"'), "dtype: .*'float32', .*, found 'float23'"),
+        (('length = 24', 'length = 24\neos = "go"'), "eos: .*'keep', 'stop' or 'block', found 'go'"),
+        (('length = 24', 'length = 24\naugmentation = "papr"'), "unknown augmentation 'papr'; .*did you mean 'paper'"),
+        (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha of law 'log' .*greater than or equal to 0, found -1"),
+        (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
+        (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
+        (('length = 24', 'length = 24\naugmentation = 3'), "augmentation: takes none, paper, released, a recipe .*; found 3"),
+        (('length = 24', 'length = 24\nwording = "Very nice:"'), "'Very nice:' names no attribute; write it as .*{attribute}"),
+        (('"prefix"', '"none"\nwording = "Quite {attribute}:"'), "wording 'Quite {attribute}:' changes nothing for none"),
+        (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; generate without"),
+        (('model =', 'model ='), None),
+        (('model = "tiny-gpt2"', 'model = '), r"grid .*: Invalid value \(at line 2, .*`lapa2 grids` ends with an example"),
+        (('length = 24', 'block = 3'), r"a block begins with \[\[block\]\], in double brackets"),
+        (('method = "prefix"', '[block]\nmethod = "prefix"'), r"a block begins with \[\[block\]\], in double brackets"),
+        (('length = 24', 'block = []'), "has no block, so no cell; `lapa2 grids` ends with an example"),
+    ],
+)  # fmt: skip
+def test_bad_grids_are_refused_in_a_line(grid, change, message):
+    text = TINY.replace(*change)
+    if message is None:
+        assert grid(text).cells
+        return
+    with pytest.raises(GridError, match=message) as caught:
+        grid(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_axis_in_one_of_two_blocks_is_no_silence(grid):
+    with pytest.raises(GridError, match="block 2: augmentation is an empty list"):
+        grid(f"{TINY}\n[[block]]\nseed = 1\n[[block]]\naugmentation = []")
+
+
+def test_unknown_grids_and_malformed_changes(tmp_path):
+    (tmp_path / "latin.toml").write_bytes("description = 'é'".encode("latin-1"))
+    with pytest.raises(GridError, match=r"cannot read .*latin\.toml as text: "):
+        load_grid(str(tmp_path / "latin.toml"))
+    with pytest.raises(
+        GridError,
+        match=(
+            "unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"
+        ),
+    ):
+        load_grid("quick/scalling")
+    with pytest.raises(
+        GridError, match="there is no file nowhere.toml; `lapa2 grids` ends with an example"
+    ):
+        load_grid("nowhere.toml")
+    with pytest.raises(
+        GridError, match="set 'samples' is not of the form KEY=VALUE, such as samples=2"
+    ):
+        parse_changes(["samples"])
+    with pytest.raises(
+        GridError, match="set: unknown key 'sample'; allowed: .*did you mean 'samples'"
+    ):
+        parse_changes(["sample=2"])
+    with pytest.raises(GridError, match="set gives samples twice, 1 and 5; give it once"):
+        parse_changes(["samples=1", "samples=5"])
+
+
+def test_a_prompt_that_is_given_twice_is_refused(tmp_path, grid, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "twice.txt").write_text("The lake\nThe sea\nThe lake\n")
+    with pytest.raises(GridError, match="block 1: the prompt 'The lake' is given twice"):
+        grid(TINY.replace("prompts = 2", 'prompts = "twice.txt"'))
+
+
+def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(
+    tmp_path, grid, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    text = TINY.replace("prompts = 2", 'prompts = { file = "rtp.txt", n = 3, what = "toxic ones" }')
+    found = grid(text, check=False)
+    assert found.needs == ("no file rtp.txt (3 prompts: toxic ones) in the folder you are in",)
+    assert [len(cell.task.prompts.texts) for cell in found.cells] == [3, 3], "for the estimate"
+    assert lapa2("grids g.toml") == 0
+    assert "g cannot run yet: no file rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().out
+    assert lapa2("sweep g.toml --out run") == 2
+    assert (
+        "lapa2: grid g.toml cannot run yet: no file rtp.txt (3 prompts: toxic ones)"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "rtp.txt").write_text("One\nTwo\n")
+    with pytest.raises(GridError, match="rtp.txt has 2 prompts, and the grid says 3"):
+        grid(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("augmentation = { layers = [9] }", "layer 9 does not exist; the model has layers 0-3"),
+        ("augmentation = { heads = [[1, 4]] }", r"head \(1, 4\) does not exist; .* heads 0-3"),
+        (
+            "augmentation = { layers = [0], heads = [[1, 2]] }",
+            "have nothing in common in a model of 4 layers",
+        ),
+        ("augmentation = { span = [[3, 99]] }", r"span \[3, 99\) lies outside the sequence of"),
+        (
+            "length = 16",
+            "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'",
+        ),
+        (
+            "length = 250",
+            "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten",
+        ),
+        ("doubled_bos = true", "doubled_bos reproduces tokenizers that prepend BOS themselves"),
+    ],
+)
+def test_cells_that_cannot_be_made_are_refused_before_anything_runs(
+    tmp_path, monkeypatch, capsys, text, message
+):
+    from lapa2_interp.models import load as models
+
+    monkeypatch.chdir(tmp_path)
+    key = text.partition(" ")[0]
+    lines = [line for line in TINY.splitlines() if not line.startswith(key)]
+    (tmp_path / "g.toml").write_text("\n".join([*lines, text]))
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("nothing is loaded"))
+    assert lapa2("sweep g.toml --out run --workers 1 --device cpu") == 2
+    error = capsys.readouterr().err
+    cell = load_grid("g.toml").cells[0]
+    assert error.startswith(f"lapa2: grid g, cell {cell.key} ({cell.where}): ")
+    import re
+
+    assert re.search(message, error), error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_soft_prefixes_of_another_model_are_refused_before_anything_runs(tmp_path, grid):
+    from conftest import soft_prefix
+
+    from lapa2_interp.prefixes.soft_prefix import SoftPrefix, save_prefix
+
+    prefix = soft_prefix(load("tiny-gpt2"))
+    shape = prefix.card.shape.model_copy(update={"n_layers": 2})
+    card = prefix.card.model_copy(update={"shape": shape, "model": "another"})
+    save_prefix(SoftPrefix(prefix.keys[:2], prefix.values[:2], card), tmp_path / "set", "float32")
+    text = (
+        TINY.replace('"prefix"', f'{{ name = "prefix", prefixes = "{tmp_path}/set" }}')
+        + 'attribute = "positive"'
+    )
+    with pytest.raises(
+        GridError, match="'positive' was made for another .*; tiny-gpt2 has 4 layers"
+    ):
+        check_grids([grid(text)])
+
+
+def test_models_that_are_unknown_or_not_reached_are_refused_by_name(grid, tmp_path, capsys):
+    for model in ("tiny-gpt3", "nobody/has-this", str(tmp_path)):
+        with pytest.raises(ModelError, match=model):
+            check_grids([grid(TINY.replace("tiny-gpt2", model))])
+    (tmp_path / "g.toml").write_text(TINY.replace("tiny-gpt2", "meta-llama/Llama-2-7b-hf"))
+    assert lapa2("sweep", tmp_path / "g.toml", "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "lapa2: cannot load model 'meta-llama/Llama-2-7b-hf'; allowed: smollm2-135m, "
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_the_installed_transformer_lens_lacks_is_refused(grid, monkeypatch):
+    from types import ModuleType
+
+    from lapa2_interp.runs import checks
+
+    # by another name: `from transformer_lens import X` also looks for a loaded module
+    # transformer_lens.X
+    monkeypatch.setitem(sys.modules, "transformer_lens", ModuleType("transformer_lens_without"))
+    monkeypatch.setattr(checks, "_check_class", checks._check_class.__wrapped__)
+    with pytest.raises(
+        ModelError,
+        match="no HookedTransformer; install transformer-lens 3.9 or use TransformerBridge",
+    ):
+        check_grids([grid(TINY + 'model_class = "HookedTransformer"')])
+
+
+def test_checks_load_a_tokenizer_once(grid, monkeypatch):
+    from lapa2_interp.runs import checks
+
+    checks._tokenizer.cache_clear()
+    real, loaded = checks.load_tokenizer, []
+    monkeypatch.setattr(checks, "load_tokenizer", lambda name: loaded.append(name) or real(name))
+    check_grids(
+        [grid(TINY + "seed = [1, 2]"), grid(TINY + "samples = 5".replace("samples", "top_k"), "h")]
+    )
+    assert loaded == ["tiny-gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sweep --out OUT", "name a grid: `lapa2 sweep quick/sent_topic --out RUN`"),
+        ("sweep quick/alpha", "--out"),
+        ("sweep quick/alfa --out OUT", "did you mean 'quick/alpha'"),
+        ("sweep quick/alpha --set lenght=3 --out OUT", "did you mean 'length'"),
+        ("sweep GRID --out OUT --workers 0", "--workers must be at least 1, found 0"),
+        ("sweep GRID --out OUT --threads 0", "--threads must be at least 1, found 0"),
+        ("sweep GRID --out OUT --device cudaa", "cannot use device 'cudaa'"),
+        ("sweep GRID --out OUT --engine slurm", "slurm"),
+        (
+            "sweep GRID --out /proc/nowhere/run --workers 1 --device cpu",
+            "cannot write /proc/nowhere/run",
+        ),
+        ("grids nonsense", "unknown grid 'nonsense'"),
+        ("runs OUT", "there is no folder "),
+        ("runs .", ". is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep"),
+        ("runs OUT --state broken", "broken"),
+    ],
+)
+def test_commands_refuse_in_a_line(tmp_path, capsys, line, message):
+    (tmp_path / "g.toml").write_text(TINY)
+    assert (
+        lapa2(line.replace("GRID", str(tmp_path / "g.toml")).replace("OUT", str(tmp_path / "out")))
+        == 2
+    )
+    errors = [each for each in capsys.readouterr().err.splitlines() if each.startswith("lapa2:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_is_known_or_named():
+    check_device(None)
+    check_device("cpu")
+    with pytest.raises(ModelError, match="cannot use device 'gpu7'"):
+        check_device("gpu7")
+
+
+# --- estimates
+
+
+def tokens_read(cell):
+    """Rows times columns of everything the model embeds while a cell is generated."""
+    import torch
+
+    from lapa2_interp.runs.jobs import Job, Part
+    from lapa2_interp.runs.worker import Worker
+
+    worker, read = Worker("cpu"), []
+    todo, model = worker.plan(cell), worker.model(cell)
+    (embedding, *_) = (
+        each for each in model.original_model.modules()
+        if isinstance(each, torch.nn.Embedding) and each.num_embeddings == len(model.tokenizer)
+    )  # fmt: skip
+    hook = embedding.register_forward_hook(
+        lambda _module, given, _found: read.append(given[0].numel())
+    )
+    for group in range(len(todo.groups)):
+        assert isinstance(worker.do(Job(cell, group)), Part)
+    hook.remove()
+    return sum(read)
+
+
+@pytest.mark.parametrize(
+    ("method", "anew"),
+    [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)],
+)
+def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, anew):
+    from lapa2_interp.methods.registry import registry
+
+    monkeypatch.setattr(registry()[method], "recomputes", anew)
+    text = (
+        TINY.replace("length = 24", "length = 64")
+        .replace("samples = 1", "samples = 3")
+        .replace("prefix", method)
+    )
+    task = (
+        '"detox"\nattribute = "nontoxic"'
+        if method == "preadd"
+        else '"sentiment"\nattribute = "positive"'
+    )
+    (cell,) = grid(text.replace('"sentiment"', task)).cells
+    read = tokens_read(cell)
+    assert cost(cell) == pytest.approx(read, rel=0.15)
+    assert read > (1000 if anew else 100)
+
+
+def test_the_cost_without_a_tokenizer_is_near_that_with_one():
+    from lapa2_interp.models.load import load_tokenizer
+
+    tokenizer, guessed, counted = load_tokenizer("smollm2-135m"), 0, 0
+    for name in QUICK:
+        for cell in load_grid(name, {"prompts": 4}).cells:
+            method = cell.decoder
+            total = 0
+            for branch, prompt in itertools.product(
+                method.branches(cell.task, cell.attribute), cell.task.prompts.texts
+            ):
+                text = None if isinstance(branch.prefix, Soft) else branch.prefix
+                found = Layout.of(tokenizer, text, branch.join + prompt)
+                new = cell.length - found.l_pro * cell.task.length_counts_prompt
+                each = (
+                    (new - 1) * len(found.ids) + new * (new - 1) // 2
+                    if method.recomputes
+                    else new - 1
+                )
+                total += len(found.ids) + cell.samples * each
+            assert cost(cell) == pytest.approx(total, rel=0.15), cell.where
+            guessed, counted = guessed + cost(cell), counted + total
+    assert guessed == pytest.approx(counted, rel=0.05)
+
+
+def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
+    from lapa2_interp.runs.local import InProcess
+    from lapa2_interp.runs.sweep import sweep
+
+    found = grid(
+        TINY.replace("samples = 1", "samples = 20").replace("24", "64") + 'attribute = "positive"'
+    )
+    sweep(tmp_path / "run", [found], InProcess("cpu"), pytest.fail)
+    written = sum(
+        file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file()
+    )
+    assert 0.4 < estimate(found.cells, 1, "cpu").disk / written < 2.5
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """A cache with nothing in it."""
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cache_with_smollm2(monkeypatch, tmp_path):
+    """A cache that holds the converted SmolLM2 and nothing else."""
+    made = smollm2_folder()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / made.name).symlink_to(made)
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_step_costs_its_rows_and_their_keys():
+    at = Pace((10, 20, 40), (1.0, 1.5, 3.5), 0.01, "")
+    assert at.row == pytest.approx(0.1)
+    assert [at.step(rows, KEYS) for rows in (5, 10, 15, 30, 40, 100)] == pytest.approx(
+        [1, 1, 1.25, 2.5, 3.5, 9.5]
+    )
+    assert at.step(10, KEYS + 50) == pytest.approx(1 + 10 * 50 * 0.01)
+    assert at.step(10, 1) == 1, "fewer keys are no cheaper"
+    assert at.batch(10, KEYS, 21, anew=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
+    again = at.batch(10, KEYS, 21, anew=True) - at.batch(10, KEYS, 21, anew=False)
+    assert again == pytest.approx(20 * 10 * (KEYS + 10.5) * 0.1)
+    assert at.batch(0, KEYS, 21, anew=False) == 0
+
+
+def test_memory_is_weights_keys_values_and_logits(grid):
+    """Two plans of a cell differ by what a row more, and a key more, takes by hand: layers x 2 x
+    keys x width x bytes."""
+    raw = grid(TINY + "max_rows = 10").cells[0].model_dump()
+    size = estimates.model_size("tiny-gpt2")
+    assert (size.kv_width, size.vocab) == (32, load("tiny-gpt2").cfg.d_vocab)
+
+    def of(**changes):
+        return estimates.memory(CELL.validate_python(raw | {"samples": 60} | changes))
+
+    before, new = estimates._lengths(CELL.validate_python(raw))
+    row = 2 * size.n_layers * 32 * 4 * (before + new)
+    row += 6 * size.vocab * 4 + 2 * size.n_heads * (before + new) * 4
+    assert of(max_rows=20) - of() == 10 * row
+    longer = of(length=raw["length"] + 7) - of()
+    assert longer == 10 * 7 * (2 * size.n_layers * 32 * 4 + 2 * size.n_heads * 4)
+    assert of(dtype="bfloat16") < of()
+
+
+def test_the_guide_has_the_cost_of_every_paper_grid():
+    text = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(paper/\w+)` \| .* \| ([\d.]+) \| (\d+) \| ([\d.]+) \|$", text, re.M)
+    found = {name: tuple(numbers) for name, *numbers in rows}
+    for name in PAPER:
+        cells = load_grid(name, check=False).cells
+        size = {cell.model: estimates.model_size(cell.model).parameters for cell in cells}
+        assert found.pop(name) == (
+            f"{sum(map(cost, cells)) / 1e6:.1f}",
+            f"{sum(2 * cost(cell) * size[cell.model] for cell in cells) / 1e15:.0f}",
+            f"{max(estimates.memory(cell, 'cuda') for cell in cells) / 1e9:.1f}",
+        )
+    assert not found
+
+
+def test_estimates_add_up(grid, own_cache):
+    remember(
+        "cpu", "tiny-gpt2 float32 packed steps", (0.06, 0.24, 0.72, 0.24)
+    )  # a hundredth of a second a row
+    cells = grid(TINY + "seed = [1, 2]").cells
+    one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
+    assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
+    assert two.seconds - START == pytest.approx((one.seconds - START) / 2)
+    assert one.basis == "tiny-gpt2 float32 as timed here"
+    assert one.needs == max(map(estimates.memory, cells))
+    assert one.packed == int(1.5 * 4 * estimates.model_size("tiny-gpt2").parameters)
+    assert estimate([], 2, "cpu").seconds == 0
+    alone = [estimate(cells[:1], workers, "cpu").seconds for workers in (2, 1000)]
+    assert alone[0] == alone[1] > 0.8 * estimate(cells[:1], 1, "cpu").seconds, "no batch is shared"
+    assert (
+        estimate(cells, 1, "auto").row_tokens
+        == estimate(cells, 1, "cuda:3").row_tokens
+        == one.row_tokens
+    )
+    raw = cells[0].model_dump()
+    more = [CELL.validate_python(raw | {"samples": n}) for n in (1, 2, 3)]
+    costs = [cost(cell) for cell in more]
+    assert costs[2] - costs[1] == costs[1] - costs[0] > 0, "a prompt is read once"
+    wide = CELL.validate_python(raw | {"samples": 60})
+    narrow = CELL.validate_python(raw | {"samples": 60, "max_rows": 20})
+    assert cost(wide) == cost(narrow), "the same tokens"
+    at = Pace(ROWS, (1.06, 1.24, 1.72), 0.0, "")  # and a second a pass
+    rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
+    new = wide.length - min(len(prompt.encode()) for prompt in wide.task.prompts.texts)
+    passes = math.ceil(rows / 20) - math.ceil(rows / 120)
+    assert seconds(narrow, at)[0] - seconds(wide, at)[0] == pytest.approx(passes * (new - 1)), (
+        "in more passes"
+    )
+
+
+def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
+    at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
+    for changes, cache in (("", 1 << 31), ("max_rows = 3\n", 1 << 31), ("", 1 << 19)):
+        for module in ("decoding.plan", "runs.estimates"):
+            monkeypatch.setattr(f"lapa2_interp.{module}.CACHE_BYTES", cache)
+        cell = grid(
+            TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
+        ).cells[0]
+        todo = plan(load("tiny-gpt2"), cell)
+        assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at)[0], rel=0.1)
+    assert 1 < len(todo.groups) < 10, "fewer rows, as their cache would be too large"
+
+
+def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys):
+    first = pace("tiny-llama", "float32", "cpu")
+    assert capsys.readouterr().err == "timing tiny-llama in float32, once on this kind of machine\n"
+    assert first.rows == ROWS
+    assert all(0 < step < 5 for step in first.seconds)
+    assert len(measured("cpu", "tiny-llama float32 packed steps")) == 4
+    monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
+    assert pace("tiny-llama", "float32", "cpu") == first
+    assert capsys.readouterr().err == ""
+    (own_cache / "machine.json").write_text('{"a kind": {"tiny-llama float32 packed steps": [0.0]}')
+    with pytest.raises(pytest.fail.Exception, match="it was timed before"):
+        pace("tiny-llama", "float32", "cpu")
+
+
+def test_more_keys_cost_more(own_cache):
+    remember(
+        "cpu",
+        "tiny-gpt2 float32 packed steps",
+        (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5),
+    )
+    assert pace("tiny-gpt2", "float32", "cpu").key == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_a_model_that_is_not_here_is_guessed_by_its_size(own_cache, monkeypatch):
+    monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
+    found = pace("gpt2-medium", "float32", "cpu")
+    assert found.basis == "gpt2-medium by its size, a rough guess"
+    assert found.row == pytest.approx(2 * 354_823_168 / (estimates.BATCHED * 1e9))
+
+
+def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatch):
+    monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
+    monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it is not loaded"))
+    short = estimates.LONG * estimates.BATCHED * 1e9
+    assert pace("tiny-gpt2", "float32", "cpu", operations=short).basis.endswith("a rough guess")
+    monkeypatch.setattr(estimates, "machine_memory", lambda: 1000)
+    assert pace("tiny-gpt2", "float32", "cpu").basis.endswith("a rough guess")
+    monkeypatch.undo()
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setenv("LAPA2_CACHE", str(own_cache))
+    monkeypatch.setattr(estimates, "_step", full)
+    assert pace("tiny-gpt2", "float32", "cpu").basis.endswith("a rough guess")
+
+
+def test_classes_and_threads_have_paces_of_their_own(own_cache):
+    for name, step in (("", 0.1), (" HookedTransformer", 0.2), (" 4 threads", 0.3)):
+        remember(
+            "cpu", f"tiny-gpt2 float32 packed steps{name}", (step, 2 * step, 3 * step, 2 * step)
+        )
+    assert pace("tiny-gpt2", "float32", "cpu").seconds[0] == 0.1
+    assert pace("tiny-gpt2", "float32", "cpu", "HookedTransformer").seconds[0] == 0.2
+    assert pace("tiny-gpt2", "float32", "cpu", threads=4).seconds[0] == 0.3
+
+
+def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
+    remember(
+        "cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2)
+    )  # a hundredth of a second a token
+    cores = len(os.sched_getaffinity(0))
+    small = grid(TINY.replace("24", "40"))
+    tokens, fast = 2 * 2 * 40, {"scorers": ["linear"]}
+    assert scoring_seconds([small], **fast) == pytest.approx(ITEM + tokens * (0.01 / cores + TOKEN))
+    assert scoring_seconds([small, small], 5, **fast) == pytest.approx(
+        5 * ITEM + 2 * tokens * (0.01 / cores + TOKEN)
+    )
+    many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
+    assert scoring_seconds([many], **fast) == pytest.approx(
+        ITEM + 40 * (120 * 0.01 / cores + 400 * TOKEN)
+    ), "120 for perplexity"
+    five = grid(TINY.replace("24", "40"), name="detox")
+    assert scoring_seconds([five], **fast) == pytest.approx(
+        ITEM + tokens * (0.01 / cores + 2.625 * TOKEN)
+    ), "perplexity of a cut text is read with the whole's"
+    adapter = 0.53 * 0.01 / cores  # two thirds of the layers; texts that echo are read again
+    assert scoring_seconds([small]) - scoring_seconds([small], **fast) == pytest.approx(
+        1.4 * tokens * adapter
+    )
+    assert scoring_seconds([five]) - scoring_seconds([five], **fast) == pytest.approx(
+        1.4 * tokens * adapter
+    ), "a cut text is the beginning of the whole"
+
+
+def test_texts_that_are_read_for_their_attention_take_their_keys(grid, own_cache):
+    a_key = 0.003
+    remember("cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2 + 24 * 280 * a_key))
+    deep, cores = grid(TINY.replace("24", "40"), name="deep"), len(os.sched_getaffinity(0))
+    assert scoring_seconds([deep]) == pytest.approx(
+        ITEM + 2 * 2 * 2 * 40 * (0.01 + 40 / 2 * KEY_READ * a_key) / cores
+    ), "two readings of four texts, and no scorer"
+
+
+def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):
+    found = []
+    monkeypatch.setattr(paper_estimates, "TOKEN", 0.0)
+    for device in ("cpu", "cuda"):
+        for name, value in (
+            ("default_device", device),
+            ("cores", 8),
+            ("pace", Pace((0, 100), (0.0, 1.0), 0.0, "")),
+        ):
+            monkeypatch.setattr(paper_estimates, name, lambda *_, value=value, **__: value)
+        found.append(scoring_seconds([grid(TINY)], 0, ["perplexity"]))
+    assert found[1] == pytest.approx(8 * found[0])
+
+
+def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
+    remember("cpu", "tiny-gpt2 float32 packed steps", (1.0, 1.0, 1.0, 1.0))
+    assert measured("cpu", "tiny-gpt2 float32 packed steps") is None
+
+
+def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):
+    (tmp_path / "long.toml").write_text(TINY.replace("length = 24", "length = 5000"))
+    assert lapa2("grids", tmp_path / "long.toml") == 0
+    printed = capsys.readouterr().out
+    most = estimates.model_size("tiny-gpt2").n_ctx
+    assert (
+        printed.count(f"long cannot run: length 5000 exceeds the context of {most} of tiny-gpt2")
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (0.0, "0 s"),
+        (40.0, "40 s"),
+        (89.4, "89 s"),
+        (90.0, "2 min"),
+        (720.0, "12 min"),
+        (12_240.0, "3.4 h"),
+        (432e3, "5.0 days"),
+        (3.9e9, "123.7 years"),
+    ],
+)
+def test_times_for_reading(given, text):
+    assert shown_time(given) == text
+
+
+def test_sizes_for_reading():
+    assert [shown_size(size) for size in (0, 140_000, 2_500_000, 3_100_000_000)] == [
+        "0.0 MB",
+        "0.1 MB",
+        "2.5 MB",
+        "3.1 GB",
+    ]
+
+
+def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
+    cache_with_smollm2, tmp_path, capsys, monkeypatch
+):
+    for dtype in ("float32", "bfloat16"):
+        remember("cpu", f"smollm2-135m {dtype} packed steps", (0.06, 0.24, 0.72, 0.3))
+    monkeypatch.setattr(estimates, "_timed", lambda *_: pytest.fail("a pace that is known"))
+    assert lapa2("grids") == 0
+    out = capsys.readouterr().out
+    rows = {
+        line.split()[0]: line.split()
+        for line in out.splitlines()
+        if line.startswith(("paper/", "quick/"))
+    }
+    assert list(dict.fromkeys(rows)) == built_in()
+    for name, (_, cells, texts, *rest) in (
+        (n, r) for n, r in rows.items() if "cannot" not in r[:2]
+    ):
+        grid = load_grid(name, check=False)
+        assert (int(cells), int(texts)) == (len(grid.cells), sum(arms(grid).values()))
+        assert rest[-1] in ("MB", "GB") or "machine" in rest
+        assert f"    {grid.description}" in out
+    assert (
+        "paper/sent_topic cannot run yet: no soft prefixes 'contrastive' of task topic for"
+        " gpt2-medium" in out
+    )
+    assert out.endswith(EXAMPLE)
+    (tmp_path / "g.toml").write_text(TINY)
+    assert lapa2("grids", tmp_path / "g.toml", "--set", "seed=[1,2]") == 0
+    out = capsys.readouterr().out
+    for cell in load_grid(str(tmp_path / "g.toml"), {"seed": [1, 2]}).cells:
+        assert f"{cell.key}  {cell.where}, 1 x 24" in out
+
+
+def test_grids_as_json_are_their_cells(capsys):
+    assert lapa2("grids --json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in found] == built_in()
+    for each in found:
+        for raw in each["cells"]:
+            key = raw.pop("key")
+            assert CELL.validate_python(raw).key == key
+
+
+def test_every_key_of_a_grid_is_one_of_a_cell_or_decides_one():
+    """Whoever adds a key has to say what it does to a cell."""
+    assert set(Block.model_fields) - set(Cell.model_fields) == {"prompts", "wording"}
+    assert set(CHANGES) == set(Cell.model_fields) - {"label"}  # which decides no text

@@ -1,0 +1,122 @@
+"""Parts of a run: cells by their columns, their texts and traces together, and attention by
+step."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lapa2_interp import Augmentation, load_run, step_table
+from lapa2_interp._util.errors import RunError, TraceError
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.models.load import load_model
+from lapa2_interp.runs.generate import make_cells
+from lapa2_interp.runs.store import Run
+
+ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Two methods with two arms each; the traced texts of one method are longer."""
+    cells = [
+        Cell.of("tiny-gpt2", method=method, alpha=alpha, length=length, **ASKED)
+        for method, length in (("prefix", 14), ("air-decoding", 18))
+        for alpha in (0.0, 0.5)
+    ]
+    return make_cells(load_model("tiny-gpt2", "float32"), cells, name="mine")
+
+
+def test_a_selection_is_a_run_of_its_own(run, tmp_path):
+    part = run.select(method="prefix")
+    assert isinstance(part, Run)
+    assert list(part.plan) == list(run.plan)[:2]
+    assert part.cells["method"].tolist() == ["prefix"] * 2
+    assert part.listing.grids == {"mine": tuple(part.plan)}
+    assert part.select(alpha=0.5).cell().manifest.arms.keys() == {Augmentation(alpha=0.5).label}
+    again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
+    assert again.samples()["text"].equals(part.samples()["text"])
+    saved = load_run(again.save(tmp_path / "part").folder)
+    assert saved.samples().equals(again.samples())
+
+
+def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
+    with pytest.raises(RunError, match="no cell with method=prefx; method may be prefix, air-"):
+        run.select(method="prefx")
+    with pytest.raises(RunError, match="no cell with alpha=1.5; alpha may be 0.0, 0.5"):
+        run.select(alpha=[0.5, 1.5])
+    with pytest.raises(RunError, match="no cell with method=prefix and max_length=18 together"):
+        run.select(method="prefix", max_length=18)
+    with pytest.raises(RunError, match="unknown column 'methods'.*did you mean 'method'"):
+        run.samples(methods="prefix")
+
+
+def test_values_may_come_in_any_list(run):
+    for several in (["baseline"], {"baseline"}, np.array(["baseline"]), pd.Series(["baseline"])):
+        assert list(run.select(arm=several).plan) == list(run.plan)[::2]
+    assert list(run.select(arm=(each for each in ["baseline"])).plan) == list(run.plan)[::2]
+    assert run.select().plan == run.plan
+    with pytest.raises(RunError, match="arm is an empty list; give a value, or leave arm out"):
+        run.select(arm=[])
+
+
+def test_one_key_is_a_key_and_not_its_letters(run):
+    key = list(run.plan)[1]
+    assert set(run.samples(key)["cell"]) == {key}
+    assert run.samples(key).equals(run.samples([key]))
+    assert set(run.trace(key)["cell"].to_numpy()) == {key}
+    with pytest.raises(RunError, match=f"has no cell '{key[:5]}'"):
+        run.samples(key[:5])
+    assert run.samples([key, key]).equals(run.samples(key))
+    assert run.trace([key, key]).equals(run.trace(key))
+    with pytest.raises(RunError, match="has no cell 5"):
+        run.samples(5)
+    with pytest.raises(RunError, match=r"not a key; ask the run itself: run.select\(...\).samples"):
+        run.samples(run.select(method="prefix"))
+    with pytest.raises(RunError, match="give keys, or values .method=prefix., not both"):
+        run.samples(key, method="prefix")
+
+
+def test_traces_of_several_cells_are_one_with_coordinates(run):
+    for wanted in ({}, {"method": "prefix"}, {"alpha": 0.5}):
+        trace, samples = run.trace(**wanted), run.samples(**wanted)
+        assert trace.sizes["sample"] == len(samples)
+        for name in ("task", "method", "attribute", "arm", "cell"):
+            assert trace[name].to_numpy().tolist() == samples[name].tolist()
+        assert trace["prompt_text"].to_numpy().tolist() == samples["prompt"].tolist()
+        assert "manifest" not in trace.attrs
+        for key in set(samples["cell"]):
+            alone, at = run.cell(key).trace, (samples["cell"] == key).to_numpy()
+            part = trace["prefix"].isel(sample=at).sel(branch=alone["branch"], step=alone["step"])
+            np.testing.assert_array_equal(part, alone["prefix"])
+    both = run.trace(method="air-decoding", alpha=[0, 0.5])
+    assert both.where(both["arm"] == "baseline", drop=True).sizes["sample"] == 2
+
+
+def test_steps_are_a_tidy_table_by_arm(run):
+    steps = run.steps()
+    assert list(steps)[:7] == ["model", "task", "method", "variant", "max_length", "dtype", "arm"]
+    for (method, arm), part in steps.groupby(["method", "arm"]):
+        key = next(k for k, cell in run.plan.items() if (cell.method, cell.arm) == (method, arm))
+        alone = step_table(run.trace(key), run.samples(key))
+        assert part[list(alone)].reset_index(drop=True).equals(alone)
+    assert set(run.steps(method="prefix")["method"]) == {"prefix"}
+    with pytest.raises(TraceError, match="unknown branch 'none'"):
+        run.steps("none", method="prefix")
+
+
+def test_traces_that_do_not_fit_together_are_refused():
+    model, asked = load_model("tiny-gpt2", "float32"), {"length": 14, **ASKED}
+    of = [Cell.of(model, trace=each, **asked) for each in ("full", "pooled", "none")]
+    run = make_cells(model, of)
+    full, pooled, none = run.plan
+    for other, word in ((pooled, "pooled"), (none, "none")):
+        told = f"{full} .*trace full. and {other} .*trace {word}.* such as the key '{full}'"
+        with pytest.raises(RunError, match=told):
+            run.trace([full, other])
+    apart = Cell.of(model, trace="pooled", **asked | {"attribute": "negative"})
+    with pytest.raises(RunError, match="choose cells alike, such as attribute='positive'"):
+        make_cells(model, [of[0], apart]).trace()
+    assert run.trace(none) is None
+    assert run.trace(pooled).sizes["sample"] == 2
+    with pytest.raises(TraceError, match="no finished cell with a trace"):
+        make_cells(model, of[2:]).steps()

@@ -1,0 +1,634 @@
+"""Runs in folders appear complete or not at all, and read back as they were."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from conftest import LOWEST, load, run_of, unpack
+
+from lapa2_interp import Augmentation, Cell, Layout, generate, load_run, load_task
+from lapa2_interp._util.errors import (
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    ModelError,
+    RunError,
+    TraceError,
+)
+from lapa2_interp._util.files import new_folder
+from lapa2_interp.attention.tables import step_table
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.cell import CELL, _with_slot
+from lapa2_interp.runs.attention import read_attention
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.locks import locked
+from lapa2_interp.runs.manifest import OF_THE_DAY
+from lapa2_interp.runs.store import (
+    FinishedCell,
+    Listing,
+    Run,
+    each_once,
+    is_run,
+    read_cell,
+    write_cell,
+    write_run,
+)
+from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.tasks.task import Attribute, Task
+
+ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
+ASKED = (
+    "prefix", load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"], (None, ONE_HEAD),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run():
+    return run_of(load("tiny-gpt2"), *ASKED, length=20, samples=2, seed=4)
+
+
+def same(one, two):
+    assert one.manifest == two.manifest
+    assert one.samples["tokens"].map(list).tolist() == two.samples["tokens"].map(list).tolist()
+    pd.testing.assert_frame_equal(
+        one.samples.drop(columns="tokens"), two.samples.drop(columns="tokens")
+    )
+    xr.testing.assert_equal(one.trace, two.trace)
+
+
+def test_a_run_reads_back_equal(run, tmp_path):
+    again = run.save(tmp_path / "run")
+    assert again.plan == run.plan
+    assert again.finished == run.plan
+    for key in run.plan:
+        same(again.cell(key), run.cell(key))
+        manifest = run.manifest(key).model_dump_json(indent=1, exclude=set(OF_THE_DAY))
+        assert again.trace(key).attrs["manifest"] == manifest
+        place = again.place(key)
+        assert sorted(path.name for path in place.iterdir()) == [
+            "manifest.json",
+            "samples.parquet",
+            "trace.nc",
+        ]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "cells",
+        "plan",
+        "run.json",
+    ]
+
+
+def test_a_run_holds_every_arm_and_attribute(run):
+    texts = run.samples()
+    counts = texts.groupby(["arm", "attribute"]).size()
+    assert counts.tolist() == [4, 4, 4, 4]
+    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").plan) == [list(run.plan)[3]]
+    for key in run.plan:
+        assert run.trace(key).sizes["sample"] == 4
+        assert run.manifest(key).new_tokens == run.cell(key).samples["n_tokens"].sum()
+    assert run.manifest(list(run.plan)[2]).arms == {ONE_HEAD.label: ONE_HEAD}
+    with pytest.raises(RunError, match="has 4 cells; give the key of one"):
+        run.cell()
+    with pytest.raises(RunError, match="in memory only; run.save"):
+        run.home  # noqa: B018
+
+
+def test_the_same_run_twice_is_the_same(run):
+    again = run_of(load("tiny-gpt2"), *ASKED, length=20, samples=2, seed=4)
+    assert again.samples().equals(run.samples())
+    for key in run.plan:
+        xr.testing.assert_identical(again.trace(key), run.trace(key))
+
+
+def test_a_cell_by_itself_is_a_run(run, tmp_path):
+    """RUN/cells/KEY, and what `lapa2 generate` wrote before its runs had cells: manifest.json
+    without run.json."""
+    key = next(iter(run.plan))
+    alone = load_run(run.save(tmp_path / "run").place(key))
+    assert list(alone.plan) == [key]
+    same(alone.cell(), run.cell(key))
+    assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
+
+
+def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
+    """The old kind had all arms and attributes in one table, one trace and one manifest."""
+    from lapa2_interp.generation.loop import join_traces
+
+    cells = [run.cell(key) for key in run.plan]
+    table = pd.concat([each.samples for each in cells], ignore_index=True)
+    manifest = cells[0].manifest.model_copy(
+        update={
+            "cell": None,
+            "attributes": ("positive", "negative"),
+            "arms": {each.manifest.arms and next(iter(each.manifest.arms)): next(iter(each.manifest.arms.values()))
+                     for each in cells},
+            "branches": cells[0].manifest.branches | cells[1].manifest.branches,
+        }
+    )  # fmt: skip
+    (tmp_path / "old").mkdir()
+    write_cell(
+        tmp_path / "old",
+        FinishedCell(manifest, table, join_traces([each.trace for each in cells], table)),
+    )
+    old = load_run(tmp_path / "old")
+    assert is_run(tmp_path / "old")
+    assert [cell.arm for cell in old.plan.values()] == [cell.arm for cell in run.plan.values()]
+    assert [cell.attribute for cell in old.plan.values()] == [
+        cell.attribute for cell in run.plan.values()
+    ]
+    for key, own in zip(old.plan, run.plan, strict=True):
+        assert old.cell(key).samples["text"].tolist() == run.cell(own).samples["text"].tolist()
+        xr.testing.assert_allclose(old.trace(key)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]),
+                                   run.trace(own)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]))  # fmt: skip
+        assert old.manifest(key).new_tokens == run.manifest(own).new_tokens
+    assert len(old.samples()) == 16
+
+
+def test_a_failing_block_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run") as folder:
+        (folder / "samples.parquet").write_text("half")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_process_leaves_no_run(tmp_path):
+    """Killed in the middle, even by SIGKILL, the run's own place stays empty."""
+    code = (
+        "import os, signal, sys, pathlib\n"
+        # A process started in the background of a script ignores SIGINT, and so would its children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from lapa2_interp._util.files import new_folder\n"
+        "with new_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'samples.parquet').write_text('half')\n"
+        "    os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "    signal.pause()\n"
+    )
+    for number in (signal.SIGINT, signal.SIGKILL):
+        command = [sys.executable, "-c", code, tmp_path / "run", str(int(number))]
+        done = subprocess.run(command, stderr=subprocess.PIPE, timeout=120)
+        assert done.returncode != 0
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
+    for force in (False, True):
+        with new_folder(tmp_path / "run", force, is_run) as folder:
+            write_run(folder, run)
+            (folder / ("report.html" if force else "view.html")).touch()
+    assert (tmp_path / "run" / "report.html").exists()
+    assert not (tmp_path / "run" / "view.html").exists()
+    with pytest.raises(RunError, match="is finished; force=True replaces it"):
+        run.save(tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
+    place = tmp_path / "run"
+    with (
+        pytest.raises(RunError, match="is finished; force=True replaces it"),
+        new_folder(place, False, is_run) as mine,
+    ):
+        write_run(mine, run)
+        run.save(place)
+        (place / "notes.txt").write_text("of a user")
+    assert (place / "notes.txt").read_text() == "of a user"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "done").touch()
+    with (
+        pytest.raises(RunError, match="is finished; choose another place"),
+        new_folder(tmp_path / "other", finished=lambda folder: True),
+    ):
+        pass
+
+
+def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
+    saved = run.save(tmp_path / "run")
+    shutil.rmtree(saved.place(next(iter(saved.plan))))
+    line = "generate --model tiny-gpt2 --attribute positive --prompt a --length 14 --force --out"
+    assert main([*line.split(), str(tmp_path / "run")]) == 2
+    assert "is a run with 1 of 4 cells not finished (`lapa2 runs " in capsys.readouterr().err
+    assert len(load_run(tmp_path / "run").finished) == 3
+
+
+def test_a_run_that_is_being_filled_is_not_replaced_even_by_force(run, tmp_path):
+    run.save(tmp_path / "run")
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(RunError, match=r"is being filled by process \d+"),
+    ):
+        run.save(tmp_path / "run", force=True)
+    run.save(tmp_path / "run", force=True)
+
+
+def test_samples_in_another_order_than_their_trace_are_refused(run):
+    """Arms and prompts alike; an arm by another name is no other order."""
+    samples, trace = run.samples(), xr.concat([run.trace(key) for key in run.plan], "sample")
+    named = samples.assign(arm=samples["arm"].map(lambda arm: f"own {arm}"))
+    assert len(step_table(trace, named)) == len(step_table(trace, samples))
+    for column in ("arm", "prompt"):
+        turned = samples.sort_values(
+            column, ascending=samples[column].iloc[0] != samples[column].min()
+        )
+        with pytest.raises(TraceError, match="samples and trace are in another order"):
+            step_table(trace, turned)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "attribute", "form"),
+    [
+        ("Very y:", "y", "Very {attribute}:"),
+        ("Positive, very positive:", "positive", "{Attribute}, very {attribute}:"),
+        ("a/b and a/bc", "a/b", "{attribute} and a/bc"),
+        ("attribute it", "attribute", "{attribute} it"),
+    ],
+)
+def test_the_form_of_a_wording_replaces_whole_words(prefix, attribute, form):
+    assert _with_slot(prefix, attribute) == form
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\0b"])
+def test_an_attribute_has_a_name(name):
+    with pytest.raises(ValueError, match="an attribute's name has letters and no NUL"):
+        Task(name="t", attributes={name: Attribute(prefix="a")}, prompts={"texts": ["b"]})
+
+
+def test_a_prompt_with_a_nul_is_refused_before_the_first_token():
+    with pytest.raises(LayoutError, match="has a NUL, which a trace cannot name"):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
+
+
+def test_a_text_of_millions_of_letters_is_refused_before_a_tokenizer_takes_all_memory():
+    with pytest.raises(
+        LayoutError, match="the prompt 'xxxx.* has 5000000 letters, and 4194304 are"
+    ):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["x" * 5_000_000], dtype="float32")
+    with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
+        Layout.of(load("tiny-gpt2").tokenizer, "x" * 5_000_000, "The lake")
+
+
+def test_a_prompt_that_is_no_unicode_is_one_sentence():
+    with pytest.raises(LayoutError, match=r"the prompt 'a \\ud800' has half a character"):
+        Cell.of("tiny-gpt2", attribute="positive", prompts=["a \ud800"], dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")]
+)
+def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr("lapa2_interp.runs.generate.run_plan", full)
+    with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
+        generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
+
+
+def test_texts_without_a_first_token_have_no_attention(run, capsys):
+    """They are left out, and said."""
+    key = next(iter(run.plan))
+    cell = run.cell(key)
+    samples, trace = cell.samples.copy(), cell.trace.copy(deep=True)
+    samples.loc[0, "n_tokens"] = 0
+    for name in trace.data_vars:
+        if "step" in trace[name].dims:
+            trace[name] = trace[name].where(trace["sample"] != 0)
+    ended = Run(
+        None, run.listing, {key: run.plan[key]}, {key: replace(cell, samples=samples, trace=trace)}
+    )
+    found = read_attention(ended)
+    assert (found.left_out, len(found.samples)) == (1, len(samples) - 1)
+    assert set(found.tables["steps"]["n"]) == {len(samples) - 1}
+    samples["n_tokens"] = 0
+    with pytest.raises(TraceError, match="all texts .* ended before a first token"):
+        read_attention(ended)
+
+
+def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
+    run.save(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run", True, is_run):
+        raise ZeroDivisionError
+    assert load_run(tmp_path / "run").finished == run.plan
+
+
+def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    for force in (False, True):
+        with (
+            pytest.raises(RunError, match="not a folder of this command"),
+            new_folder(tmp_path / "thesis", force, is_run),
+        ):
+            pass
+    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
+
+
+def test_somebody_elses_manifest_protects_its_folder(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
+    with (
+        pytest.raises(RunError, match="not a folder of this command"),
+        new_folder(tmp_path / "app", True, is_run),
+    ):
+        pass
+    assert (tmp_path / "app" / "manifest.json").exists()
+
+
+def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "er" / "run"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["samples.parquet", "trace.nc"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_files_are_named(run, tmp_path, name, damage):
+    saved = run.save(tmp_path / "run")
+    key = next(iter(run.plan))
+    file = saved.place(key) / name
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(
+        RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"
+    ):
+        load_run(tmp_path / "run").cell(key)
+    with pytest.raises(RunError, match=f"{name} is (missing or )?damaged"):
+        read_cell(file.parent)
+    assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
+    """The shell would stay in the old one, which is gone."""
+    (tmp_path / "deep").mkdir()
+    for here in (tmp_path, tmp_path / "deep"):
+        monkeypatch.chdir(here)
+        with (
+            pytest.raises(
+                RunError, match="is the folder you are in, .*give a folder in it, such as"
+            ),
+            new_folder(Path() if here == tmp_path else tmp_path),
+        ):
+            pytest.fail("entered")
+    with new_folder(Path("run")):
+        pass
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(RunError, match="cannot write .*choose another place"),
+        new_folder(tmp_path / "file" / "run"),
+    ):
+        pass
+    with (
+        pytest.raises(RunError, match="not a folder of this command"),
+        new_folder(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_reading_what_is_no_run(tmp_path):
+    with pytest.raises(RunError, match=r"is not a run: it has no run\.json"):
+        load_run(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"model": 3}')
+    with pytest.raises(
+        RunError, match=r"manifest\.json is not a manifest of this version: created: field required"
+    ):
+        load_run(tmp_path)
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A folder that `lapa2 generate` wrote before its runs had cells."""
+    return unpack("generated_before_cells", tmp_path) / "generated"
+
+
+def test_what_generate_wrote_before_is_a_run(old, tmp_path, capsys):
+    run = load_run(old)
+    (cell,) = run.plan.values()
+    rule = Augmentation(alpha=1, span="prefix+bos", length_rule="kv")
+    assert (cell.model, cell.method, cell.attribute) == ("tiny-gpt2", "prefix", "positive")
+    assert (cell.augmentation, cell.patterns) == (rule, ((0, 1),))
+    made = run_of(
+        load("tiny-gpt2"), "prefix", load_task("sentiment"), ["positive"], ["The lake", "The sea"], (rule,),
+        length=14, samples=2, patterns=[(0, 1)],
+    )  # fmt: skip
+    if not LOWEST:  # older libraries draw other random weights for a tiny model
+        assert run.samples()["tokens"].map(list).tolist() == made.samples()["tokens"].tolist()
+        np.testing.assert_allclose(run.trace()["pattern"], made.trace()["pattern"], atol=1e-5)
+    assert run.cells["state"].tolist() == ["finished"]
+    for line, printed in (
+        (["runs", old], "1 finished"),
+        (["trace", old], "4 texts of 2 prompts an arm"),
+        (["score", old, "--scorers", "distinct", "--out", tmp_path / "scores"], "distinct-1"),
+        (["report", old], "report.html"),
+    ):
+        assert main(list(map(str, line))) == 0
+        assert printed in capsys.readouterr().out
+
+
+def test_generate_makes_a_run_of_one_cell(tmp_path):
+    """The one call: names in, a run in memory out; without alpha it is the method's own."""
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "samples": 2}
+    run = generate("tiny-gpt2", method="prefix", task="sentiment", dtype="float32", **asked)
+    (cell,) = run.plan.values()
+    assert cell.augmentation == Augmentation(alpha=0.5)
+    again = generate(load("tiny-gpt2"), cell)
+    assert again.samples().equals(run.samples())
+    assert again.manifest().cell == run.manifest().cell == cell.key
+    saved = run.save(tmp_path / "run")
+    same(saved.cell(), run.cell())
+    with pytest.raises(RunError, match="is finished; force=True replaces it"):
+        run.save(tmp_path / "run")
+    assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]
+
+
+def test_generate_refuses_a_misspelt_setting():
+    with pytest.raises(Lapa2Error, match="unknown setting 'lenght'.*length"):
+        generate("tiny-gpt2", attribute="positive", lenght=3)
+
+
+def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
+    """One folder may hold both: their traces have the same coordinates."""
+    asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
+    generate("tiny-gpt2", **asked).save(tmp_path / "run")
+    other = Cell.of("tiny-gpt2", alpha=1, **asked)
+    swept = sweep(tmp_path / "run", [Grid("more", "", (other,))], InProcess("cpu"))
+    assert swept.made == 1
+    found = read_attention(load_run(tmp_path / "run"))
+    assert found.trace["arm"].to_numpy().tolist() == found.samples["arm"].tolist()
+    assert len(set(found.samples["arm"])) == 2
+
+
+def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
+    asked = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "samples": 1}
+    cells = [
+        Cell.of("tiny-gpt2", length=length, alpha=alpha, **asked)
+        for length in (14, 18) for alpha in (0.0, 0.5)
+    ]  # fmt: skip
+    sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
+    run = load_run(tmp_path / "run")
+    for wanted in ({"max_length": 14}, {"max_length": "14"}, {"alpha": "0.50"}, {"alpha": 0.5}):
+        assert len(run.select(**wanted).plan) == 2, wanted
+    assert len(run.select(alpha=[0, "0.5"]).plan) == 4
+    with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
+        run.select(method="1")
+    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*max_length=14"):
+        read_attention(run)
+    assert len(read_attention(run, {"max_length": "14"}).samples) == 2
+    line = ["score", str(tmp_path / "run"), "--scorers", "repetition", "--out"]
+    assert main([*line, str(tmp_path / "scores")]) == 0
+    table = pd.read_csv(tmp_path / "scores" / "table.csv")
+    assert table[["max_length", "n"]].to_numpy().tolist() == [[14, 1], [14, 1], [18, 1], [18, 1]]
+    assert main([*line, str(tmp_path / "cut"), "--lengths", "16", "--only", "alpha=0"]) == 0
+    assert pd.read_csv(tmp_path / "cut" / "table.csv")[["length", "n"]].to_numpy().tolist() == [
+        [16, 1]
+    ]
+    assert main([*line, str(tmp_path / "some"), "--lengths", "16"]) == 0
+    assert "length 16: only of the longer texts, of 14, 18 tokens" in capsys.readouterr().err
+    assert main([*line, str(tmp_path / "long"), "--lengths", "20"]) == 2
+    assert "the run's texts have 14, 18 tokens; 20 is longer" in capsys.readouterr().err
+    assert main([*line, str(tmp_path / "none"), "--lengths", "0"]) == 2
+    assert "a length is at least 1 token; found 0" in capsys.readouterr().err
+
+
+def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
+    def cell(prompts, **changed):
+        return Cell.of(
+            "tiny-gpt2", attribute="positive", prompts=prompts, dtype="float32", **changed
+        )
+
+    few = cell(["a", "b"], samples=1, length=20)
+    cells = [
+        few,
+        cell(["a", "b", "c"], samples=2, length=20, trace="none"),  # has the texts of the first
+        cell(["a", "b", "c"], samples=2, length=20, trace="pooled"),
+        cell(["d"], samples=1, length=20),
+        *(cell(["a"], length=20, **other) for other in ({"seed": 2}, {"top_k": 50}, {"alpha": 1})),
+        cell(["a"], length=21),
+    ]
+    kept = each_once({each.key: each for each in cells})
+    assert kept == [each.key for each in cells[2:]]
+    assert each_once({few.key: few}) == [few.key]
+    assert [each.variant for each in cells[4:6]] == ["", "top-k 50"]
+
+
+def test_files_of_one_task_name_are_told_apart_by_their_texts():
+    """By the texts of the method itself; a built-in task's own are not told."""
+
+    def variant(method, task="mood", **texts):
+        if task == "mood":
+            wording = {"calm": {"prefix": "Calm:"}, "angry": {"prefix": "Angry:"}}
+            methods = {"preadd": {"texts": {"calm": texts}}} if texts else {}
+            task = Task(name=task, attributes=wording, prompts={"texts": ["a"]}, methods=methods)
+            found = Cell.of(
+                "tiny-gpt2", method=method, task=task, attribute="calm", dtype="float32"
+            )
+        else:
+            found = Cell.of(
+                "tiny-gpt2", method=method, task=task, attribute="nontoxic", dtype="float32"
+            )
+        return found.variant
+
+    assert variant("prefix") == "prefix {Attribute}:"
+    assert variant("prefix", prefix="Be angry.") == variant("prefix")
+    told = {variant("preadd", prefix=text) for text in ("Be angry.", "Be cross.")}
+    assert len(told) == 2
+    assert all(each.startswith("prefix {Attribute}:, texts ") for each in told)
+    assert variant("preadd", "detox") == ""
+
+
+def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
+    """Nothing chosen, nothing finished, and damage are three things."""
+    with pytest.raises(RunError, match="no cell with attribute=happy; .* positive, negative"):
+        read_attention(run, {"attribute": "happy"})
+    saved = run.save(tmp_path / "run")
+    key, *_, last = saved.plan
+    shutil.rmtree(saved.place(last))
+    asked = {"attribute": saved.plan[last].attribute, "arm": saved.plan[last].arm}
+    with pytest.raises(TraceError, match="with attribute=.* and arm=.* is fin"):
+        read_attention(load_run(tmp_path / "run"), asked)
+    (saved.place(key) / "trace.nc").write_bytes(b"cut")
+    with pytest.raises(RunError, match=f"{key} .* is damaged"):
+        read_attention(load_run(tmp_path / "run"))
+
+
+def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
+    saved = run.save(tmp_path / "run")
+    shutil.rmtree(saved.place(next(iter(saved.plan))))
+    copy = load_run(tmp_path / "run").save(tmp_path / "copy")
+    assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
+
+
+def test_a_copy_of_an_old_folder_is_a_run(old, tmp_path):
+    copy = load_run(old).save(tmp_path / "copy")
+    assert copy.cells["state"].tolist() == ["finished"]
+    assert copy.trace().equals(load_run(old).trace())
+
+
+def test_an_old_folder_of_an_unknown_method_is_named(old):
+    file = old / "manifest.json"
+    file.write_text(file.read_text("utf-8").replace('"prefix"', '"prefx"', 1), "utf-8")
+    with pytest.raises(RunError, match="manifest.json: unknown method 'prefx'"):
+        load_run(old)
+
+
+def test_an_old_folder_is_not_filled(old, run):
+    cells = tuple(run.plan.values())
+    with pytest.raises(RunError, match="as earlier versions wrote it, which is read and not"):
+        sweep(old, [Grid("more", "", cells)], InProcess("cpu"))
+
+
+@pytest.mark.parametrize("text", ["{", '{"kind": "sweep", "format": 2}'])
+def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, text):
+    run.save(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(text)
+    with pytest.raises(RunError, match="force=True replaces it"):
+        run.save(tmp_path / "run")
+    assert len(run.save(tmp_path / "run", force=True).plan) == 4
+
+
+def test_patterns_are_in_a_key_only_when_set():
+    cell = Cell.of("tiny-gpt2", attribute="positive", dtype="float32")
+    wide = Cell.of("tiny-gpt2", attribute="positive", dtype="float32", patterns=[(0, 1)])
+    assert "patterns" not in cell.model_dump()
+    assert wide.model_dump()["patterns"] == ((0, 1),)
+    assert cell.key != wide.key
+    assert [CELL.validate_json(each.model_dump_json()).key for each in (cell, wide)] == [
+        cell.key,
+        wide.key,
+    ]
+    assert '"length":"paper"' in cell.model_dump_json()
+    assert "length_rule" not in cell.model_dump_json()
+
+
+def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatch):
+    """A run folder may come from anybody."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cell = next(iter(run.plan.values())).model_copy(update={"method": "evil:Method"})
+    cell = CELL.validate_python(cell.model_dump())
+    made = next(iter(run.held.values()))
+    manifest = made.manifest.model_copy(update={"method": "evil:Method", "cell": cell.key})
+    listing = Listing(grids={"own": (cell.key,)})
+    named = Run(
+        None,
+        listing,
+        {cell.key: cell},
+        {cell.key: FinishedCell(manifest, *list(vars(made).values())[1:])},
+    )
+    again = named.save(tmp_path / "run")
+    assert again.cells["method"].tolist() == ["evil:Method"]
+    assert again.samples()["variant"].unique().tolist() == ["prefixes=hard"]
+    with pytest.raises(
+        MethodError, match="'evil:Method' is code that is not loaded; .* import evil"
+    ):
+        cell.decoder  # noqa: B018

@@ -1,0 +1,529 @@
+"""Adapter scorers on a tiny random model: what they read, what training does, and their files."""
+
+import json
+import lzma
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.cli.app import main
+from lapa2_interp.scoring import adapter_training
+from lapa2_interp.scoring.adapter import (
+    ADAPTER,
+    LONGEST,
+    AdapterRecipe,
+    AdapterScorer,
+    AdapterToxicity,
+    adapter_card,
+    batches_of,
+    beginnings,
+    load_adapter,
+    open_reader,
+    save_adapter,
+    token_rows,
+    windows_of,
+)
+from lapa2_interp.scoring.adapter_training import (
+    Pass,
+    Source,
+    Training,
+    drawn,
+    make_pass,
+    train_adapter,
+    window_of,
+)
+from lapa2_interp.scoring.agreement import agreement
+from lapa2_interp.scoring.linear import LinearScorer
+from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.scorer import Item, run_scorer
+from lapa2_interp.scoring.trained import WEIGHTS, tasks_in
+from lapa2_interp.scoring.training import Graded
+from lapa2_interp.stats import mean_interval
+from lapa2_interp.tasks.corpora import Corpus, read_corpus
+
+BASE, LABELS = "tiny-llama", ("nontoxic", "toxic")
+RECIPE = AdapterRecipe(layers=2, first=1, rank=2, alpha=4.0, passes=2, per_pass=24, head_lr=0.02)
+TEXTS = {
+    "nontoxic": tuple(f"fine {i} fine" for i in range(16)),
+    "toxic": tuple(f"grim {i} grim" for i in range(16)),
+}
+TRAIN = Corpus({k: v[:12] for k, v in TEXTS.items()}, "toy")
+TEST = Corpus({k: v[12:] for k, v in TEXTS.items()}, "toy test")
+
+
+def trained(folder, recipe=RECIPE, corpus=TRAIN, **settings):
+    folder.mkdir(exist_ok=True)
+    return train_adapter(
+        "detox", LABELS, [(corpus, 1.0)], [TEST], folder, recipe, base=BASE, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("adapters")
+    trained(place)
+    return place
+
+
+def training(tmp_path, recipe=RECIPE):
+    """A training of random texts whose adapters are not 0."""
+    reader, _, _ = open_reader(BASE, recipe.layers, 2)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 60, 12)]
+    source = Source(texts, np.eye(2)[np.arange(12) % 2], 1.0)
+    made = Training(reader, 0, [source], recipe, tmp_path / "x.checkpoint", {})
+    with torch.no_grad():
+        for each in made.parameters.values():
+            each.copy_((0.3 * torch.randn(each.shape)).half())
+    return made
+
+
+def facts(recipe=RECIPE, weights="random, seed 0"):
+    own = {"labels": LABELS, "data": (), "examples": 1, "versions": {}, "base": BASE}
+    return {
+        **own,
+        "base_weights": weights,
+        "recipe": recipe,
+        "tokens": 1,
+        "seconds": 1.0,
+        "held_out": (),
+    }
+
+
+# --- reading
+
+
+def test_merged_weights_give_what_peft_gives(tmp_path):
+    made = training(tmp_path)
+    save_adapter(made.tensors(), tmp_path, "detox", **facts())
+    adapter, _ = load_adapter("detox", tmp_path)
+    ids, lengths = token_rows([[7, 8, 9, 100], [30, 31]], 0, "cpu")
+    with torch.no_grad():
+        assert not torch.allclose(made.reader(ids, lengths), made.reader.head.bias, atol=1e-2)
+        torch.testing.assert_close(
+            adapter.reader(ids, lengths), made.reader(ids, lengths), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_only_adapted_layers_are_in_the_file(tmp_path):
+    card = save_adapter(training(tmp_path).tensors(), tmp_path, "detox", **facts())
+    stored = load_file(tmp_path / f"detox{ADAPTER}")
+    assert len(stored) == 1 * 7 * 2 + 2
+    assert stored["layers.1.self_attn.q_proj.a"].shape == (2, 32)
+    assert stored["layers.1.mlp.down_proj.b"].shape == (32, 2)
+    assert {str(each.dtype) for name, each in stored.items() if name[:4] != "head"} == {
+        "torch.float16"
+    }
+    assert stored["head.weight"].dtype == torch.float32
+    assert card.recipe == RECIPE
+
+
+def test_a_reader_sees_the_mean_and_the_last_state(tmp_path):
+    """From the states of transformers' own forward pass."""
+    from lapa2_interp.models.load import load_transformers
+
+    reader, _, _ = open_reader(BASE, 2, 3)
+    with torch.no_grad():
+        torch.nn.init.normal_(reader.head.weight)
+        network, _, _ = load_transformers(BASE)
+        ids = torch.tensor([[0, 40, 41, 42]])
+        states = network(ids, output_hidden_states=True).hidden_states[2][0].double()
+        states = states / states.square().mean(1, keepdim=True).sqrt()
+        seen = torch.cat([states[1:].mean(0), states[3]])
+        expected = reader.head.weight.double() @ seen
+        found = reader(*token_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_windows_are_few_and_alike():
+    for n in (1, 128, 129, 300, 1000):
+        parts = windows_of(range(n))
+        assert [i for part in parts for i in part] == list(range(n))
+        assert len(parts) == -(-n // LONGEST)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_long_text_is_the_mean_of_its_windows(folder):
+    adapter, _ = load_adapter("detox", folder)
+    text = "fine words and grim ones, " * 12
+    ids = adapter.tokenizer(text, add_special_tokens=False).input_ids
+    parts = [adapter.tokenizer.decode(part) for part in windows_of(ids)]
+    assert len(parts) == 3
+    own = np.array([adapter.logits([part])[0] for part in parts])
+    weights = [len(part) for part in windows_of(ids)]
+    assert np.abs(adapter.logits([text])[0] - np.average(own, 0, weights)).max() < 1e-5
+
+
+def test_the_batch_does_not_change_numbers(folder):
+    adapter, _ = load_adapter("detox", folder)
+    texts = ["fine", "a grim day, " * 20, "x " * 60, "the end of it"]
+    together = adapter.probabilities(texts)
+    assert together.sum(1) == pytest.approx(1)
+    for text, row in zip(texts, together, strict=True):
+        assert np.abs(adapter.probabilities([text])[0] - row).max() < 1e-5
+    assert np.abs(adapter.probabilities(texts[::-1])[::-1] - together).max() < 1e-5
+
+
+def test_a_text_and_its_beginnings_are_read_once(folder, monkeypatch):
+    """Cut at four lengths: the tokens of the longest are read, and every number is as alone."""
+    adapter, _ = load_adapter("detox", folder)
+    whole = "fine and grim, grim and fine, so it goes on. " * 4
+    texts = [whole[:n] for n in (30, 60, 100, len(whole))] + ["so grim", "fine and grim"]
+    alone = np.concatenate([adapter.logits([text]) for text in texts])
+    read, plain = [], adapter.reader.base.forward
+
+    def counted(input_ids, **more):
+        read.append(input_ids.numel())
+        return plain(input_ids=input_ids, **more)
+
+    monkeypatch.setattr(adapter.reader.base, "forward", counted)
+    assert np.abs(adapter.logits(texts) - alone).max() < 1e-5
+    n = [len(adapter.tokenizer(text).input_ids) for text in texts]
+    assert sum(read) < 2 * max(n) + 10 < sum(n)
+
+
+def test_beginnings():
+    windows = [[5, 6, 7], [5], [9], [5, 6], [5, 6, 8], [9]]
+    assert beginnings(windows) == [[1, 3, 0], [4], [2, 5]]
+
+
+def test_batches_keep_to_their_budget():
+    lengths = [1, 2, 3, 50, 60, 300]
+    batches = list(batches_of(lengths, 120))
+    assert [i for batch in batches for i in batch] == list(range(6))
+    assert batches == [[0, 1, 2], [3, 4], [5]]
+
+
+def test_scorers_of_adapters(folder):
+    scorer = AdapterScorer("detox", folder)
+    assert (scorer.name, scorer.columns) == ("accuracy", LABELS)
+    assert scorer.version == f"adapter detox {scorer.card.sha256[:12]}"
+    items = [Item("grim 3 grim"), Item("  "), Item("fine 3 fine")]
+    table = run_scorer(scorer, items)
+    assert table["skipped"].tolist() == ["", "empty text", ""]
+    toxic = run_scorer(AdapterToxicity(folder), items)
+    assert toxic["toxicity"].equals(table["toxic"])
+    assert toxic["toxicity"][0] > 0.5 > toxic["toxicity"][2]
+
+
+def test_scorers_by_name():
+    for name in ("linear", ""):
+        scorer = make_scorer("accuracy", name, Options(task="sentiment"))
+        assert scorer.version.startswith("linear sentiment")
+    assert make_scorer("toxicity", "linear", Options()).version.startswith("linear detox")
+    with pytest.raises(ScoringError, match="adapter scorer"):
+        make_scorer("accuracy", "adapter", Options(task="mood"))
+    with pytest.raises(ScoringError, match="give task"):
+        make_scorer("accuracy", "adapter", Options())
+
+
+# --- what is trained on
+
+
+def test_a_pass_takes_other_texts_of_a_corpus():
+    passes = [drawn(10, 4, number, (0, 1)) for number in range(5)]
+    assert [len(each) for each in passes] == [4] * 5
+    together = [text for each in passes for text in each]
+    assert sorted(together[:10]) == sorted(together[10:]) == list(range(10))
+    assert sorted(drawn(3, 9, 4, (0, 1))) == [0, 1, 2]
+    assert drawn(10, 4, 1, (0, 1)) == passes[1] != drawn(10, 4, 1, (1, 1))
+
+
+def test_windows_of_training_texts():
+    rng = np.random.default_rng(0)
+    long = np.arange(1000, dtype=np.int32)
+    parts = [window_of(long, 8, rng) for _ in range(2000)]
+    lengths = np.array([len(part) for part in parts])
+    assert (lengths.min(), lengths.max()) == (8, LONGEST)
+    assert np.log(lengths).mean() == pytest.approx(np.log(8 * 128) / 2, abs=0.06)
+    assert np.mean([part[0] == 0 for part in parts]) == pytest.approx(0.5, abs=0.04)
+    assert all((np.diff(part) == 1).all() for part in parts)
+    short = [window_of(long[:7], 8, rng) for _ in range(2000)]
+    assert all(part[0] == 0 and 4 <= len(part) <= 7 for part in short)
+    assert np.mean([len(part) < 7 for part in short]) == pytest.approx(1 / 3, abs=0.04)
+    assert all(len(window_of(long[:4], 8, rng)) == 4 for _ in range(20))
+
+
+def test_a_pass_follows_from_its_seed():
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 300, 90)]
+    source = Source(texts, np.eye(2)[np.arange(90) % 2], 0.5)
+    one, again, other = (
+        make_pass([source], RECIPE.model_copy(update={"seed": seed, "per_pass": 60}), 0)
+        for seed in (0, 0, 1)
+    )
+    assert one.batches == again.batches != other.batches
+    assert all(np.array_equal(a, b) for a, b in zip(one.windows, again.windows, strict=True))
+    assert sorted(t for batch in one.batches for t in batch) == list(range(60))
+    sizes = [len(batch) * max(len(one.windows[t]) for t in batch) for batch in one.batches]
+    assert max(sizes) <= RECIPE.tokens_per_batch
+    assert one.tokens > 0.7 * sum(sizes), "little padding"
+
+
+def test_the_loss_weighs_texts_and_shares(tmp_path):
+    made = training(tmp_path)
+    windows = [np.array([7, 8], np.int32), np.array([9], np.int32), np.array([10], np.int32)]
+    shares, weights = np.array([[0.75, 0.25], [1, 0], [0, 1]]), np.array([8.0, 1.0, 1.0])
+    now = Pass(windows, shares, weights, [[0, 1], [2]])
+    with torch.no_grad():
+        logits = made.reader(*token_rows([[7, 8], [9]], 0, "cpu")).log_softmax(1).numpy()
+        expected = -(weights[:2, None] * shares[:2] * logits).sum() / (weights.sum() / 2)
+        assert float(made.loss(now, [0, 1])) == pytest.approx(expected, rel=1e-5)
+
+
+# --- training
+
+
+def test_a_separable_corpus_is_learned(folder):
+    card = AdapterScorer("detox", folder).card
+    found = {(row.measure, row.length): row.value for row in card.held_out}
+    assert found["accuracy", "all"] == 1.0
+    assert card.data == ("toy: 12 nontoxic, 12 toxic; weight 1",)
+    assert card.examples == 24
+    assert card.tokens > 0
+    assert not list(folder.glob("*.checkpoint"))
+
+
+def test_the_card_is_about_the_rounded_weights(folder):
+    scorer = AdapterScorer("detox", folder)
+    texts = [text for label in LABELS for text in TEST.texts[label]]
+    numbers = run_scorer(scorer, [Item(text) for text in texts])[list(LABELS)]
+    table = agreement(numbers, [label for label in LABELS for _ in TEST.texts[label]], texts)
+    assert [row.value for row in scorer.card.held_out] == table["value"].tolist()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
+    """The file is the one of a training that was not killed, bit by bit."""
+    small = RECIPE.model_copy(update={"tokens_per_batch": 128})
+    whole = trained(tmp_path / "whole", small)
+    step = Training._train_step
+
+    def killed(self, *given):
+        if self.step == steps:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    monkeypatch.setattr(adapter_training, "KEEP_EVERY", -1.0)
+    monkeypatch.setattr(Training, "_train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "killed", small)
+    monkeypatch.setattr(Training, "_train_step", step)
+    with pytest.raises(ScoringError, match="unfinished training with another recipe; repeat that"):
+        trained(tmp_path / "killed")
+    other = Corpus({name: found[::-1] for name, found in TRAIN.texts.items()}, "toy")
+    with pytest.raises(ScoringError, match="unfinished training with another data"):
+        trained(tmp_path / "killed", small, other)
+    again = trained(tmp_path / "killed", small)
+    assert (again.sha256, again.tokens) == (whole.sha256, whole.tokens)
+    assert again.sha256 != AdapterScorer("detox", folder).card.sha256
+    left = tmp_path / "killed" / "detox-adapter.checkpoint"
+    left.touch()  # killed between the card and the end
+    with pytest.raises(ScoringError, match="is finished; choose another place"):
+        trained(tmp_path / "killed", small)
+    assert not left.exists()
+
+
+def test_a_damaged_checkpoint(tmp_path):
+    (tmp_path / "detox-adapter.checkpoint").write_bytes(b"no checkpoint")
+    with pytest.raises(ScoringError, match="is damaged .*; delete it to begin again"):
+        trained(tmp_path)
+
+
+def test_graded_texts_are_trained_and_tested_on(tmp_path):
+    graded = (
+        Graded(TEXTS["toxic"], (0.9,) * 16, "scored"),
+        Graded((*TEXTS["toxic"], *TEXTS["nontoxic"]), (0.9,) * 16 + (0.1,) * 16, "scored test"),
+    )
+    recipe = RECIPE.model_copy(update={"dtype": "bfloat16"})
+    card = trained(tmp_path, recipe, graded=[(graded[0], 2.0)], graded_tests=[graded[1]])
+    assert card.data[1] == "scored: 16 graded; weight 2"
+    (auc,) = (
+        row.value
+        for row in card.held_out
+        if (row.data, row.measure, row.length) == ("scored test", "AUC", "all")
+    )
+    assert auc > 0.95
+
+
+def test_the_base_stays_as_it_is_below_the_first_adapter(tmp_path):
+    made = training(tmp_path)
+    now = make_pass(made.sources, RECIPE, 0)
+    made.loss(now, now.batches[0]).backward()
+    moved = {name for name, each in made.reader.named_parameters() if each.grad is not None}
+    assert moved == set(made.parameters)
+    assert not any("layers.0." in name for name in moved)
+
+
+def test_training_without_peft(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    line = f"scorers train --task detox --kind adapter --data x.csv --out {tmp_path}"
+    assert main(line.split()) == 2
+    assert "pip install lapa2-interp[train]" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("--kind adapter --c 1", "--c belongs to --kind linear; leave it out"),
+        ("--per-pass 5", "--per-pass belongs to --kind adapter; leave it out, or give"),
+        ("--kind adapter --rank 0", "rank: input should be greater than or equal to 1, found 0"),
+        ("--kind adapter --layers 3", "first must be below layers, 3, .*; found 4"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(settings, message, tmp_path, capsys):
+    line = f"scorers train --task detox --data x.csv {settings} --out {tmp_path}"
+    assert main(line.split()) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_options_of_adapters_reach_the_training(tmp_path, monkeypatch):
+    given = {}
+
+    def noted(task, labels, data, test, graded, out, recipe):
+        given.update(task=task, data=data, test=test, graded=graded, recipe=recipe)
+        raise ScoringError("enough")
+
+    monkeypatch.setattr("lapa2_interp.scoring.adapter_training.make_adapter_files", noted)
+    line = "scorers train --task detox --kind adapter --data a.csv=2 --test b.csv --graded c.jsonl"
+    settings = "--passes 2 --per-pass 7 --rank 3 --layers 9 --seed 5 --dtype bfloat16"
+    assert main(f"{line} {settings} --out {tmp_path}".split()) == 2
+    recipe = {"passes": 2, "per_pass": 7, "rank": 3, "layers": 9, "seed": 5, "dtype": "bfloat16"}
+    files = {"data": ("a.csv=2",), "test": ("b.csv",), "graded": ("c.jsonl",)}
+    assert given == {"task": "detox", **files, "recipe": recipe}
+
+
+def test_the_list_has_adapters(folder, monkeypatch, capsys):
+    monkeypatch.setattr("lapa2_interp.scoring.trained.WEIGHTS", folder)
+    assert main(["scorers", "list"]) == 0
+    printed = capsys.readouterr().out
+    assert "  detox: nontoxic, toxic (0.0 MB)\n" in printed
+    assert "    1.000 [1.000, 1.000]   accuracy, toy test, 8\n" in printed
+
+
+def test_a_reader_needs_layers_and_a_llama(tmp_path):
+    with pytest.raises(ScoringError, match="layers must be at most 4, the model's; found 9"):
+        open_reader(BASE, 9, 2)
+    with pytest.raises(ScoringError, match="of Llama's make, such as smollm2-135m; found GPT2"):
+        open_reader("tiny-gpt2", 2, 2)
+
+
+# --- files
+
+
+def test_damaged_adapters(folder, tmp_path):
+    with pytest.raises(ScoringError, match="has no adapter scorer; train one"):
+        load_adapter("detox", tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / f"detox{ADAPTER}"
+    with pytest.raises(ScoringError, match="unknown adapter scorer 'mood'; allowed: detox"):
+        load_adapter("mood", tmp_path)
+    stored = load_file(file)
+
+    def with_tensors(tensors, **changes):
+        save_adapter(tensors, tmp_path, "detox", **(facts() | changes))
+
+    with_tensors({name: each for name, each in stored.items() if name != "head.bias"})
+    with pytest.raises(ScoringError, match="does not fit tiny-llama .*head.bias.*train it again"):
+        load_adapter("detox", tmp_path)
+    with_tensors({name: each for name, each in stored.items() if not name.endswith("q_proj.b")})
+    with pytest.raises(ScoringError, match="does not fit tiny-llama .*q_proj.b"):
+        load_adapter("detox", tmp_path)
+    with_tensors(stored | {"layers.1.self_attn.q_proj.a": torch.zeros(2, 5)})
+    with pytest.raises(ScoringError, match="does not fit tiny-llama"):
+        load_adapter("detox", tmp_path)
+    with_tensors(stored | {"layers.1.self_attn.z_proj.b": torch.zeros(2, 5)})
+    with pytest.raises(ScoringError, match="a tensor 'layers.1.self_attn.z_proj.b' that belongs"):
+        load_adapter("detox", tmp_path)
+    with_tensors(stored, base_weights="other")
+    with pytest.raises(ScoringError, match="belongs to tiny-llama with other; found random, seed"):
+        load_adapter("detox", tmp_path)
+    save_file({"x": torch.zeros(1)}, file)
+    with pytest.raises(ScoringError, match="not the file its card describes; train it again"):
+        load_adapter("detox", tmp_path)
+    file.with_suffix(".json").write_text(json.dumps({"task": "detox"}))
+    with pytest.raises(ScoringError, match="is not the card of a scorer: labels"):
+        load_adapter("detox", tmp_path)
+
+
+# --- those that ship
+
+
+@pytest.fixture(scope="module")
+def sentiment():
+    return AdapterScorer("sentiment")
+
+
+def test_shipped_adapters_state_what_they_reach():
+    assert tasks_in(WEIGHTS, ADAPTER) == ["detox", "sentiment", "topic"]
+    for task, file, measure, least in (
+        ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.88),
+        ("topic", "agnews_test.jsonl.xz", "accuracy", 0.9),
+        ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.854),
+    ):
+        card = adapter_card(task)
+        (row,) = (
+            each
+            for each in card.held_out
+            if (each.data, each.measure, each.length) == (file, measure, "all")
+        )
+        assert row.low <= row.value <= row.high
+        assert row.value >= least, (task, row)
+        assert (WEIGHTS / f"{task}{ADAPTER}").stat().st_size < 5e6
+        assert card.base_weights.startswith("sha256 ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("task", "file"), [("sentiment", "sentiment/sst2_valid"), ("topic", "topic/agnews_test")]
+)
+def test_shipped_results_are_found_again(task, file, data, request):
+    """On the first 7 texts of each class, or 15 of two."""
+    scorer = request.getfixturevalue(task) if task == "sentiment" else AdapterScorer(task)
+    corpus = read_corpus(str(data / f"{file}.jsonl.xz"), scorer.columns)
+    texts = [
+        (text, label)
+        for label in scorer.columns
+        for text in corpus.texts[label][: 15 if task == "sentiment" else 7]
+    ]
+    rows = np.array(scorer.score([Item(text) for text, _ in texts]))
+    truth = [scorer.columns.index(label) for _, label in texts]
+    (stated,) = (
+        each.value
+        for each in scorer.card.held_out
+        if (each.measure, each.length) == ("accuracy", "all") and each.data in file + ".jsonl.xz"
+    )
+    found = (rows.argmax(1) == truth).mean()
+    assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
+
+
+@pytest.mark.long
+def test_saying_positive_does_not_count_as_negative(sentiment, data):
+    """What the linear scorer gets wrong: it takes "This is positive." for a bad sign, and "This is
+    negative." for a good one. P(positive) of 60 sentences of an encyclopedia, with either behind
+    them; an interval over sentences."""
+    with lzma.open(data / "text" / "wikitext103_valid.txt.xz", "rt") as stream:
+        found = re.split(r" \. |\n", stream.read())
+    plain = [
+        each.strip() + "."
+        for each in found
+        if 40 < len(each) < 140 and not re.search("<unk>|=|@", each)
+    ][:600:10]
+    assert len(plain) == 60
+    change = {}
+    for kind, scorer in (("adapter", sentiment), ("linear", LinearScorer("sentiment"))):
+        before, *after = (
+            np.array([row[0] for row in scorer.score([Item(text + more) for text in plain])])
+            for more in ("", " This is positive.", " This is negative.")
+        )
+        change[kind] = [mean_interval(each - before, plain) for each in after]
+    positive, negative = change["adapter"]
+    assert positive.high > 0, "it does not lower P(positive)"
+    assert negative.high < -0.1
+    positive, negative = change["linear"]
+    assert positive.high < 0 < negative.low, "the linear scorer reverses the words"

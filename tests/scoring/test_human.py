@@ -1,0 +1,712 @@
+"""Sheets hide the arm, answers come back as they were given, and the tables are the formulas."""
+
+import base64
+import csv
+import io
+import itertools
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.scoring.human import (
+    COLUMNS,
+    HUMAN_RUBRIC,
+    HUMAN_TASK,
+    METRICS,
+    _rows,
+    agreement,
+    human_table,
+    krippendorff_alpha,
+    make_sheets,
+    read_answers,
+)
+from lapa2_interp.stats import mean_interval
+
+ARMS = ("zq-plain", "zq-lapa2")
+NASTY = (
+    "=HYPERLINK(\"http://x\",'a')",
+    "+1, -1",
+    "-2\n@3",
+    "@SUM(A1)",
+    " \t=1+1",
+    "'=1",
+    "''-x",
+    "'tis fine",
+    "</script><script>document.title = 'run'</script>",
+    "<img src=x onerror=\"document.title = 'run'\"> &amp; &lt;b&gt;",
+    'a "quoted", text;\r\nwith\nlines \u2028 and naïve 試験 🙂',
+    "{{ 7 * 7 }} {% raw %}",
+)
+
+
+def made(prompts=6, samples=4, arms=ARMS, attributes=("positive", "negative")):
+    """Samples of a run: every arm has every (prompt, attribute, sample)."""
+    rows = [
+        {
+            "prompt": f"Prompt {p}",
+            "attribute": attribute,
+            "sample": s,
+            "arm": arm,
+            "text": f"Prompt {p} goes on as text {s}{i} of {attribute}",
+            "tokens": np.arange(3),
+            "zq-column": f"zq-{i}-{p}",
+        }
+        for i, arm in enumerate(arms)
+        for attribute in attributes
+        for p in range(prompts)
+        for s in range(samples)
+    ]
+    return pd.DataFrame(rows)
+
+
+def read_csv(path):
+    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline="")))
+
+
+def fill(folder, name, ratings, file=None, delimiter=",", rows=slice(None)):
+    """A filled sheet; `ratings(i, id, metric)` is what a cell says."""
+    path = folder / (file or f"{name}.csv")
+    with path.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, COLUMNS, delimiter=delimiter)
+        writer.writeheader()
+        for i, row in enumerate(read_csv(folder / "sheet.csv")[rows]):
+            cells = {metric: ratings(i, row["id"], metric) for metric in METRICS}
+            writer.writerow({**row, **cells, "annotator": name})
+    return path
+
+
+def answered(ratings, arm="run", prompts=None):
+    """Answers to every metric, from [text, annotator]."""
+    rows = [
+        (
+            f"id{t}",
+            arm,
+            f"Prompt {t if prompts is None else prompts[t]}",
+            "positive",
+            f"name{a}",
+            metric,
+            rating,
+        )
+        for (t, a), rating in np.ndenumerate(np.asarray(ratings, dtype=float))
+        for metric in METRICS
+    ]
+    return pd.DataFrame(
+        rows, columns=["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"]
+    )
+
+
+def test_the_rubric_is_the_papers():
+    assert METRICS == ("relevance", "fluency", "topicality")
+    assert HUMAN_TASK.endswith("on a scale from 1 (very poor) to 5 (very good).")
+    assert [question.levels[0] for question in HUMAN_RUBRIC] == [
+        "Perfectly aligned with the desired attribute.",
+        "Grammatically correct, fluent, and easy to understand.",
+        "Strongly correlated with the input prompt throughout.",
+    ]
+    assert HUMAN_RUBRIC[1].levels[4] == "Numerous grammar errors; difficult to understand."
+
+
+def test_sheets_do_not_depend_on_what_they_hide(tmp_path):
+    samples = made()
+    make_sheets(samples, tmp_path / "a", n=40)
+    renamed = samples.assign(
+        arm=samples["arm"].map({ARMS[0]: "y", ARMS[1]: "b"}), **{"zq-column": "other"}
+    )
+    make_sheets(renamed.drop(columns="tokens"), tmp_path / "b", n=40)
+    for name in ("sheet.csv", "sheet.html"):
+        content = (tmp_path / "a" / name).read_bytes()
+        assert content == (tmp_path / "b" / name).read_bytes()
+        assert b"zq-" not in content
+    assert b"zq-" in (tmp_path / "a" / "key.csv").read_bytes()
+
+
+def test_neither_order_nor_ids_follow_the_arms(tmp_path):
+    key = make_sheets(made(prompts=20), tmp_path)
+    assert key["id"].is_unique
+    for order in (key, key.sort_values("id")):
+        changes = (order["arm"].to_numpy()[1:] != order["arm"].to_numpy()[:-1]).sum()
+        assert 30 < changes < 69  # expected 49.5, standard deviation 5
+
+
+def test_arms_share_prompts_and_samples(tmp_path):
+    key = make_sheets(made(), tmp_path, n=40)
+    assert key["arm"].value_counts().to_dict() == dict.fromkeys(ARMS, 20)
+    units = [
+        set(map(tuple, key[key["arm"] == arm][["prompt", "attribute", "sample"]].to_numpy()))
+        for arm in ARMS
+    ]
+    assert units[0] == units[1]
+    assert len(units[0]) == 20
+
+
+def test_without_a_sample_column_texts_pair_in_order(tmp_path):
+    key = make_sheets(made().drop(columns="sample"), tmp_path, n=40)
+    numbers = key["text"].str.extract(r"text (\d)\d of")[0]
+    units = set(zip(key["prompt"], key["attribute"], numbers, key["arm"], strict=True))
+    assert len(units) == 40
+    assert {unit[:3] for unit in units if unit[3] == ARMS[0]} == {
+        unit[:3] for unit in units if unit[3] == ARMS[1]
+    }
+
+
+def test_what_does_not_divide_differs_by_one(tmp_path):
+    for seed in range(6):
+        key = make_sheets(made(arms=("a", "b", "c")), tmp_path / str(seed), n=20, seed=seed)
+        assert sorted(key["arm"].value_counts()) == [6, 7, 7]
+        shared = key.groupby(["prompt", "attribute", "sample"])["arm"].nunique()
+        assert sorted(shared, reverse=True) == [3] * 6 + [2]
+
+
+def test_units_that_an_arm_lacks_come_last(tmp_path):
+    samples = made(prompts=5, samples=2)
+    # The second arm lacks 12 of 20 units; 8 can be paired.
+    samples = samples[
+        (samples["arm"] == ARMS[0]) | samples["prompt"].isin(["Prompt 0", "Prompt 3"])
+    ]
+    key = make_sheets(samples, tmp_path, n=16)
+    assert set(key["prompt"]) == {"Prompt 0", "Prompt 3"}
+    extra = samples[samples["arm"] == ARMS[1]].assign(sample=lambda s: s["sample"] + 9)
+    key = make_sheets(pd.concat([samples, extra]), tmp_path / "more", n=24)
+    assert key["arm"].value_counts().to_dict() == dict.fromkeys(ARMS, 12)
+    assert (key.groupby(["prompt", "attribute", "sample"])["arm"].nunique() == 2).sum() == 8
+
+
+def test_the_same_seed_draws_the_same_files(tmp_path):
+    names = ("sheet.csv", "sheet.html", "key.csv")
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_sheets(made(), tmp_path / folder, n=40, seed=seed)
+    make_sheets(made(), tmp_path / "a", n=40)  # again over the same
+    for name in names:
+        first, again, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
+        assert first == again != other
+
+
+def test_every_text_has_the_same_chance(tmp_path):
+    drawn = pd.concat(
+        [make_sheets(made(), tmp_path / str(seed), n=32, seed=seed) for seed in range(60)]
+    )
+    times = drawn["text"].value_counts()
+    assert len(times) == 96
+    assert times.between(7, 34).all()  # binomial(60, 1/3): 20, standard deviation 3.7
+
+
+def test_ids_of_another_task_are_other_ids(tmp_path):
+    first = make_sheets(made(), tmp_path / "a", n=40)
+    other = make_sheets(made(attributes=("sports", "science")), tmp_path / "b", n=40)
+    assert not set(first["id"]) & set(other["id"])
+
+
+def test_one_system_needs_no_arm(tmp_path):
+    key = make_sheets(made(arms=ARMS[:1]).drop(columns="arm"), tmp_path, n=10)
+    assert set(key["arm"]) == {"run"}
+    answers = read_answers(tmp_path / "key.csv", [fill(tmp_path, "Ann", lambda *_: 3)])
+    assert human_table(answers)["n"].tolist() == [10, 10, 10]
+
+
+def nasty_samples():
+    return pd.DataFrame(
+        {"prompt": NASTY, "attribute": "=good", "text": NASTY, "arm": "-arm", "=1+1": None}
+    )
+
+
+def test_formulas_are_harmless_and_come_back(tmp_path):
+    key = make_sheets(nasty_samples(), tmp_path, n=len(NASTY))
+    assert "'=1+1" in read_csv(tmp_path / "key.csv")[0], "names of columns are cells, too"
+    assert "=1+1" in next(_rows(tmp_path / "key.csv", ()))[1]
+    for name in ("sheet.csv", "key.csv"):
+        cells = [cell for row in read_csv(tmp_path / name) for cell in row.values()]
+        assert not [cell for cell in cells if re.match(r"\s*[=+\-@]|[\t\r\n]", cell)]
+    assert {row["text"] for row in read_csv(tmp_path / "sheet.csv")} > {
+        "'tis fine",
+        "'+1, -1",
+        "''=1",
+    }
+    answers = read_answers(tmp_path / "key.csv", [fill(tmp_path, "Ann", lambda *_: 3)])
+    assert set(answers["arm"]) == {"-arm"}
+    assert set(answers["attribute"]) == {"=good"}
+    restored = answers.drop_duplicates("id").set_index("id")["prompt"].to_dict()
+    assert restored == dict(zip(key["id"], key["prompt"], strict=True))
+    assert set(restored.values()) == set(NASTY)
+
+
+def test_the_page_escapes_texts_and_loads_nothing(tmp_path):
+    key = make_sheets(nasty_samples(), tmp_path, n=len(NASTY))
+    page = (tmp_path / "sheet.html").read_text(encoding="utf-8")
+    assert page.count("<script") == 2 == page.count("</script>")
+    assert "<img" not in page
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[
+        1
+    ]
+    assert [item["text"] for item in json.loads(data)["items"]] == key["text"].tolist()
+    outside = page.replace(data, "")
+    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|fetch\(", outside)
+    for question in HUMAN_RUBRIC:
+        assert all(f"<span>{level}</span>" in page for level in question.levels)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (lambda s: s.drop(columns="text"), {}, "no column 'text'; found prompt, attribute"),
+        (lambda s: s.assign(id=1), {}, "a column 'id'"),
+        (lambda s: s.assign(text=[None, *s["text"][1:]]), {}, "row 0 of the samples: text must be text, found"),
+        (lambda s: s.assign(arm=1.5), {}, "arm must be text, found 1.5"),
+        (lambda s: s.iloc[:0], {}, "there are no samples"),
+        (lambda s: s.assign(arm="one"), {}, "two texts of arm 'one' continue prompt 'Prompt 0' for 'positive' as"),
+        (lambda s: s, {"seed": -1}, "the seed is -1; give 0 or more"),
+        (lambda s: s, {"n": 1}, "n = 1 texts cannot be shared by 2 arms"),
+        (lambda s: s, {"n": 98}, "has 48 texts and n = 98 asks 49 of it; give n up to 96"),
+        (lambda s: s[10:], {"n": 90}, "arm 'zq-plain' has 38 texts and n = 90 asks 45 of it; give n up to 76"),
+    ],
+)  # fmt: skip
+def test_samples_that_make_no_sheet(tmp_path, change, settings, message):
+    with pytest.raises(ScoringError, match=re.escape(message)):
+        make_sheets(change(made()), tmp_path, **{"n": 20, **settings})
+    assert not list(tmp_path.iterdir())
+
+
+def test_sheets_in_use_are_not_replaced(tmp_path):
+    make_sheets(made(), tmp_path, n=40)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ScoringError, match=r"sheet\.csv belongs to another draw"):
+        make_sheets(made(), tmp_path, n=40, seed=2)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ScoringError, match="cannot write sheets to"):
+        make_sheets(made(), tmp_path / "file", n=40)
+
+
+def test_filled_sheets_come_back(tmp_path):
+    key = make_sheets(made(), tmp_path, n=40)
+
+    def rating(i, _, metric):
+        return 1 + (i + METRICS.index(metric)) % 5
+
+    files = [
+        fill(tmp_path, "Ann", rating),
+        fill(tmp_path, "Bo; B", lambda *a: f" {rating(*a)}.0", "b.csv", delimiter=";"),
+        fill(
+            tmp_path,
+            "Cy",
+            lambda i, *a: "" if i == 3 else rating(i, *a),
+            "c.csv",
+            delimiter="\t",
+            rows=slice(38),
+        ),
+    ]
+    answers = read_answers(tmp_path / "key.csv", files)
+    assert list(answers) == ["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"]
+    assert len(answers) == 3 * 40 * 3
+    assert set(answers["annotator"]) == {"Ann", "Bo; B", "Cy"}
+    place, arm = (
+        dict(zip(key["id"], key.index, strict=True)),
+        dict(zip(key["id"], key["arm"], strict=True)),
+    )
+    assert (answers["arm"] == answers["id"].map(arm)).all()
+    missing = answers["rating"].isna()
+    assert (
+        missing == ((answers["annotator"] == "Cy") & answers["id"].map(place).isin([3, 38, 39]))
+    ).all()
+    expected = [rating(place[row.id], row.id, row.metric) for row in answers.itertuples()]
+    assert (answers["rating"][~missing] == pd.Series(expected)[~missing]).all()
+    table = human_table(answers)
+    assert table.groupby("metric")["n"].sum().to_dict() == dict.fromkeys(METRICS, 117)
+    assert table.groupby("metric")["unanswered"].sum().to_dict() == dict.fromkeys(METRICS, 3)
+
+
+def test_a_second_file_may_complete_the_first(tmp_path):
+    make_sheets(made(), tmp_path, n=10)
+    half = fill(tmp_path, "Ann", lambda i, *_: 4 if i < 5 else "", "half.csv")
+    rest = fill(tmp_path, "Ann", lambda i, *_: 2 if i >= 5 else "", "rest.csv")
+    answers = read_answers(tmp_path / "key.csv", [half, rest])
+    assert answers["rating"].value_counts().to_dict() == {4.0: 15, 2.0: 15}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: "bbbbb" + line[5:], "line 3: unknown id 'bbbbb'"),
+        (lambda line: line.replace(",3,4,5,", ",3,6,5,"), "line 3: fluency of id ID is '6'; allowed: 1, 2, 3, 4, 5"),
+        (lambda line: line.replace(",3,4,5,", ",0,4,5,"), "line 3: relevance of id ID is '0'"),
+        (lambda line: line.replace(",3,4,5,", ",3,4,4.5,"), "line 3: topicality of id ID is '4.5'"),
+        (lambda line: line.replace(",3,4,5,", ",3,good,5,"), "line 3: fluency of id ID is 'good'"),
+        (lambda line: line.replace(",Ann", ", "), "line 3: relevance of id ID is '3' and annotator is ''"),
+        (lambda line: f"{line}\r\n{line}", "line 4: relevance of id ID is '3', but 'Ann' has answered 3 in FILE"),
+        (lambda line: line.replace("positive", "a,b,positive", 1), "line 3: 10 cells under 8 columns, the last 'Ann'"),
+        (lambda line: f'"{line}', "line 3 is not CSV"),
+    ],
+)  # fmt: skip
+def test_answers_that_cannot_be_read(tmp_path, change, message):
+    make_sheets(made(attributes=("positive",)), tmp_path, n=10)
+    file = fill(
+        tmp_path,
+        "Ann",
+        lambda i, id, metric: {"relevance": 3, "fluency": 4, "topicality": 5}[metric],
+    )
+    lines = file.read_bytes().decode().split("\r\n")
+    named = lines[2][:5]
+    lines[2] = change(lines[2])
+    file.write_bytes("\r\n".join(lines).encode())
+    expected = f"{file} {message}".replace("ID", named).replace("FILE", str(file))
+    with pytest.raises(ScoringError, match=re.escape(expected)):
+        read_answers(tmp_path / "key.csv", [file])
+
+
+def test_lines_are_counted_as_an_editor_does(tmp_path):
+    samples = made(attributes=("positive",)).assign(text=lambda s: s["text"] + "\nand\non")
+    make_sheets(samples, tmp_path, n=10)
+    file = fill(tmp_path, "Ann", lambda i, *_: 7 if i == 2 else 3)
+    named = read_csv(file)[2]["id"]
+    with pytest.raises(ScoringError, match=f"line 8: relevance of id {named} is '7'"):
+        read_answers(tmp_path / "key.csv", [file])
+    assert file.read_text().splitlines()[7].startswith(named)
+
+
+def test_one_person_twice(tmp_path):
+    make_sheets(made(), tmp_path, n=10)
+    first = fill(tmp_path, "Ann", lambda *_: 3, "first.csv")
+    second = fill(tmp_path, "Ann", lambda *_: 4, "second.csv")
+    with pytest.raises(
+        ScoringError,
+        match=r"second\.csv line 2: .* is '4', but 'Ann' has answered 3 in .*first\.csv line 2",
+    ):
+        read_answers(tmp_path / "key.csv", [first, second])
+
+
+def test_files_that_are_no_answers(tmp_path):
+    make_sheets(made(), tmp_path, n=10)
+    key, sheet = tmp_path / "key.csv", tmp_path / "sheet.csv"
+    with pytest.raises(ScoringError, match=r"sheet\.csv has no rating"):
+        read_answers(key, [sheet])
+    with pytest.raises(ScoringError, match="no files of answers"):
+        read_answers(key, [])
+    with pytest.raises(ScoringError, match=r"cannot read .*none\.csv: No such file"):
+        read_answers(key, [tmp_path / "none.csv"])
+    with pytest.raises(
+        ScoringError, match=r"sheet\.csv line 1: no column 'arm'; found id, attribute"
+    ):
+        read_answers(sheet, [sheet])
+    (tmp_path / "latin.csv").write_bytes(
+        "id,relevance,fluency,topicality,annotator\r\na,1,1,1,Åse".encode("latin-1")
+    )
+    with pytest.raises(ScoringError, match=r"latin\.csv: line 2: .* are not UTF-8"):
+        read_answers(key, [tmp_path / "latin.csv"])
+    (tmp_path / "empty.csv").write_bytes(b"")
+    with pytest.raises(ScoringError, match=r"empty\.csv line 1: no column 'id'"):
+        read_answers(key, [tmp_path / "empty.csv"])
+
+
+def test_blank_lines_are_no_answers(tmp_path):
+    make_sheets(made(), tmp_path, n=10)
+    file = fill(tmp_path, "Ann", lambda *_: 3)
+    file.write_text(file.read_text(encoding="utf-8") + ",,,,,,,\n\n", encoding="utf-8")
+    assert len(read_answers(tmp_path / "key.csv", [file])) == 30
+
+
+def test_means_are_over_all_ratings():
+    answers = pd.concat(
+        [
+            answered([[1, 2, 3], [3, np.nan, 5]], arm="plain", prompts=[0, 1]),
+            answered([[4, 4, 4], [5, 5, 2]], arm="boosted", prompts=[0, 1]).assign(
+                id=lambda a: "b" + a["id"]
+            ),
+        ]
+    )
+    table = human_table(answers)
+    assert list(zip(table["arm"], table["metric"], strict=True)) == list(
+        itertools.product(("boosted", "plain"), METRICS)
+    )
+    found = table.set_index(["arm", "metric"]).loc[("plain", "fluency")]
+    assert found["mean"] == pytest.approx(14 / 5)
+    assert found[["n", "texts", "prompts", "annotators", "unanswered"]].tolist() == [5, 2, 2, 3, 1]
+    # Two prompts, 2.4 off their share of the mean: error sqrt(2 * 2 * 2.4^2) / 5 = 0.96, times t(1
+    # degree, 97.5 %) = 12.706: more than the scale of 1 to 5 has.
+    assert (found["low"], found["high"]) == (1, 5)
+    fives = human_table(answered([[5, 5, 5]] * 4, prompts=[0, 1, 2, 3])).iloc[0]
+    assert fives["low"] == pytest.approx(5 - 4 * (1 - 0.05**0.25)), "4 prompts do not show them all"
+    assert fives["high"] == 5
+
+
+def test_intervals_resample_prompts():
+    rng = np.random.default_rng(3)
+    prompts = np.repeat(np.arange(20), 5)
+    level = np.clip(3 + rng.normal(0, 1, 20), 1, 5)[prompts]
+    ratings = np.clip(np.round(level[:, None] + rng.normal(0, 0.5, (100, 3))), 1, 5)
+    found = human_table(answered(ratings, prompts=prompts)).iloc[0]
+    expected = mean_interval(ratings.ravel(), np.repeat(prompts, 3))
+    assert found["mean"] == pytest.approx(ratings.mean())
+    assert (found["low"], found["high"]) == pytest.approx((expected.low, expected.high))
+    assert 1 <= found["low"] < found["mean"] < found["high"] <= 5
+    naive = mean_interval(ratings.ravel(), np.arange(300))
+    assert found["high"] - found["low"] > 2 * (naive.high - naive.low)
+
+
+def test_an_arm_without_ratings_has_no_mean():
+    table = human_table(answered([[np.nan], [np.nan]]))
+    assert table[["mean", "low", "high"]].isna().all(axis=None)
+    assert table[["n", "unanswered"]].to_numpy().tolist() == [[0, 2]] * 3
+
+
+def test_one_prompt_tells_no_spread():
+    found = human_table(answered([[1, 2], [3, 4]], prompts=[0, 0])).iloc[0]
+    assert found["mean"] == 2.5
+    assert np.isnan([found["low"], found["high"]]).all()
+
+
+def test_texts_without_a_prompt_are_no_one_prompt():
+    ratings = [[1, 2], [3, 4], [5, 5]]
+    apart = human_table(answered(ratings)).drop(columns="arm")
+    nameless = human_table(answered(ratings).assign(prompt="")).drop(columns="arm")
+    assert nameless.equals(apart)
+    assert set(nameless["prompts"]) == {3}
+
+
+def brute_force(ratings):
+    """Alpha as 1 - observed / expected disagreement, pair by pair; distances count the ratings in
+    between."""
+    texts = [[int(r) for r in row if not np.isnan(r)] for row in ratings]
+    texts = [row for row in texts if len(row) > 1]
+    everything = [rating for row in texts for rating in row]
+
+    def distance(a, b):
+        low, high = min(a, b), max(a, b)
+        between = sum(low <= rating <= high for rating in everything)
+        return (between - (everything.count(a) + everything.count(b)) / 2) ** 2 if a != b else 0
+
+    observed = sum(
+        sum(distance(a, b) for a, b in itertools.permutations(row, 2)) / (len(row) - 1)
+        for row in texts
+    )
+    expected = sum(distance(a, b) for a, b in itertools.permutations(everything, 2)) / (
+        len(everything) - 1
+    )
+    return 1 - observed / expected
+
+
+KRIPPENDORFF = np.array(
+    [
+        [1, 2, 3, 3, 2, 1, 4, 1, 2, np.nan, np.nan, np.nan],
+        [1, 2, 3, 3, 2, 2, 4, 1, 2, 5, np.nan, 3],
+        [np.nan, 3, 3, 3, 2, 3, 4, 2, 2, 5, 1, np.nan],
+        [1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, np.nan],
+    ]
+).T
+
+
+def test_alpha_of_the_published_example():
+    assert krippendorff_alpha(KRIPPENDORFF) == pytest.approx(0.815, abs=5e-4)
+    assert krippendorff_alpha(KRIPPENDORFF) == pytest.approx(brute_force(KRIPPENDORFF), rel=1e-12)
+
+
+def test_alpha_by_hand():
+    assert krippendorff_alpha(np.array([[1.0, 1, 1], [4, 4, 4], [5, 5, 5]])) == 1
+    # Two who always say the opposite: o_12 = o_21 = 2, n_1 = n_2 = 2, n = 4, so 1 - 3 * 4 delta / 8
+    # delta.
+    assert krippendorff_alpha(np.array([[1.0, 2], [2, 1]])) == pytest.approx(-0.5)
+    assert np.isnan(krippendorff_alpha(np.full((4, 2), 3.0)))
+    assert np.isnan(krippendorff_alpha(np.array([[1.0, np.nan], [np.nan, 2]])))
+
+
+def test_alpha_is_the_brute_force_one():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        ratings = rng.integers(1, 6, (12, 4)).astype(float)
+        ratings[rng.random(ratings.shape) < 0.3] = np.nan
+        assert krippendorff_alpha(ratings) == pytest.approx(brute_force(ratings), rel=1e-12)
+
+
+def test_agreement_per_metric():
+    answers = answered(KRIPPENDORFF)
+    found = agreement(answers).set_index("metric")
+    assert list(found.index) == list(METRICS)
+    row = found.loc["fluency"]
+    assert row["alpha"] == pytest.approx(0.815, abs=5e-4)
+    assert row["low"] < row["alpha"] < row["high"] <= 1
+    assert row[["n", "texts", "annotators"]].tolist() == [
+        40,
+        11,
+        4,
+    ]  # the twelfth text has one rating
+    # Eight texts agree throughout (28 ratings), two in three of six pairs (4 ratings each), one
+    # never (4 ratings).
+    assert row["exact"] == pytest.approx((28 + 2 * 4 / 2) / 40)
+    assert found["alpha"].nunique() == 1
+    changed = answers["rating"].where(
+        (answers["metric"] != "fluency") | (answers["annotator"] != "name0"), 5
+    )
+    other = agreement(answers.assign(rating=changed)).set_index("metric")
+    assert other.loc["fluency", "alpha"] < 0.5
+    assert other.loc["relevance"].equals(found.loc["relevance"])
+
+
+def test_perfect_agreement_and_none():
+    perfect = agreement(answered(np.tile([[1.0], [2], [3], [4]] * 2, 3))).iloc[0]
+    assert perfect[["alpha", "low", "high", "exact"]].tolist() == [1, 1, 1, 1]
+    few = agreement(answered(np.tile([[1.0], [2], [3], [4]], 3))).iloc[0]
+    assert few[["alpha", "exact"]].tolist() == [1, 1]
+    assert few[["low", "high"]].isna().all(), "fewer than 8 texts cannot be resampled"
+    rng = np.random.default_rng(5)
+    chance = agreement(answered(rng.integers(1, 6, (200, 3)))).iloc[0]
+    assert chance["low"] < 0 < chance["high"]
+    assert chance["high"] - chance["low"] < 0.3
+    assert chance["exact"] == pytest.approx(
+        0.2, abs=0.06
+    )  # 600 dependent pairs: three standard errors
+
+
+def test_fewer_texts_tell_less():
+    rng = np.random.default_rng(6)
+    level = rng.integers(1, 6, 200)
+    ratings = np.clip(level[:, None] + rng.integers(-1, 2, (200, 3)), 1, 5)
+    few, many = (agreement(answered(ratings[:n])).iloc[0] for n in (20, 200))
+    assert few["high"] - few["low"] > 2 * (many["high"] - many["low"])
+
+
+def test_one_annotator_has_nothing_to_agree_with():
+    found = agreement(answered([[1], [2], [3]])).iloc[0]
+    assert np.isnan(found[["alpha", "low", "high", "exact"]].to_numpy(dtype=float)).all()
+    assert found[["n", "texts", "annotators"]].tolist() == [0, 0, 0]
+
+
+HELPERS = """
+window.addEventListener("error", event => put("error", event.message));
+function put(name, text) {
+  const bytes = new TextEncoder().encode(text);
+  const out = document.createElement("pre");
+  out.className = "out";
+  out.id = "out-" + name;
+  out.textContent = btoa(Array.from(bytes, byte => String.fromCharCode(byte)).join(""));
+  document.body.append(out);
+}
+let file = null;
+URL.createObjectURL = blob => { file = blob; return "#"; };
+const pick = (metric, rating) => document.querySelector(`input[name=${metric}][value="${rating}"]`).click();
+const press = (key, shiftKey = false) => {
+  const event = new KeyboardEvent("keydown", { key, shiftKey, bubbles: true, cancelable: true });
+  document.activeElement.dispatchEvent(event);
+};
+const named = name => {
+  const field = document.getElementById("name");
+  field.value = name;
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+};
+"""
+
+# Answers are kept for one visit: headless Chromium sometimes loses the storage it keeps on disk.
+STORAGE = """
+Object.defineProperty(window, "localStorage", { value: sessionStorage });
+"""
+
+
+def browse(folder, script):
+    """What a script put into the sheet's page in a browser, by name."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium on the path to open the form with")
+    page = folder / "copy.html"
+    form = (folder / "sheet.html").read_text(encoding="utf-8")
+    assert form.count("<head>") == form.count("</body>") == 1
+    form = form.replace("<head>", f"<head><script>{STORAGE}</script>")
+    form = form.replace("</body>", f"<script>{HELPERS}{script}</script></body>")
+    page.write_text(form, encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run(
+        [chromium, *flags, "--virtual-time-budget=10000", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    dom = done.stdout.decode()
+    outs = re.findall(r'<pre class="out" id="out-([\w-]+)">([^<]*)</pre>', dom)
+    found = {name: base64.b64decode(text).decode() for name, text in outs}
+    assert "error" not in found, found["error"]
+    assert found, f"the script put nothing into the page: {done.stderr.decode()[-2000:]}"
+    return found
+
+
+def test_the_form_gives_back_what_was_clicked(tmp_path):
+    key = make_sheets(nasty_samples(), tmp_path, n=len(NASTY))
+    found = browse(
+        tmp_path,
+        """
+        named('=Åse "A", B');
+        for (let i = 0; i < 12; i++) {
+          put("text-" + i, document.getElementById("text").textContent);
+          pick("relevance", 1 + i % 5); pick("fluency", 1 + (i + 1) % 5); pick("topicality", 1 + (i + 2) % 5);
+          if (i < 11) document.getElementById("next").click();
+        }
+        put("progress", document.querySelector(".progress").textContent);
+        document.getElementById("download").click();
+        put("title", document.title);
+        file.arrayBuffer().then(bytes => put("csv", new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes)));
+        """,
+    )
+    assert found["progress"] == "12 of 12 texts rated"
+    assert found["title"] == "Rating sheet"
+    assert [found[f"text-{i}"] for i in range(12)] == key["text"].tolist()
+    file = tmp_path / "answers.csv"
+    file.write_bytes(found["csv"].encode())
+    sheet, back = read_csv(tmp_path / "sheet.csv"), read_csv(file)
+    assert list(back[0]) == list(COLUMNS)
+    filled = {"relevance": "", "fluency": "", "topicality": "", "annotator": ""}
+    assert [{**row, **filled} for row in back] == sheet  # the same columns, texts guarded alike
+    answers = read_answers(tmp_path / "key.csv", [file])
+    assert set(answers["annotator"]) == {'=Åse "A", B'}
+    place = dict(zip(key["id"], key.index, strict=True))
+    expected = [1 + (place[row.id] + METRICS.index(row.metric)) % 5 for row in answers.itertuples()]
+    assert answers["rating"].tolist() == expected
+
+
+def test_the_form_warns_and_survives_a_reload(tmp_path):
+    key = make_sheets(made(), tmp_path, n=10)
+    found = browse(
+        tmp_path,
+        """
+        const notice = () => document.getElementById("notice").textContent;
+        if (!sessionStorage.getItem("again")) {
+          sessionStorage.setItem("again", "yes");
+          document.getElementById("download").click();
+          sessionStorage.setItem("nameless", notice() + (file ? "saved" : ""));
+          named("Ann");
+          press("Enter");
+          for (const keys of ["453", "12", "5"]) { for (const key of keys) press(key); press("Enter"); }
+          for (let i = 0; i < 3; i++) press("Enter", true);
+          press("2"); press("1");  // rated before: the frame moves on all the same
+          press("Enter"); press("Enter");
+          press("ArrowDown"); press("ArrowUp");  // must change no answer
+          location.reload();
+        } else {
+          put("nameless", sessionStorage.getItem("nameless"));
+          put("number", document.getElementById("number").textContent);
+          put("checked", [...document.querySelectorAll(":checked")].map(each => each.name + each.value).join());
+          put("name", document.getElementById("name").value);
+          document.getElementById("download").click();
+          put("warning", notice());
+          put("early", String(file));
+          [...document.querySelectorAll("#notice button")].at(-1).click();
+          file.text().then(text => put("csv", text));
+        }
+        """,
+    )
+    assert found["nameless"].startswith("Please write your name")
+    assert "saved" not in found["nameless"]
+    assert (found["number"], found["checked"], found["name"]) == ("3", "relevance5", "Ann")
+    assert found["warning"].startswith(
+        "24 of 30 questions are unanswered (text 2, 3, 4, 5, 6, 7, 8, 9, 10)."
+    )
+    assert found["early"] == "null"
+    file = tmp_path / "answers.csv"
+    file.write_text(found["csv"], encoding="utf-8")
+    answers = read_answers(tmp_path / "key.csv", [file]).pivot(
+        index="id", columns="metric", values="rating"
+    )
+    given = answers.loc[key["id"], list(METRICS)].to_numpy()
+    nan = np.nan
+    np.testing.assert_array_equal(given[:3], [[2, 1, 3], [1, 2, nan], [5, nan, nan]])
+    assert np.isnan(given[3:]).all()

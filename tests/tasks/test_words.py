@@ -1,0 +1,84 @@
+"""Word lists: the statistic by hand, the command, and the lists that ship."""
+
+import json
+import math
+
+import pytest
+
+from lapa2_interp import load_task
+from lapa2_interp._util.errors import DataError
+from lapa2_interp.cli.app import main
+from lapa2_interp.tasks.word_lists import PRIOR, STOPWORDS, derive_words, read_words, z_score
+
+TEXTS = {
+    "positive": ["A great film, GREAT fun", "great acting and the fun of it"],
+    "negative": ["a dull film", "dull, dull acting of the kind"],
+}
+
+
+def test_the_statistic_by_hand():
+    """z of 'great', 3 times in 10 words and 0 times in 8: prior 10,000 * 3/18."""
+    a, b = 3 + PRIOR * 3 / 18, PRIOR * 3 / 18
+    d = math.log(a / (10 + PRIOR - a)) - math.log(b / (8 + PRIOR - b))
+    assert z_score(3, 0, 10, 8, PRIOR * 3 / 18) == pytest.approx(d / math.sqrt(1 / a + 1 / b))
+    found = derive_words(TEXTS, n=5, least=1, sure=0.0)
+    assert [word for word, _ in found["positive"]] == [
+        "great",
+        "fun",
+    ], "function words and those of both sides are out"
+    assert [word for word, _ in found["negative"]] == ["dull", "kind", "acting", "film"]
+    # Nine words of three letters and more in the first class's texts, seven in the second's.
+    assert found["positive"][0][1] == pytest.approx(z_score(3, 0, 9, 7, PRIOR * 3 / 16))
+    assert derive_words(TEXTS, n=1, least=3, sure=0.0) == {
+        "positive": found["positive"][:1], "negative": [("dull", pytest.approx(found["negative"][0][1]))],
+    }  # fmt: skip
+    with pytest.raises(DataError, match="give texts of two at least; found positive"):
+        derive_words({"positive": ["great"]}, 5)
+    with pytest.raises(DataError, match="no words for negative"):
+        derive_words({"positive": ["great"], "negative": ["1 2 3"]}, 5)
+
+
+@pytest.mark.parametrize("task", ["sentiment", "topic"])
+def test_the_lists_that_ship(task):
+    lists = read_words("", task)
+    assert list(lists) == list(load_task(task).attributes)
+    for words in lists.values():
+        assert len(words) == len(set(words)) == 400
+        assert not set(words) & STOPWORDS
+        assert all(word.isalpha() and word == word.lower() for word in words)
+    assert "wonderful" in lists.get("positive", ("wonderful",))
+
+
+def test_the_command_derives_a_list(tmp_path, capsys):
+    rows = [{"text": text, "label": label} for label, texts in TEXTS.items() for text in texts]
+    data, out = tmp_path / "films.jsonl", tmp_path / "lists" / "words.json"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    line = ["words", "--task", "sentiment", "--data", str(data), "--out", str(out), "--sure", "0"]
+    assert main([*line, "--least", "1"]) == 0
+    assert "positive   2 words" in capsys.readouterr().out
+    stored = json.loads(out.read_text())
+    assert stored["words"]["positive"] == ["great", "fun"]
+    assert stored["corpora"] == ["films.jsonl: 2 positive, 2 negative"]
+    assert read_words(str(out), "anything")["negative"][0] == "dull"
+    for more, message in (
+        (["--least", "1"], "is there already; give another --out, or --force"),
+        (
+            ["--force", "--least", "4"],
+            "no word tells 'positive' from the others (z 0 or more, 4 times); give more --data, or",
+        ),
+        (["--force", "--n", "0"], "--n and --least must be at least 1, found 0 and 20"),
+    ):
+        assert main(line + more) == 2
+        assert message in capsys.readouterr().err
+    assert main([*line[:-3], str(tmp_path), "--force"]) == 2
+    assert f"{tmp_path} is a folder; give another --out" in capsys.readouterr().err
+    assert main([*line[:-3], "/proc/none/words.json", "--least", "1", "--sure", "0"]) == 2
+    assert "cannot write /proc/none/words.json" in capsys.readouterr().err
+    assert main(["words", "--task", "topic", *line[3:], "--force"]) == 2
+    assert (
+        "has no text with label 'world' (blank ones and repetitions left out); its labels are"
+        " 'positive', 'negative'" in capsys.readouterr().err
+    )
+    assert json.loads(out.read_text()) == stored, "a refusal changes nothing"
+    assert main([*line, "--force", "--least", "1", "--n", "1"]) == 0
+    assert json.loads(out.read_text())["words"]["positive"] == ["great"]
