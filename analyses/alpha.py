@@ -19,11 +19,11 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("alpha", "The strength of the bias")
+bench = open_item("alpha", "The strength of the bias")
 cells = bench.cells
 scores = bench.scores(cells)
 table = bench.table(

@@ -20,11 +20,11 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench(
+bench = open_item(
     "augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox"
 )
 cells = bench.cells

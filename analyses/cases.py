@@ -23,11 +23,11 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench(
+bench = open_item(
     "cases",
     "Case studies: the pair of texts at the median of LaPA2's change",
     "sent_topic",

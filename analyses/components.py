@@ -19,13 +19,13 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import without
 
 sys.excepthook = in_one_line
-bench = open_bench("components", "Pre-Aug and Pro-Aug on Air-Decoding")
+bench = open_item("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = bench.cells
 cells = bench.some(cells[cells["method"] == "air-decoding"], "air-decoding")
 on = {

@@ -27,7 +27,7 @@ import numpy as np
 
 from lapa2_interp import load_model, load_task, model_card
 from lapa2_interp.circuits.cases import RAW
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
@@ -67,7 +67,7 @@ model = load_model(options.model)
 print(model_card(model))
 tokens = 24
 chosen = load_task("sentiment").prompts.texts[:8]
-question = Question.of(model, "sentiment", prompts=chosen, tokens=tokens)
+question = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
 print(repr(model.tokenizer.decode(question.cases[0].text)))
 found = control(model, question)
 found.plot()
@@ -127,7 +127,7 @@ assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
 assert found.values["js"].max() <= np.log(2) + 1e-6
 assert (found.values["js"] > -1e-6).all()
 assert behind["positive"].values["llr"].mean() > behind["negative"].values["llr"].mean()
-swapped = Question(tuple(case.swapped() for case in question.cases), question.words)
+swapped = ContrastSet(tuple(case.swapped() for case in question.cases), question.words)
 turned = control(model, swapped, metrics=("llr", "js"))
 assert np.abs(turned.values["llr"] + found.values["llr"]).max() < 1e-3
 assert np.abs(turned.values["js"] - found.values["js"]).max() < 1e-4

@@ -19,12 +19,12 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("decay", "Accuracy of the base methods against length", "sent_topic")
+bench = open_item("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = bench.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
 cells = bench.some(cells, "a method without LaPA2, FreeCtrl aside,")

@@ -32,13 +32,13 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import mean_interval, paired_difference
 
 sys.excepthook = in_one_line
 ALPHA = 0.5
-bench = open_bench("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
+bench = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
 cells = bench.cells
 finished = cells[cells["state"] == "finished"]
 if not len(finished):

@@ -164,15 +164,15 @@ def _count(grid: Grid) -> int:
 
 
 def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
-    from lapa2_interp._util.errors import RunError, counted
+    from lapa2_interp._util.errors import RunError, pluralize
     from lapa2_interp.runs.local import InProcess
     from lapa2_interp.runs.sweep import sweep
 
     done = sweep(out, [grid], InProcess(worker=worker), _say)
     if done.failed:
         raise RunError(
-            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says why,"
-            " and the same command tries them again"
+            f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says"
+            " why, and the same command tries them again"
         )
 
 

@@ -19,12 +19,12 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("detox", "Detoxification: base methods, LaPA2 and DATG")
+bench = open_item("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = bench.cells
 longest = int(cells["max_length"].max())
 lengths = bench.lengths(cells) if longest > 128 else (longest // 2, longest)

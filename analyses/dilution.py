@@ -25,12 +25,12 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import layer_types, pooled, step_table
 from lapa2_interp.bias.theory import DecayFit, fit_decay
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
 
 sys.excepthook = in_one_line
-bench = open_bench("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
+bench = open_item("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
 cells = bench.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
 

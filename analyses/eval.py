@@ -29,14 +29,14 @@ from functools import partial
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import of_arm, open_bench
+from lapa2_interp.paper.bench import of_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.scoring.tables import within
 from lapa2_interp.stats import mean_interval
 
 sys.excepthook = in_one_line
-bench = open_bench("eval", "Ratings by people and by a judge model")
+bench = open_item("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(bench.run.folder)
 places = ["rater", "model", "task", "method", "variant", "length"]
 columns = [*places, "arm", "criterion", "mean", "low", "high", "n", "prompts"]

@@ -23,12 +23,12 @@
 import sys
 
 from lapa2_interp.bias.recipes import RECIPES, name_of
-from lapa2_interp.paper.bench import open_bench, prefix_curve
+from lapa2_interp.paper.bench import open_item, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 
 sys.excepthook = in_one_line
-bench = open_bench("frontier", "Attention steering in one frame: recipes at their defaults")
+bench = open_item("frontier", "Attention steering in one frame: recipes at their defaults")
 cells = bench.cells
 
 

@@ -21,12 +21,12 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench(
+bench = open_item(
     "half",
     "Attribute relevance of the first and the second half of Air-Decoding's texts",
     "sent_topic",

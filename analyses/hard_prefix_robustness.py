@@ -21,14 +21,14 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import split_variant
 from lapa2_interp.scoring.tables import other_scorer, paired, plain
 
 sys.excepthook = in_one_line
-bench = open_bench("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
+bench = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
 cells = bench.cells
 scores = bench.scores(cells)
 THEIRS = {

@@ -23,13 +23,13 @@ import sys
 
 from heads_grid import CHOSEN, named_sets, scope
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
 
 # %%
-bench = open_bench("heads", "Head scope at equal attention on the prefix")
+bench = open_item("heads", "Head scope at equal attention on the prefix")
 cells = bench.cells
 known = named_sets()
 scopes = {key: scope(bench.run.plan[key], known) for key in cells["key"]}

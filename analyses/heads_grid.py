@@ -22,10 +22,10 @@ import pandas as pd
 
 from lapa2_interp import Cell, load_model, load_task
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.circuits.cases import make_cases
+from lapa2_interp.circuits.cases import make_examples
 from lapa2_interp.circuits.knockout import prefix_mass
 from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 
 MODEL, TASK, N, SEEDS = "smollm2-135m", "sentiment", 24, (1, 2, 3, 4, 5)
 PROMPTS, TOKENS = 8, 64
@@ -105,9 +105,11 @@ def main() -> None:
     cases = [
         case
         for attribute in task.attributes
-        for case in make_cases(model, TASK, None, prompts, source=attribute, tokens=TOKENS, seed=2)
+        for case in make_examples(
+            model, TASK, None, prompts, source=attribute, tokens=TOKENS, seed=2
+        )
     ]
-    question = Question.of(model, cases)
+    question = ContrastSet.of(model, cases)
     base = mean_mass(model, question)
     sets = head_sets(prefix_mass(model, question))
     arms: dict[str, dict] = {"all heads": {}}

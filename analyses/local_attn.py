@@ -27,14 +27,14 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import local_parts
 from lapa2_interp.attention.trace import NEAREST
-from lapa2_interp.paper.bench import of_arm, open_bench
+from lapa2_interp.paper.bench import of_arm, open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
 sys.excepthook = in_one_line
-bench = open_bench(
+bench = open_item(
     "local_attn",
     "Share of the nearest k keys in the attention outside the prefix",
     "sent_topic",

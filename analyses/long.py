@@ -24,14 +24,14 @@ import sys
 import numpy as np
 
 from lapa2_interp.bias.recipes import families
-from lapa2_interp.paper.bench import open_bench, prefix_curve
+from lapa2_interp.paper.bench import open_item, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 
 sys.excepthook = in_one_line
 PARTS = 8
 METRICS = ("accuracy", "masked", "echo", "repetition")
-bench = open_bench("long", "Control and attention on the prefix in long texts", scorers=METRICS)
+bench = open_item("long", "Control and attention on the prefix in long texts", scorers=METRICS)
 cells = bench.cells
 rules = {key: bench.run.plan[key].rules for key in cells["key"]}
 named = families(rules.values())

@@ -21,13 +21,13 @@
 import sys
 from itertools import pairwise
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import without
 
 sys.excepthook = in_one_line
-bench = open_bench(
+bench = open_item(
     "prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components"
 )
 cells = bench.cells

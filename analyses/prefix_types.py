@@ -20,12 +20,12 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.runs.manifest import read_manifest
 
 sys.excepthook = in_one_line
-bench = open_bench("prefix_types", "Prefixes used by the run's methods")
+bench = open_item("prefix_types", "Prefixes used by the run's methods")
 cells = bench.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:

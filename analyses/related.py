@@ -20,10 +20,10 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("related", "LaPA2 on decoders the paper does not run")
+bench = open_item("related", "LaPA2 on decoders the paper does not run")
 cells = bench.cells
 bench.write(bench.table(bench.scores(cells), cells))

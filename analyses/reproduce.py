@@ -28,15 +28,15 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, one_of
+from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, unknown_choice
 from lapa2_interp._util.files import as_markdown, write_text
-from lapa2_interp._util.progress import shown_time
+from lapa2_interp._util.progress import format_duration
 from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,
     Findings,
-    behind,
     counted_once,
+    deciding_p_values,
     disputed,
     read_claims,
     shown_claims,
@@ -44,7 +44,7 @@ from lapa2_interp.paper.claims import (
 )
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import join_item
-from lapa2_interp.paper.power import enough
+from lapa2_interp.paper.power import required_prompts
 from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
@@ -143,11 +143,11 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             for compared, item in zip(once["compared"], once["item"], strict=True)
         ]
     )
-    surest = behind(once).sort_values(["holm", "p"], kind="stable").index
+    surest = deciding_p_values(once).sort_values(["holm", "p"], kind="stable").index
     once = once.loc[surest]
     shown = shown_claims(once)
     shown.insert(1, "item", once["items"])
-    needed = enough(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
+    needed = required_prompts(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
     shown.insert(
         list(shown).index("prompts") + 1,
         "enough",
@@ -257,7 +257,7 @@ def main() -> int:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
         for name in options.grids or ():
             if name not in grids:
-                raise RunError(one_of("grid", name, grids))
+                raise RunError(unknown_choice("grid", name, grids))
         grids = options.grids or grids
         asked = [word for change in changes for word in ("--set", change)]
         for name in ("engine", "workers", "address"):
@@ -269,7 +269,7 @@ def main() -> int:
                 print(f"{grid.name} is left out: {'; '.join(grid.needs)}", file=sys.stderr)
                 found.remove(grid)
         grids = [grid.name for grid in found]
-        scoring = shown_time(scoring_seconds(found, len(options.items), options.scorers or ()))
+        scoring = format_duration(scoring_seconds(found, len(options.items), options.scorers or ()))
         print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
         began = datetime.now(UTC)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])

@@ -19,12 +19,12 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench("scaling", "The law of the bias: log, linear, sqrt, constant")
+bench = open_item("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = bench.cells
 scores = bench.scores(cells)
 names = {"baseline": "none"} | {

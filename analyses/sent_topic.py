@@ -20,12 +20,12 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 
 sys.excepthook = in_one_line
-bench = open_bench(
+bench = open_item(
     "sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths"
 )
 cells = bench.cells

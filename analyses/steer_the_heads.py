@@ -34,7 +34,7 @@ from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength_of
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.models.planted import planted
@@ -80,7 +80,7 @@ sets = {
     "all but the suppressor": tuple(head for head in everywhere if head != key.heads["suppressor"]),
     "chosen heads": known.heads,
 }
-asked = Question.of(toy, "sentiment", prompts=["The lake"], tokens=48)
+asked = ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48)
 layout = asked.cases[0].layouts[0]
 
 
@@ -143,8 +143,8 @@ prompts += (
     "The last movie", "The last book", "The city by the lake", "The horse and the chicken",
     "The book on the road", "The movie at the lake",
 )  # fmt: skip
-choosing = Question.of(model, "sentiment", prompts=prompts[::2], tokens=TOKENS)
-held_out = Question.of(model, "sentiment", prompts=prompts[1::2], tokens=TOKENS)
+choosing = ContrastSet.of(model, "sentiment", prompts=prompts[::2], tokens=TOKENS)
+held_out = ContrastSet.of(model, "sentiment", prompts=prompts[1::2], tokens=TOKENS)
 chosen = select(model, choosing, by="slope", heads=8, positions="auto")
 drawn = select(model, choosing, by="random", heads=len(chosen.heads))
 first = choosing.cases[0].layouts[0]

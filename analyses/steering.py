@@ -32,19 +32,19 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError, counted
-from lapa2_interp._util.files import as_markdown, whole_file, write_text
+from lapa2_interp._util.errors import RunError, pluralize
+from lapa2_interp._util.files import as_markdown, atomic_write, write_text
 from lapa2_interp.bias.recipes import families, strength_of
-from lapa2_interp.paper.bench import open_bench
+from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     RATIOS,
     REACHED,
     SETTING,
     Arms,
+    add_caveats,
+    format_table,
     judged,
-    qualified,
-    shown,
 )
 from lapa2_interp.paper.output import as_json
 from lapa2_interp.paper.scripts import USUAL, in_one_line
@@ -53,7 +53,7 @@ sys.excepthook = in_one_line
 TITLE = "Control at equal perplexity"
 REFERENCE, ALL_WORDS = "lapa2", "all words"
 TEST = ("family", "ratio", "metric")
-bench = open_bench(
+bench = open_item(
     "steering",
     "Ways to steer attention, at several strengths",
     scorers=(*USUAL, "masked=linear", "repetition"),
@@ -98,7 +98,7 @@ texts["nll"] = np.log(texts["ppl"])
 texts = texts.join(known[["family", "strength", "words"]], on="cell").drop(columns="ppl")
 texts["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in texts["prompt"]]
 kept = bench.out / "tables" / "steering.texts.parquet"
-with whole_file(kept) as fresh:
+with atomic_write(kept) as fresh:
     texts.to_parquet(fresh, index=False, compression="zstd")
 for file in bench.files["beside"]:
     try:
@@ -133,19 +133,19 @@ if equal:
     # What is planned and has no texts yet counts in the correction as what is not comparable.
     tests = pd.concat([*equal, pd.DataFrame(waiting)], ignore_index=True)
     found = judged(tests, REFERENCE, ["words", "model", "method"])
-    found = qualified(found[found["perplexity"].notna()], "acc", "acc (linear)", "acc masked")
+    found = add_caveats(found[found["perplexity"].notna()], "acc", "acc (linear)", "acc masked")
     elsewhere = cells["key"].isin(texts["cell"])
     if unfinished := int(((cells["state"] != "finished") & ~elsewhere).sum()):
         found["verdict"] = ""
         notes.append(
-            f"No verdicts: {counted(unfinished, 'cell')} of {len(cells)} are not finished, or of"
+            f"No verdicts: {pluralize(unfinished, 'cell')} of {len(cells)} are not finished, or of"
             " an arm that is not."
         )
     for name, each in (("curves", pd.concat(curves)), ("equal", found)):
         ordered = each[[*SETTING, *(column for column in each if column not in SETTING)]]
         text = ordered.to_csv(index=False, float_format="%.6g")
         write_text(folder / f"steering.{name}.csv", text)
-    wide = shown(found, SETTING)
+    wide = format_table(found, SETTING)
     notes = [
         (
             f"Each cell: the value, and its difference from {REFERENCE} with its 95 % interval over"

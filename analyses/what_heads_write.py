@@ -26,9 +26,9 @@ import sys
 import numpy as np
 
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits.direct import writes
+from lapa2_interp.circuits.direct import head_logit_attribution
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.models.planted import POSITIVE, planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
@@ -47,7 +47,7 @@ options = parser.read()
 
 # %%
 toy, key = load_model("planted"), planted("planted")
-known = writes(toy, "sentiment", tokens=16)
+known = head_logit_attribution(toy, "sentiment", tokens=16)
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()
 table["role"] = [names.get((row.layer, row.head), "idle") for row in table.itertuples()]
@@ -62,8 +62,8 @@ print("the carrier promotes", known.words(*key.heads["carrier"], n=6)[0])
 # %%
 model = load_model(options.model)
 prompts = load_task("sentiment").prompts.texts[:8]
-question = Question.of(model, "sentiment", prompts=prompts, tokens=16)
-found = writes(model, question)
+question = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
+found = head_logit_attribution(model, question)
 found.parts().round(4)
 
 # %% [markdown]

@@ -31,7 +31,7 @@ import pandas as pd
 import lapa2_interp
 from lapa2_interp import load_model, load_task
 from lapa2_interp.circuits.knockout import joint_curve, knock_out, prefix_mass, units_of
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
@@ -65,7 +65,7 @@ table[["layer", "head", "role", "effect", "low", "high", "p_max", "attention"]].
 # %%
 model = load_model(options.model)
 prompts = load_task("sentiment").prompts.texts[:8]
-question = Question.of(model, "sentiment", prompts=prompts, tokens=16)
+question = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
 layers = knock_out(model, question, over="layer")
 layers.frame().head(8).round(4)
 

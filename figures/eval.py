@@ -6,7 +6,7 @@ import pandas as pd
 from house import COLUMN, render
 
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.paper.equal_perplexity import telling
+from lapa2_interp.paper.equal_perplexity import distinguishing_columns
 
 
 def draw(table: pd.DataFrame) -> Drawing:
@@ -27,7 +27,10 @@ def draw(table: pd.DataFrame) -> Drawing:
     for panel, rater in zip(panels, raters, strict=True):
         part = table[table["rater"] == rater]
         part = part.assign(variant=part["variant"].astype(object).fillna(""))
-        keys = [*telling(part, ["method", "task", "variant", "length", "model"]), "criterion"]
+        keys = [
+            *distinguishing_columns(part, ["method", "task", "variant", "length", "model"]),
+            "criterion",
+        ]
         bars = pd.MultiIndex.from_frame(part[keys].drop_duplicates())
         arms = list(dict.fromkeys(part["arm"]))
         for i, arm in enumerate(arms):

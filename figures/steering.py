@@ -7,7 +7,7 @@ from house import METRIC_LABELS, legend_below, render
 from matplotlib.axes import Axes
 
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.paper.equal_perplexity import telling
+from lapa2_interp.paper.equal_perplexity import distinguishing_columns
 
 REFERENCE, BASELINE = "lapa2", "baseline"
 SHOWN = {
@@ -33,7 +33,7 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
     curves, equal = (
         each.assign(variant=each["variant"].astype(object).fillna("")) for each in (curves, equal)
     )
-    keys = telling(curves, ["task", "words", "model", "method", "variant"])
+    keys = distinguishing_columns(curves, ["task", "words", "model", "method", "variant"])
     names = [REFERENCE, *(name for name in dict.fromkeys(equal["family"]) if name != REFERENCE)]
     looks = {name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
              for i, name in enumerate(names)}  # fmt: skip

@@ -182,9 +182,9 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
 def generate(model, *cell, kit=None, **settings):
     """Texts and trace of a cell, from the decode loop itself."""
     from lapa2_interp.generation.loop import generate
-    from lapa2_interp.runs.method_context import ModelKit
+    from lapa2_interp.runs.method_context import ModelContext
 
-    return generate(model, cell_of(model, *cell, **settings), kit or ModelKit(model))
+    return generate(model, cell_of(model, *cell, **settings), kit or ModelContext(model))
 
 
 def plan(
@@ -192,11 +192,11 @@ def plan(
 ):
     """The plan of a cell."""
     from lapa2_interp.generation.plan import plan
-    from lapa2_interp.runs.method_context import ModelKit
+    from lapa2_interp.runs.method_context import ModelContext
 
     settings |= {"length": length, "samples": samples}
     cell = cell_of(model, method, task, attribute, prompts, augmentation, **settings)
-    return plan(model, cell, kit or ModelKit(model))
+    return plan(model, cell, kit or ModelContext(model))
 
 
 def run_of(model, method, task, attributes, prompts, augmentations=(None,), **settings):

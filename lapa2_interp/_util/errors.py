@@ -168,7 +168,7 @@ def first_problem(
     at = f"{place}: " if place else ""
     if problem["type"] in UNKNOWN_FIELD:
         return (
-            one_of("field", place, fields)
+            unknown_choice("field", place, fields)
             if fields
             else f"{place}: there is no such field, found {problem['input']!r}"
         )
@@ -184,7 +184,7 @@ def first_problem(
     return f"{at}{message}, found {found[:160]}{'...' * (len(found) > 160)}"
 
 
-def counted(n: int, what: str) -> str:
+def pluralize(n: int, what: str) -> str:
     """A number with its noun: 1 cell, 2 cells."""
     return f"{n} {what}{'s' * (n != 1)}"
 
@@ -197,7 +197,7 @@ def worst_problem(error: ValidationError) -> ErrorDetails:
     return min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
 
 
-def one_of(kind: str, found: object, allowed: object) -> str:
+def unknown_choice(kind: str, found: object, allowed: object) -> str:
     """The sentence for a name that is not in a closed list, with the nearest allowed name when one
     is close."""
     from difflib import get_close_matches

@@ -45,7 +45,7 @@ LOCK = "lock"
 
 
 @contextmanager
-def aside(folder: Path) -> Iterator[Path]:
+def temporary_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder inside a folder, which vanishes after the block; those that killed
     processes left there are removed first."""
     clean(folder)
@@ -131,7 +131,7 @@ def whole_folder(
             filled folder is then deleted.
     """
     _make_parents(place)
-    with aside(place.parent) as beside:
+    with temporary_folder(place.parent) as beside:
         fresh = beside / "new" / place.name
         fresh.mkdir(parents=True)
         yield fresh
@@ -152,7 +152,7 @@ def whole_folder(
 
 
 @contextmanager
-def whole_file(place: Path) -> Iterator[Path]:
+def atomic_write(place: Path) -> Iterator[Path]:
     """The path of a file to write, under the same name; it is moved to `place` when the block ends
     without an error.
 
@@ -160,7 +160,7 @@ def whole_file(place: Path) -> Iterator[Path]:
     file at the same time do not disturb each other.
     """
     _make_parents(place)
-    with aside(place.parent) as beside:
+    with temporary_folder(place.parent) as beside:
         fresh = beside / "new" / place.name
         fresh.parent.mkdir()
         yield fresh
@@ -263,7 +263,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_text(place: Path, text: str) -> None:
     """Write a text file, whole, as UTF-8."""
-    with whole_file(place) as fresh:
+    with atomic_write(place) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
 
@@ -336,7 +336,7 @@ def _latex(text: str) -> str:
     return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
 
 
-def sealed(
+def with_checksums(
     fields: Mapping[str, Any] | str, beside: Iterable[Path] = (), indent: int | None = 1
 ) -> str:
     """The text of a JSON file with its seal.
@@ -352,7 +352,7 @@ def sealed(
     return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
 
 
-def unsealed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+def without_checksums(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of a JSON file, and the sha256 of the files beside it, by name.
 
     A file without a seal is read as it is.
@@ -384,7 +384,7 @@ def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
 
     stored = io.BytesIO()
     torch.save(dict(state), stored)
-    with whole_file(place) as fresh:
+    with atomic_write(place) as fresh:
         fresh.write_bytes(stored.getbuffer())
 
 
@@ -435,7 +435,7 @@ def sha256_of(file: Path) -> str:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder; a process that dies in the middle leaves none that looks complete."""
-    with aside(folder.parent) as beside:
+    with temporary_folder(folder.parent) as beside:
         folder.rename(beside / "before")
 
 
@@ -602,7 +602,7 @@ def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
         ModelError: The cache cannot be written.
     """
     try:
-        with whole_file(file) as fresh:
+        with atomic_write(file) as fresh:
             write(fresh)
     except OSError as error:
         raise ModelError(

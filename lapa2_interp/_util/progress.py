@@ -48,7 +48,7 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
     return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
 
 
-def shown_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds for reading: 40 s, 12 min, 3.4 h, 5.0 days, 7.4 years."""
     for size, name in ((365 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:

@@ -31,7 +31,12 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
 from lapa2_interp.attention.bias import Bias
-from lapa2_interp.bias.augmentation import Augmentation, Rules, of_rows, several
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    Rules,
+    active_augmentations,
+    broadcast_to_rows,
+)
 from lapa2_interp.bias.keys_seen import KeysSeen, layers_in_words
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import named_rules
@@ -120,7 +125,7 @@ def augmented(
     plain = plain_network(model)
     watch(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    given = [named_rules(row) for row in of_rows(named_rules(augmentation), len(layouts))]
+    given = [named_rules(row) for row in broadcast_to_rows(named_rules(augmentation), len(layouts))]
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
         *((rule, Augmentation) for rule in flat if rule is not None),
@@ -137,7 +142,7 @@ def augmented(
             " augmentation or as many"
         )
     bias = Bias(
-        [several(row) for row in given],
+        [active_augmentations(row) for row in given],
         layouts,
         size_of(model),
         keys_seen(model),

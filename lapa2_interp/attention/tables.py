@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import TraceError, one_of
+from lapa2_interp._util.errors import TraceError, unknown_choice
 from lapa2_interp.attention.trace import NEAREST, SUMS
 from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.stats import bounds, mean_interval
@@ -247,5 +247,5 @@ def _branch_number(trace: xr.Dataset, branch: str | None) -> int:
         with_prefix = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))
         return int(with_prefix[0]) if len(with_prefix) else 0
     if branch not in names:
-        raise TraceError(one_of("branch", branch, names))
+        raise TraceError(unknown_choice("branch", branch, names))
     return names.index(branch)

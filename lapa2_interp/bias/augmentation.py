@@ -456,18 +456,18 @@ class Augmentation(BaseModel):
 
 Rules = Augmentation | Sequence[Augmentation | None] | None
 """What acts on one row: nothing, one augmentation, or several together."""
-Joint = Augmentation | tuple[Augmentation, ...] | None
+Augmentations = Augmentation | tuple[Augmentation, ...] | None
 """The same as cells store it: several only where there are several."""
 
 
-def of_rows(given: Rules | Sequence[Rules], n_rows: int) -> list[Rules]:
+def broadcast_to_rows(given: Rules | Sequence[Rules], n_rows: int) -> list[Rules]:
     """What acts on each row: a list holds the rules of each row; all else, also a tuple of several
     augmentations, acts on every row."""
     every = not isinstance(given, Sequence) or isinstance(given, tuple)
     return [given] * n_rows if every else list(given)  # type: ignore[arg-type, list-item]
 
 
-def several(rules: Rules) -> tuple[Augmentation, ...]:
+def active_augmentations(rules: Rules) -> tuple[Augmentation, ...]:
     """The augmentations of a row that add something."""
     given = rules if isinstance(rules, Sequence) else (rules,)
     return tuple(rule for rule in given if rule is not None and rule.acts)
@@ -480,9 +480,9 @@ def share_steps(one: Augmentation, other: Augmentation) -> bool:
     return max(one.steps[0], other.steps[0]) < min(one.steps[1], other.steps[1])
 
 
-def joint(rules: Rules) -> Joint:
+def normalize_augmentations(rules: Rules) -> Augmentations:
     """Those as one value: None, the only one, or a tuple."""
-    found = several(rules)
+    found = active_augmentations(rules)
     return found if len(found) > 1 else found[0] if found else None
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lapa2_interp._util.errors import LayoutError, one_of
+from lapa2_interp._util.errors import LayoutError, unknown_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,7 +130,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> 
     for name in arguments:
         if name not in known:
             raise LayoutError(
-                one_of(
+                unknown_choice(
                     "argument of the chat template", name, known or ["none, it reads no argument"]
                 )
             )

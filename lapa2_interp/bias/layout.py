@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from lapa2_interp._util.errors import LayoutError, counted
+from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat import Message, write_chat
 from lapa2_interp.bias.keys_seen import FULL, KeysSeen
@@ -374,7 +374,7 @@ class Layout:
         if max(positions) >= self.l_pre:
             raise LayoutError(
                 f"position {max(positions)} lies outside the prefix, which has"
-                f" {counted(self.l_pre, 'token')} here"
+                f" {pluralize(self.l_pre, 'token')} here"
                 + (
                     f"; give positions up to {self.l_pre - 1}"
                     if self.l_pre

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lapa2_interp._util.errors import AugmentationError, one_of
+from lapa2_interp._util.errors import AugmentationError, unknown_choice
 from lapa2_interp.bias.augmentation import Augmentation, shortened
 
 WHERE = ("tokens", "layers", "heads", "steps", "phase")
@@ -228,12 +228,14 @@ def recipe(name: str, **parameters: Any) -> Named:
             or tokens for a recipe of fixed slots.
     """
     if name not in RECIPES:
-        raise AugmentationError(f"{one_of('recipe', name, RECIPES)}; `lapa2 recipes` explains them")
+        raise AugmentationError(
+            f"{unknown_choice('recipe', name, RECIPES)}; `lapa2 recipes` explains them"
+        )
     chosen = RECIPES[name]
     for each in parameters:
         if each not in (*chosen.parameters, *WHERE):
             kind = f"parameter of recipe {name}"
-            raise AugmentationError(one_of(kind, each, (*chosen.parameters, *WHERE)))
+            raise AugmentationError(unknown_choice(kind, each, (*chosen.parameters, *WHERE)))
     if missing := [each for each in chosen.needs if each not in parameters]:
         raise AugmentationError(
             f"recipe {name} needs {' and '.join(missing)}, such as"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.circuits.cases import RAW, Case, make_cases
-    from lapa2_interp.circuits.direct import Writes, writes
+    from lapa2_interp.circuits.cases import RAW, ContrastExample, make_examples
+    from lapa2_interp.circuits.direct import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.fading import Fading, measure_fading
     from lapa2_interp.circuits.gradients import (
         Attribution,
@@ -38,34 +38,34 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.metrics import METRICS, Predictions
     from lapa2_interp.circuits.patching import Patching, patch
     from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
-    from lapa2_interp.circuits.question import Question
+    from lapa2_interp.circuits.question import ContrastSet
     from lapa2_interp.circuits.score import Control, control
-    from lapa2_interp.circuits.selection import Selection, enough_tokens, select
+    from lapa2_interp.circuits.selection import Selection, select, sufficient_tokens
 
 __all__ = [
     "METRICS",
     "RAW",
     "Attribution",
-    "Case",
+    "ContrastExample",
+    "ContrastSet",
     "Control",
     "Fading",
+    "HeadLogitAttribution",
     "JointCurve",
     "KnockOut",
     "Patching",
     "Predictions",
     "PromptSlope",
-    "Question",
     "Selection",
     "Unit",
-    "Writes",
     "alpha_at_mass",
     "attribution",
     "control",
-    "enough_tokens",
+    "head_logit_attribution",
     "integrated",
     "joint_curve",
     "knock_out",
-    "make_cases",
+    "make_examples",
     "mean_mass",
     "measure_fading",
     "patch",
@@ -75,8 +75,8 @@ __all__ = [
     "read_heads",
     "recall",
     "select",
+    "sufficient_tokens",
     "units_of",
     "write_heads",
-    "writes",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

@@ -1,10 +1,9 @@
 """What circuits are asked about: one text behind opposite prefixes.
 
-A `Case` is a prompt and a text that follows it, read by a branch for every attribute. The text is
-the same in all of them, and so is its place: the prefixes have equal lengths. Otherwise the
-branches would differ by positions alone. With prefixes of 3 and 5 tokens, blocking them in every
-head leaves more difference between the branches than the prefixes themselves make.
-"""
+A `ContrastExample` is a prompt and a text that follows it, read by a branch for every attribute.
+The text is the same in all of them, and so is its place: the prefixes have equal lengths. Otherwise
+the branches would differ by positions alone. With prefixes of 3 and 5 tokens, blocking them in
+every head leaves more difference between the branches than the prefixes themselves make."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import CircuitError, counted
+from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.texts import decode
 from lapa2_interp.generation.cell import Cell
@@ -35,7 +34,7 @@ RAW = "raw"
 
 
 @dataclass(frozen=True)
-class Case:
+class ContrastExample:
     """One text behind a prompt, in one branch for every attribute.
 
     Attributes:
@@ -60,7 +59,8 @@ class Case:
         if len(self.names) < 2 or len(self.names) != len(self.layouts):
             raise CircuitError(
                 f"a case needs two branches or more, and a layout for each; found"
-                f" {counted(len(self.names), 'name')} and {counted(len(self.layouts), 'layout')}"
+                f" {pluralize(len(self.names), 'name')} and"
+                f" {pluralize(len(self.layouts), 'layout')}"
             )
         if not self.text:
             raise CircuitError(f"the text behind {self.prompt!r} is empty; give at least one token")
@@ -114,10 +114,10 @@ class Case:
         raw = 0 if self.raw is None else len(self.raw)
         return (each.soft, each.n_bos, each.l_pre, each.l_pro, self.n, len(self.names), raw)
 
-    def swapped(self) -> Case:
+    def swapped(self) -> ContrastExample:
         """The same case of two attributes with the second as target."""
         order = [1, 0, *range(2, len(self.names))]
-        return Case(
+        return ContrastExample(
             self.prompt,
             tuple(self.names[i] for i in order),
             tuple(self.layouts[i] for i in order),
@@ -136,7 +136,7 @@ class Case:
         text: str | Sequence[int],
         source: str = RAW,
         join: str = "",
-    ) -> Case:
+    ) -> ContrastExample:
         """A case of one's own.
 
             Case.of(model.tokenizer, {"clean": "In French:", "corrupt": "In German:"}, " The", " cat")
@@ -159,7 +159,7 @@ class Case:
 
 
 @takes_model
-def make_cases(
+def make_examples(
     model: Model,
     task: str | Task,
     attribute: str | None = None,
@@ -170,7 +170,7 @@ def make_cases(
     tokens: int = 32,
     samples: int = 1,
     seed: int = 1,
-) -> list[Case]:
+) -> list[ContrastExample]:
     """A case for every prompt and sample of a task.
 
     Args:
@@ -186,7 +186,7 @@ def make_cases(
 
     Raises:
         TaskError: Unknown, or without opposite attributes.
-        CircuitError: As `Case`; or no prompts, tokens or samples are asked for.
+        CircuitError: As `ContrastExample`; or no prompts, tokens or samples are asked for.
     """
     chosen = load_task(task) if isinstance(task, str) else task
     target = next(iter(chosen.attributes)) if attribute is None else attribute
@@ -197,11 +197,11 @@ def make_cases(
     check_asked(asked, tokens, samples, texts)
     prefixes = {name: chosen.prefix(name) for name in names}
     for prompt in asked:  # what is refused is refused before texts are written
-        Case.of(model.tokenizer, prefixes, prompt, [0])
+        ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
     if texts is None:
         texts = write_texts(model, chosen, source, asked, tokens=tokens, samples=samples, seed=seed)
     return [
-        Case.of(model.tokenizer, prefixes, prompt, ids, source)
+        ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
         for prompt in asked
         for ids in texts[prompt]
     ]
@@ -224,7 +224,7 @@ def check_asked(
         raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
 
 
-def prefix_texts(tokenizer: PreTrainedTokenizerBase, case: Case) -> dict[str, str]:
+def prefix_texts(tokenizer: PreTrainedTokenizerBase, case: ContrastExample) -> dict[str, str]:
     """By attribute, the prefix of a case as text."""
     return {
         name: "soft prefix"
@@ -331,7 +331,7 @@ def _one_token(known: _Same, words: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(one[0] for one in ids if len(one) == 1)
 
 
-def batches(cases: Sequence[Case], most: int) -> Iterator[list[int]]:
+def batches(cases: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:
     """Positions of cases that are read together: of one shape, in order, at most `most`."""
     order = sorted(range(len(cases)), key=lambda i: cases[i].shape)
     for _, same in groupby(order, key=lambda i: cases[i].shape):

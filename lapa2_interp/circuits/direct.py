@@ -31,25 +31,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, one_of
+from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Rules, several
+from lapa2_interp.bias.augmentation import Rules, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.cases import ContrastExample
 from lapa2_interp.circuits.edits import one_pass
-from lapa2_interp.circuits.question import About, Question
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.models.card import (
     Model,
     check_weights_read,
     is_bridge,
     kv_heads,
-    packed_model,
     plain_network,
+    prepacked_model,
 )
 from lapa2_interp.models.liveness import PATTERN
 from lapa2_interp.models.load import takes_model
@@ -65,7 +65,7 @@ Along = Literal["lex", "text"]
 
 
 @dataclass(frozen=True)
-class Writes:
+class HeadLogitAttribution:
     """What every head writes on the logits, at every step.
 
     Attributes:
@@ -82,7 +82,7 @@ class Writes:
         unembed: The model's unembedding and tokenizer, for `words`.
     """
 
-    question: Question
+    question: ContrastSet
     direct: Float[np.ndarray, "case branch step layer head part"]
     others: Float[np.ndarray, "case branch step other"]
     total: Float[np.ndarray, "case branch step"]
@@ -209,15 +209,15 @@ class Writes:
 
 
 @takes_model
-def writes(
+def head_logit_attribution(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     along: Along = "lex",
     augmentation: Rules = None,
     progress: tqdm | None = None,
     **settings: Any,
-) -> Writes:
+) -> HeadLogitAttribution:
     """What every head writes on the logits, by the part of the text that it comes from.
 
     Args:
@@ -235,9 +235,9 @@ def writes(
             "what heads write is read at hooks; load the model as TransformerBridge, not as"
             f" {type(model).__name__}"
         )
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     if along not in get_args(Along):
-        raise CircuitError(one_of("direction", along, get_args(Along)))
+        raise CircuitError(unknown_choice("direction", along, get_args(Along)))
     if along == "lex" and len(question.words) < 2:
         raise CircuitError("along lex needs the words of each attribute; give along='text'")
     one_pass(augmentation, question.cases, "what heads write is read from")
@@ -253,7 +253,7 @@ def writes(
     weights = _Weights(model)
     with given_bar(progress, len(question.cases), "writes", "text") as bar:
         for i, case in enumerate(question.cases):
-            with torch.no_grad(), packed_model(model):
+            with torch.no_grad(), prepacked_model(model):
                 found = _read(model, case, augmentation)
                 direct = _attribute(weights, found, question, case, along)
             for name in arrays:
@@ -263,7 +263,9 @@ def writes(
             written += direct["written"].cpu().numpy() / len(question.cases)
             bar.update()
     unembed = (weights.unembed.detach().cpu(), model.tokenizer)
-    return Writes(question, others=others, total=total, written=written, unembed=unembed, **arrays)
+    return HeadLogitAttribution(
+        question, others=others, total=total, written=written, unembed=unembed, **arrays
+    )
 
 
 class _Weights:
@@ -289,7 +291,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class _Reading:
+class _HeadOutputs:
     """One case, read by every branch; queries are the steps.
 
     Attributes:
@@ -306,7 +308,7 @@ class _Reading:
     logits: Float[Tensor, "branch step vocab"]
 
 
-def whole(case: Case) -> tuple[list[Layout], list[SoftPrefix | None]]:
+def whole(case: ContrastExample) -> tuple[list[Layout], list[SoftPrefix | None]]:
     """A case's branches with the text, but for its last token, as part of the prompt."""
     more = case.text[:-1]
     tokens = tuple(str(each) for each in more)
@@ -319,7 +321,7 @@ def whole(case: Case) -> tuple[list[Layout], list[SoftPrefix | None]]:
     return layouts, list(case.prefixes)
 
 
-def _read(model: Model, case: Case, augmentation: Rules) -> _Reading:
+def _read(model: Model, case: ContrastExample, augmentation: Rules) -> _HeadOutputs:
     layouts, prefixes = whole(case)
     inputs = soft_inputs(model, layouts, prefixes)
     own = case.layouts[0]
@@ -367,11 +369,11 @@ def _read(model: Model, case: Case, augmentation: Rules) -> _Reading:
         ("ln_final.hook_scale", _named(add, "scale")),
     ]
     with (
-        augmented(model, several(named_rules(augmentation)), list(case.layouts)),
+        augmented(model, active_augmentations(named_rules(augmentation)), list(case.layouts)),
         model.hooks(fwd_hooks=hooks),
     ):
         logits = _wide(model(**inputs)[:, -case.n :])
-    return _Reading(
+    return _HeadOutputs(
         parts, mass, seen["mlp"], seen["embedding"], seen["final"], seen["scale"], logits
     )
 
@@ -385,7 +387,11 @@ def _named(function: Any, name: str) -> Any:
 
 
 def _attribute(
-    weights: _Weights, found: _Reading, question: Question, case: Case, along: Along
+    weights: _Weights,
+    found: _HeadOutputs,
+    question: ContrastSet,
+    case: ContrastExample,
+    along: Along,
 ) -> dict[str, Tensor]:
     _check(weights, found)
     text = torch.tensor([case.text], device=found.logits.device)
@@ -446,7 +452,7 @@ def _direction(
     return over @ weights.unembed.t(), over
 
 
-def _check(weights: _Weights, found: _Reading) -> None:
+def _check(weights: _Weights, found: _HeadOutputs) -> None:
     """Refuse a model in which the parts would not sum."""
     stream = found.embedding + found.mlp
     for out, parts, bias in zip(weights.out, found.parts, weights.biases, strict=True):
@@ -470,4 +476,4 @@ def _check(weights: _Weights, found: _Reading) -> None:
             )
 
 
-__all__ = ["OTHERS", "PARTS", "Writes", "writes"]
+__all__ = ["OTHERS", "PARTS", "HeadLogitAttribution", "head_logit_attribution"]

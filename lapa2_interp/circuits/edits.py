@@ -27,13 +27,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, one_of
+from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Augmentation, Phase, Rules, several
+from lapa2_interp.bias.augmentation import Augmentation, Phase, Rules, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.cases import ContrastExample
 from lapa2_interp.models.blocks import attached
 from lapa2_interp.models.card import Model, is_bridge, plain_network
 from lapa2_interp.models.interface import Visitor, visited
@@ -70,7 +70,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         if self.how not in (*get_args(How), "null"):
-            raise CircuitError(one_of("replacement", self.how, get_args(How)))
+            raise CircuitError(unknown_choice("replacement", self.how, get_args(How)))
         if not self.heads:
             raise CircuitError("an edit needs at least one head")
 
@@ -89,9 +89,9 @@ class Edit:
         )
 
 
-def read(
+def edited_logits(
     model: Model,
-    items: Sequence[tuple[Case, Edit | None]],
+    items: Sequence[tuple[ContrastExample, Edit | None]],
     augmentation: Rules = None,
     raw: bool = False,
 ) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
@@ -122,10 +122,10 @@ def read(
     found = logits.unflatten(0, (n_branches, len(items)))
     if not raw:
         return found, None
-    return found, read_raw(model, [case for case, _ in items])
+    return found, unprefixed_logits(model, [case for case, _ in items])
 
 
-_Row = tuple[Case, Edit | None, int]
+_Row = tuple[ContrastExample, Edit | None, int]
 """A case, its edit, and which of its branches."""
 
 
@@ -144,7 +144,7 @@ def _read_rows(
     for _, edit, branch in rows:
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
         cuts = (edit.rule,) if cut and edit is not None else ()
-        rules.append((*several(named_rules(augmentation)), *cuts))
+        rules.append((*active_augmentations(named_rules(augmentation)), *cuts))
     for layout, row, (_, edit, branch) in zip(layouts, rules, rows, strict=True):
         other = edit is not None and edit.how != "cut" and edit.touches(branch)
         for rule in (*row, *((edit.rule,) if other and edit is not None else ())):
@@ -225,13 +225,14 @@ def _read_directly(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step
     return torch.cat(found, dim=1)
 
 
-def one_pass(augmentation: Rules, cases: Sequence[Case], what: str) -> None:
-    """Refuse what one pass of prefix, prompt and text has not, and what `read` refuses.
+def one_pass(augmentation: Rules, cases: Sequence[ContrastExample], what: str) -> None:
+    """Refuse what one pass of prefix, prompt and text has not, and what `edited_logits` refuses.
 
     Raises:
-        CircuitError: Phase "query", under which every step is a pass of its own; or as `read`.
+        CircuitError: Phase "query", under which every step is a pass of its own; or as
+            `edited_logits`.
     """
-    for rule in several(named_rules(augmentation)):
+    for rule in active_augmentations(named_rules(augmentation)):
         if rule.phase == "query":
             raise CircuitError(
                 f"under phase {rule.phase!r} prefix and text are not read in one pass, and {what}"
@@ -241,7 +242,9 @@ def one_pass(augmentation: Rules, cases: Sequence[Case], what: str) -> None:
             _check_rule(rule, layout)
 
 
-def read_raw(model: Model, cases: Sequence[Case]) -> Float[Tensor, "item step vocab"]:
+def unprefixed_logits(
+    model: Model, cases: Sequence[ContrastExample]
+) -> Float[Tensor, "item step vocab"]:
     """Logits of every step of texts of one shape, without a prefix.
 
     Raises:

@@ -45,21 +45,21 @@ from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import on_scores, without_sinks
 from lapa2_interp.bias.augmentation import CAP, Augmentation
-from lapa2_interp.circuits.cases import Case, batches
+from lapa2_interp.circuits.cases import ContrastExample, batches
 from lapa2_interp.circuits.edits import Heads, front_of
 from lapa2_interp.circuits.knockout import (
     AGAIN,
-    Kept,
+    ResultStore,
     check_same,
     rounding,
     units_everything,
     units_of,
 )
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.question import About, Question, rows_at_once
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet, rows_at_once
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
-from lapa2_interp.models.card import Model, is_bridge, packed_model, window_of
+from lapa2_interp.models.card import Model, is_bridge, prepacked_model, window_of
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
 
@@ -96,7 +96,7 @@ class Fading:
             control near, with the far mass.
     """
 
-    question: Question
+    question: ContrastSet
     tokens: int
     metric: str
     alpha: float
@@ -213,7 +213,7 @@ def _verdict(low: float, high: float, none: bool, prompts: int) -> str:
 @takes_model
 def measure_fading(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     filler: Sequence[int] = (64, 128, 256),
     tokens: int = 32,
@@ -231,8 +231,8 @@ def measure_fading(
 
     Args:
         model: A TransformerBridge or a `TransformersModel`.
-        about: A task by name or value, a case or several, or a `Question`. A case's text must have
-            `max(filler) + tokens` tokens: its last ones are scored, those before them stand in
+        about: A task by name or value, a case or several, or a `ContrastSet`. A case's text must
+            have `max(filler) + tokens` tokens: its last ones are scored, those before them stand in
             between.
         filler: Numbers of tokens between prompt and scored tokens; each case is also read with
             one.
@@ -248,7 +248,7 @@ def measure_fading(
             longest filler: they must be what is kept but for rounding.
         at_once: Texts read together; changes nothing but memory and time.
         progress: A bar to advance by steps read.
-        settings: For a task, as `make_cases`.
+        settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: No filler, texts that are too short, texts longer than a sliding window of the
@@ -266,9 +266,9 @@ def measure_fading(
             f" {type(model).__name__}"
         )
     whole = lengths[-1] + tokens
-    if not isinstance(about, Question | Case) and not _are_cases(about):
+    if not isinstance(about, ContrastSet | ContrastExample) and not _are_cases(about):
         settings |= {"tokens": whole, "seed": seed}
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     short = next((case for case in question.cases if case.n < whole), None)
     if short is not None:
         raise CircuitError(
@@ -297,7 +297,9 @@ def measure_fading(
         "metric": name,
         "seed": seed,
     }
-    store = Kept(file, question.key(model, **more_facts), question.facts(model, **more_facts))
+    store = ResultStore(
+        file, question.key(model, **more_facts), question.facts(model, **more_facts)
+    )
     n = len(question.cases)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
     changed: dict[tuple[int, str, Bias], np.ndarray] = {
@@ -316,7 +318,7 @@ def measure_fading(
     with (
         closing(store),
         torch.no_grad(),
-        packed_model(model),
+        prepacked_model(model),
         given_bar(progress, total, "fading", "step") as bar,
     ):
         if stored is not None:
@@ -341,8 +343,8 @@ def measure_fading(
 
 def _read(
     model: Model,
-    cases: Sequence[Case],
-    question: Question,
+    cases: Sequence[ContrastExample],
+    question: ContrastSet,
     lengths: Sequence[int],
     tokens: int,
     sets: Mapping[str, Heads],
@@ -358,13 +360,13 @@ def _read(
         bar.update(text.numel())
         return found.double().mean(1).cpu().numpy()
 
-    close = _Reading(model, [_scored(case, NEAR, tokens) for case in cases], tokens)
+    close = _CachedForward(model, [_scored(case, NEAR, tokens) for case in cases], tokens)
     found = {"near": value(close.logits())}
     mass_near = close.log_odds
     for length in lengths:
-        away = _Reading(model, [_scored(case, length, tokens) for case in cases], tokens)
+        away = _CachedForward(model, [_scored(case, length, tokens) for case in cases], tokens)
         found[f"{length}"] = value(away.logits())
-        ways: dict[Bias, tuple[_Rule, _Reading]] = {
+        ways: dict[Bias, tuple[_Rule, _CachedForward]] = {
             "dilution": (_dilution(length - NEAR), away),
             "hold": (_held(mass_near), away),
             "lapa2": (_lapa2(alpha), away),
@@ -404,7 +406,7 @@ def _are_cases(about: Any) -> bool:
 
 
 def _sets(
-    model: Model, question: Question, heads: dict[str, Heads], random: int, seed: int
+    model: Model, question: ContrastSet, heads: dict[str, Heads], random: int, seed: int
 ) -> dict[str, Heads]:
     """All heads, those given, and random ones."""
     every = units_everything(model)
@@ -426,10 +428,12 @@ def _sets(
     return found
 
 
-def _scored(case: Case, filler: int, tokens: int) -> Case:
+def _scored(case: ContrastExample, filler: int, tokens: int) -> ContrastExample:
     """The case with so many tokens of its text between prompt and scored tokens."""
-    return Case(case.prompt, case.names, case.layouts, case.text[-filler - tokens :], case.source,
-                None, case.prefixes)  # fmt: skip
+    text = case.text[-filler - tokens :]
+    return ContrastExample(
+        case.prompt, case.names, case.layouts, text, case.source, None, case.prefixes
+    )
 
 
 def _mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
@@ -493,14 +497,14 @@ def _lapa2(alpha: float) -> _Rule:
     return rule
 
 
-class _Reading:
+class _CachedForward:
     """Some cases read up to the first scored query; the scored ones are read as often as wanted.
 
     Attributes:
         log_odds: By layer, logit(A) at the scored queries without a bias; after `logits()`.
     """
 
-    def __init__(self, model: Model, cases: Sequence[Case], tokens: int) -> None:
+    def __init__(self, model: Model, cases: Sequence[ContrastExample], tokens: int) -> None:
         self.model, self.n = model, len(cases)
         names = range(len(cases[0].names))
         rows = [(case, case.layouts[i], case.prefixes[i]) for i in names for case in cases]

@@ -42,19 +42,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, counted, one_of
+from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Phase, Rules, several
+from lapa2_interp.bias.augmentation import Phase, Rules, active_augmentations
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.circuits.cases import Case, batches
-from lapa2_interp.circuits.edits import Heads, one_pass, read_raw
+from lapa2_interp.circuits.cases import ContrastExample, batches
+from lapa2_interp.circuits.edits import Heads, one_pass, unprefixed_logits
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.question import About, Question, rows_at_once
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet, rows_at_once
 from lapa2_interp.circuits.statistics import ranks, spearman
 from lapa2_interp.models.card import Model, check_weights_read, is_bridge, plain_network
 from lapa2_interp.models.liveness import PATTERN, SCORES
@@ -81,7 +81,7 @@ class Attribution:
         cut_hats: The estimated effect of a knock-out ("cut", "all_queries").
     """
 
-    question: Question
+    question: ContrastSet
     metric: str
     whole: Float[np.ndarray, " case"]
     slopes: Float[np.ndarray, "case layer head position"]
@@ -97,7 +97,7 @@ class Attribution:
             CircuitError: Another estimate.
         """
         if by not in ESTIMATES:
-            raise CircuitError(one_of("estimate", by, ESTIMATES))
+            raise CircuitError(unknown_choice("estimate", by, ESTIMATES))
         values = self.cut_hats if by == "cut_hat" else np.nansum(self.slopes, axis=3)
         return self.question.by_prompt(values)
 
@@ -163,7 +163,7 @@ class Attribution:
 @takes_model
 def attribution(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
     augmentation: Rules = None,
@@ -189,7 +189,7 @@ def attribution(
     """
     check_gradients(model)
     name, function = one_metric(metric)
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     one_pass(augmentation, question.cases, "gradients are taken through")
     n, n_layers, n_heads = len(question.cases), model.cfg.n_layers, model.cfg.n_heads
     longest = max(case.layouts[0].l_pre for case in question.cases)
@@ -223,7 +223,7 @@ def attribution(
 @takes_model
 def integrated(
     model: Model,
-    about: About,
+    about: ContrastLike,
     heads: Sequence[Sequence[int]],
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
@@ -257,7 +257,7 @@ def integrated(
     if nodes < 1:
         raise CircuitError(f"an integral needs at least one node; found nodes={nodes}")
     name, function = one_metric(metric)
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     one_pass(augmentation, question.cases, "gradients are taken through")
     (unit,) = units_of(model, question, {"heads": heads})
     if not unit.heads:
@@ -320,7 +320,7 @@ class Recall:
             layer, head = self.missed
             missed = f"largest effect missed {self.largest_missed:.3g} ({layer}.{head})"
         return (
-            f"{counted(self.heads, 'head')}: Spearman {self.cut_hat:.2f} (cut_hat),"
+            f"{pluralize(self.heads, 'head')}: Spearman {self.cut_hat:.2f} (cut_hat),"
             f" {self.slope:.2f} (slope); recall@{self.n} {self.recall:.2f}; {missed}"
         )
 
@@ -413,7 +413,7 @@ class Prefiltered:
 @takes_model
 def prefiltered(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     n: int = 24,
     random: int = 24,
@@ -451,7 +451,7 @@ def prefiltered(
             f" random={random}"
         )
     check_gradients(model)
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     found = attribution(
         model, question, metric=metric, augmentation=augmentation, progress=progress
     )
@@ -501,7 +501,7 @@ def recorded_gradients() -> Iterator[None]:
 
 def _read(
     model: Model,
-    cases: Sequence[Case],
+    cases: Sequence[ContrastExample],
     biases: Float[Tensor, "layer item head position"],
     augmentation: Rules,
 ) -> tuple[Float[Tensor, "branch item step vocab"], list[Float[Tensor, "row head query key"]]]:
@@ -541,7 +541,7 @@ def _read(
     ]
     inputs = soft_inputs(model, whole, [case.prefixes[branch] for case, branch in rows])
     with (
-        augmented(model, several(named_rules(augmentation)), layouts),
+        augmented(model, active_augmentations(named_rules(augmentation)), layouts),
         model.hooks(fwd_hooks=hooks),
     ):
         logits = model(**inputs, logits_to_keep=n)[:, -n:]
@@ -550,8 +550,8 @@ def _read(
 
 def _control(
     model: Model,
-    question: Question,
-    cases: Sequence[Case],
+    question: ContrastSet,
+    cases: Sequence[ContrastExample],
     logits: Float[Tensor, "branch item step vocab"],
     name: str,
     metric: Metric,
@@ -561,7 +561,7 @@ def _control(
     raw = None
     if name == "from_raw":  # no bias changes it, so there is nothing to differentiate
         with torch.no_grad():
-            raw = read_raw(model, cases)
+            raw = unprefixed_logits(model, cases)
     control = metric(Predictions(logits, text, raw, question.words)).mean(1)
     if not control.requires_grad:
         raise CircuitError(

@@ -29,14 +29,21 @@ import torch
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, counted, one_of
-from lapa2_interp._util.files import held, parse_json, read_text, sealed, unsealed, write_text
+from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
+from lapa2_interp._util.files import (
+    held,
+    parse_json,
+    read_text,
+    with_checksums,
+    without_checksums,
+    write_text,
+)
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.bias.augmentation import Phase, Rules
 from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.question import About, Question, answers
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, kv_heads
@@ -75,7 +82,7 @@ class Unit:
 
 
 @takes_model
-def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) -> list[Unit]:
+def units_of(model: Model, question: ContrastSet, over: str | Mapping[str, Any]) -> list[Unit]:
     """The units of a kind, or sets of heads by name.
 
     Raises:
@@ -118,7 +125,7 @@ def units_of(model: Model, question: Question, over: str | Mapping[str, Any]) ->
                 for slot in range(question.l_pre)
             ]
     kinds = ("layer", "head", "kv", "position", "head x position")
-    raise CircuitError(f"{one_of('kind of unit', over, kinds)}, or sets of heads by name")
+    raise CircuitError(f"{unknown_choice('kind of unit', over, kinds)}, or sets of heads by name")
 
 
 def head_pairs(pairs: Any) -> Heads:
@@ -170,7 +177,7 @@ class KnockOut:
         others: The same in further metrics, by name, as (whole, effects, noise).
     """
 
-    question: Question
+    question: ContrastSet
     units: tuple[Unit, ...]
     how: str
     phase: Phase
@@ -195,7 +202,7 @@ class KnockOut:
         if metric == self.metric:
             return self
         if metric not in self.others:
-            raise CircuitError(one_of("metric", metric, [self.metric, *self.others]))
+            raise CircuitError(unknown_choice("metric", metric, [self.metric, *self.others]))
         whole, effects, noise = self.others[metric]
         others = dict(self.others) | {self.metric: (self.whole, self.effects, self.noise)}
         del others[metric]
@@ -314,7 +321,7 @@ def _map(grid: Float[np.ndarray, "layer head"], label: str) -> Drawing:
 @takes_model
 def knock_out(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     over: str | Mapping[str, Any] = "head",
     units: Sequence[Unit] | None = None,
@@ -350,7 +357,7 @@ def knock_out(
         CircuitError: As `control`; unknown units, or none, or two of one name; or the file is
             another question's.
     """
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     chosen = metrics_by_name(metric)
     first = next(iter(chosen))
     more = (("lex",) if question.words else ()) if also is None else also
@@ -370,7 +377,9 @@ def knock_out(
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
-    store = Kept(file, question.key(model, **more_facts), question.facts(model, **more_facts))
+    store = ResultStore(
+        file, question.key(model, **more_facts), question.facts(model, **more_facts)
+    )
     keys = ["", NULL, *(unit.key for unit in wanted)]
     once: dict[str, int] = {}  # the first of the units that knock out the same
     for i, key in enumerate(keys):
@@ -395,7 +404,7 @@ def knock_out(
     awaited = {i: len(question.cases) * len(todo[i]) for i, _ in left}
     asked = [edit for _, edit in left]
     with closing(store), given_bar(progress, total, f"knock-out, {how}", "step") as bar:
-        for number, group, values in answers(
+        for number, group, values in evaluate_edits(
             model, question, asked, chosen, augmentation, bar, at_once
         ):
             i = left[number][0]
@@ -478,7 +487,7 @@ def _edits(unit: Unit, how: str, phase: Phase) -> list[Edit]:
     return [replace(edit, branches="target"), replace(edit, branches="others")]
 
 
-class Kept:
+class ResultStore:
     """Finished parts of a question, such as units, in memory and, if there is a file, on disk: a
     line each.
 
@@ -513,7 +522,7 @@ class Kept:
         whole = []
         for i, line in enumerate(lines[1:], 2):
             try:
-                each, _ = unsealed(line)
+                each, _ = without_checksums(line)
                 values = {name: np.array(found) for name, found in each["values"].items()}
                 self.done[each["unit"]] = values
             except (ValueError, KeyError, AttributeError, TypeError):
@@ -548,7 +557,7 @@ class Kept:
         self.done[name] = values
         if self.file is not None:
             lists = {each: array.tolist() for each, array in values.items()}
-            self.file.write(sealed({"unit": name, "values": lists}, indent=None))
+            self.file.write(with_checksums({"unit": name, "values": lists}, indent=None))
             self.file.flush()
 
     def close(self) -> None:
@@ -675,7 +684,7 @@ def joint_curve(
     sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
     if not sizes:
         raise CircuitError(
-            f"a joint curve of {counted(len(every), 'head')} needs sizes below that; found"
+            f"a joint curve of {pluralize(len(every), 'head')} needs sizes below that; found"
             f" {', '.join(map(str, asked)) or 'none'}"
         )
     prompts = list(dict.fromkeys(table.question.prompts))
@@ -736,10 +745,12 @@ def _numbered(file: Path, number: int) -> Path:
 
 
 @takes_model
-def prefix_mass(model: Model, about: About, **settings: Any) -> Float[np.ndarray, "layer head"]:
+def prefix_mass(
+    model: Model, about: ContrastLike, **settings: Any
+) -> Float[np.ndarray, "layer head"]:
     """Attention on the prefix of every head, a share from 0 to 1: the mean over branches, texts and
     steps, by which a ranking by attention would go."""
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     found = []
     for case in question.cases:
         layouts = list(case.layouts)

@@ -21,7 +21,7 @@ import numpy as np
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.tables import of_layer_type
 from lapa2_interp.bias.augmentation import BOUNDS, Augmentation, Rules
-from lapa2_interp.circuits.question import About, Question
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import takes_model
@@ -32,7 +32,9 @@ CLOSE = 1e-3
 
 
 @takes_model
-def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings: Any) -> float:
+def mean_mass(
+    model: Model, about: ContrastLike, augmentation: Rules = None, **settings: Any
+) -> float:
     """The attention on the prefix, from 0 to 1: its mean over layers, heads, steps, branches and
     texts.
 
@@ -46,7 +48,7 @@ def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings
     Raises:
         CircuitError: As `control`.
     """
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     rows = [
         (case, branch)
         for case in question.cases
@@ -67,7 +69,7 @@ def mean_mass(model: Model, about: About, augmentation: Rules = None, **settings
 @takes_model
 def alpha_at_mass(
     model: Model,
-    about: About,
+    about: ContrastLike,
     mass: float,
     augmentation: Rules = None,
     *,
@@ -90,7 +92,7 @@ def alpha_at_mass(
         CircuitError: The mass is not above that without a bias, or it is above what `most` gives
             (the message names what can be reached); or several augmentations.
     """
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     given = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
     if len(given) != 1:
         raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")

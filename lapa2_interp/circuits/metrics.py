@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, counted, one_of
+from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 
 
 @dataclass
@@ -132,7 +132,7 @@ def metrics_by_name(
     if unknown or not asked:
         found = unknown[0] if unknown else "none"
         raise CircuitError(
-            f"{one_of('metric', found, METRICS)}, or a mapping of names to functions"
+            f"{unknown_choice('metric', found, METRICS)}, or a mapping of names to functions"
         )
     return {name: METRICS[name] for name in asked}
 
@@ -146,7 +146,7 @@ def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]
     chosen = metrics_by_name(asked)
     if len(chosen) != 1:
         raise CircuitError(
-            f"one metric at a time; found {counted(len(chosen), 'metric')}: {', '.join(chosen)}"
+            f"one metric at a time; found {pluralize(len(chosen), 'metric')}: {', '.join(chosen)}"
         )
     return next(iter(chosen.items()))
 

@@ -40,15 +40,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, DeadHookError, counted, one_of
+from lapa2_interp._util.errors import CircuitError, DeadHookError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import BridgeRows
-from lapa2_interp.circuits.cases import Case, batches
-from lapa2_interp.circuits.edits import Branches, Edit, read
-from lapa2_interp.circuits.question import About, Question, rows_at_once
+from lapa2_interp.circuits.cases import ContrastExample, batches
+from lapa2_interp.circuits.edits import Branches, Edit, edited_logits
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet, rows_at_once
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
-from lapa2_interp.models.card import Model, is_bridge, kv_heads, packed_model, plain_network
+from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network, prepacked_model
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
 
@@ -110,7 +110,7 @@ class Patching:
             D_patched - D_d, or D_s - D_patched under noise.
     """
 
-    question: Question
+    question: ContrastSet
     node: str
     metric: str
     places: tuple[Place, ...]
@@ -191,13 +191,13 @@ class Patching:
             raise CircuitError("sets of places have no map; see frame()")
         chosen = next(iter(self.effects)) if direction is None else direction
         if chosen not in self.effects:
-            raise CircuitError(one_of("direction", chosen, self.effects))
+            raise CircuitError(unknown_choice("direction", chosen, self.effects))
         parts = list(dict.fromkeys(place.part for place in self.places))
         if part is None and len(parts) > 1:
             raise CircuitError(f"there is a map for each of {', '.join(parts)}; name one: part=")
         wanted = parts[0] if part is None else part
         if wanted not in parts:
-            raise CircuitError(one_of("part", wanted, parts))
+            raise CircuitError(unknown_choice("part", wanted, parts))
         layers = sorted({place.where["layer"] for place in self.places})
         columns = list(dict.fromkeys(place.where[names[0]] for place in self.places))
         grid = np.full((layers[-1] + 1, len(columns)), np.nan)
@@ -252,7 +252,7 @@ class Patching:
 @takes_model
 def patch(
     model: Model,
-    about: About,
+    about: ContrastLike,
     node: str = "prefix_kv",
     *,
     metric: str | RunMetric | None = None,
@@ -292,14 +292,14 @@ def patch(
             have, or what the node does not take.
         DeadHookError: A hook of the node does not run.
     """
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     if len(question.cases[0].names) != 2:
         raise CircuitError(
             f"patching is between two branches; found {', '.join(question.cases[0].names)}; give"
             " cases of two attributes"
         )
     if direction not in (*get_args(Direction), "both"):
-        raise CircuitError(one_of("direction", direction, (*get_args(Direction), "both")))
+        raise CircuitError(unknown_choice("direction", direction, (*get_args(Direction), "both")))
     if metric is None:
         metric = "favour" if question.words else "log_prob"
     measured = _metric(metric, question)
@@ -319,7 +319,7 @@ def patch(
     with (
         given_bar(progress, total, f"patching {node}", "step") as bar,
         torch.no_grad(),
-        packed_model(model),
+        prepacked_model(model),
     ):
         for each, group, first in work:
             cases, some = [question.cases[i] for i in group], places[first : first + size]
@@ -334,13 +334,13 @@ def patch(
     return Patching(question, node, name, tuple(places), sums[0], sums[1], effects)
 
 
-def _metric(metric: str | RunMetric, question: Question) -> RunMetric:
+def _metric(metric: str | RunMetric, question: ContrastSet) -> RunMetric:
     if not isinstance(metric, str):
         return metric
     if metric == "log_prob":
         return lambda log_probs, text: log_probs.gather(2, text[:, :, None])[:, :, 0]
     if metric != "favour":
-        raise CircuitError(f"{one_of('metric', metric, RUN_METRICS)}, or a function")
+        raise CircuitError(f"{unknown_choice('metric', metric, RUN_METRICS)}, or a function")
     if len(question.words) != 2:
         raise CircuitError(
             "metric favour needs the words of each attribute, as token ids: words={name: ids}"
@@ -353,7 +353,7 @@ def _metric(metric: str | RunMetric, question: Question) -> RunMetric:
 
 
 def _value(
-    metric: RunMetric, logits: Float[Tensor, "case step vocab"], cases: Sequence[Case]
+    metric: RunMetric, logits: Float[Tensor, "case step vocab"], cases: Sequence[ContrastExample]
 ) -> Float[np.ndarray, " case"]:
     """A run's metric, its mean over steps."""
     text = torch.tensor([case.text for case in cases], device=logits.device)
@@ -362,22 +362,22 @@ def _value(
     if found.shape != text.shape:
         raise CircuitError(
             f"the metric gave numbers of shape {list(found.shape)} for"
-            f" {counted(text.shape[0], 'text')} of {counted(text.shape[1], 'step')}; give one for"
-            " each text and step"
+            f" {pluralize(text.shape[0], 'text')} of {pluralize(text.shape[1], 'step')}; give one"
+            " for each text and step"
         )
     return found.double().mean(1).cpu().numpy()
 
 
 def _check_node(
     model: Model,
-    question: Question,
+    question: ContrastSet,
     node: str,
     slots: Sequence[str] | None,
     parts: Sequence[str] | None,
 ) -> None:
     """Refuse what a node, or this model, does not have."""
     if node not in NODES:
-        raise CircuitError(one_of("node", node, NODES))
+        raise CircuitError(unknown_choice("node", node, NODES))
     if parts is not None and node not in PREFIX_NODES:
         raise CircuitError(
             f"parts are keys and values of the prefix; node {node} has none, take"
@@ -387,7 +387,7 @@ def _check_node(
         raise CircuitError(f"node {node} takes no slots; {', '.join(HOOKS)} do")
     for kind, given, allowed in (("slots", slots, get_args(Slots)), ("part", parts, PARTS)):
         if given is not None and (unknown := [name for name in given if name not in allowed]):
-            raise CircuitError(one_of(kind, unknown[0], allowed))
+            raise CircuitError(unknown_choice(kind, unknown[0], allowed))
         if given is not None and not given:
             raise CircuitError(f"there is nothing to patch: no {kind}; allowed: {allowed}")
     if slots is not None and "prefix" in slots and any(c.layouts[0].soft for c in question.cases):
@@ -426,7 +426,7 @@ def _hook_names(node: str, layers: Sequence[int]) -> list[str]:
 
 def _places(
     model: Model,
-    question: Question,
+    question: ContrastSet,
     node: str,
     slots: Sequence[str] | None,
     parts: Sequence[str] | None,
@@ -477,7 +477,7 @@ def _group(model: Model) -> int:
 
 # --- three ways to patch; each gives the runs of target, opposite, and every place
 
-_Run = Callable[[Sequence[Case], Sequence[Place], int], Tensor]
+_Run = Callable[[Sequence[ContrastExample], Sequence[Place], int], Tensor]
 
 
 def _runner(model: Model, node: str, slots: Sequence[str] | None) -> _Run:
@@ -493,7 +493,7 @@ def _runner(model: Model, node: str, slots: Sequence[str] | None) -> _Run:
 
 
 def _through_prefix(
-    model: Model, group: int, cases: Sequence[Case], places: Sequence[Place], into: int
+    model: Model, group: int, cases: Sequence[ContrastExample], places: Sequence[Place], into: int
 ) -> Float[Tensor, "run case step vocab"]:
     """Keys and values of the other prefix, as query heads see them."""
     branches: Branches = "others" if into else "target"
@@ -501,7 +501,7 @@ def _through_prefix(
     for place in places:
         heads = tuple((i, head) for i, j in place.at for head in range(j * group, (j + 1) * group))
         edits.append(Edit(heads, "resample", branches=branches, parts=tuple(place.part)))
-    logits, _ = read(model, [(case, edit) for edit in (None, *edits) for case in cases])
+    logits, _ = edited_logits(model, [(case, edit) for edit in (None, *edits) for case in cases])
     runs = logits.unflatten(1, (1 + len(places), len(cases)))  # branch run case step vocab
     return torch.cat([runs[0, :1], runs[1, :1], runs[into, 1:]])
 
@@ -510,7 +510,7 @@ def _through_hooks(
     model: Model,
     node: str,
     slots: Sequence[str] | None,
-    cases: Sequence[Case],
+    cases: Sequence[ContrastExample],
     places: Sequence[Place],
     into: int,
 ) -> Float[Tensor, "run case step vocab"]:
@@ -581,7 +581,7 @@ def _residual_hooks(
 def _to_logits(
     model: Model,
     weights: Sequence[tuple[Tensor, Tensor | None]],
-    cases: Sequence[Case],
+    cases: Sequence[ContrastExample],
     places: Sequence[Place],
     into: int,
 ) -> Float[Tensor, "run case step vocab"]:
@@ -636,7 +636,7 @@ def _check_equal(model: Model, x: Tensor, expected: Tensor, node: str) -> None:
 
 
 def _pass(
-    model: Model, cases: Sequence[Case], branches: Sequence[int]
+    model: Model, cases: Sequence[ContrastExample], branches: Sequence[int]
 ) -> Float[Tensor, "row step vocab"]:
     """One pass over prefix, prompt and text; row i is case i modulo their number."""
     rows = [(cases[i % len(cases)], branch) for i, branch in enumerate(branches)]
@@ -665,7 +665,7 @@ def _hooked(model: Model, hooks: Sequence[tuple[str, Callable]]) -> Iterator[Non
         raise DeadHookError(f"hook {silent[0]} does not run in this model; take another node")
 
 
-def _queries(case: Case, slots: Sequence[str] | None) -> Int[np.ndarray, " query"]:
+def _queries(case: ContrastExample, slots: Sequence[str] | None) -> Int[np.ndarray, " query"]:
     """Queries of a pass over a case that stand in parts of its text; by default all after the
     prefix."""
     layout = case.layouts[0]

@@ -17,10 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, DataError, one_of
+from lapa2_interp._util.errors import CircuitError, DataError, unknown_choice
 from lapa2_interp.bias.augmentation import Rules
-from lapa2_interp.circuits.cases import RAW, Case, attribute_words, batches, make_cases
-from lapa2_interp.circuits.edits import Edit, read
+from lapa2_interp.circuits.cases import (
+    RAW,
+    ContrastExample,
+    attribute_words,
+    batches,
+    make_examples,
+)
+from lapa2_interp.circuits.edits import Edit, edited_logits
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.card import (
     Model,
@@ -29,8 +35,8 @@ from lapa2_interp.models.card import (
     kv_sizes,
     model_card,
     network_of,
-    packed_model,
     plain_network,
+    prepacked_model,
     short_context_of,
 )
 from lapa2_interp.models.load import model_of
@@ -42,11 +48,11 @@ LOGITS = 2**28
 SHOWN = 60
 """Letters of a fact that is told as it is."""
 SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples", "seed")
-"""What can be asked of a task's cases, as `make_cases` takes it."""
+"""What can be asked of a task's cases, as `make_examples` takes it."""
 
 
 @dataclass(frozen=True)
-class Question:
+class ContrastSet:
     """Texts behind opposite prefixes, and the words that tell the attributes apart.
 
     Attributes:
@@ -55,7 +61,7 @@ class Question:
             is no metric lex).
     """
 
-    cases: tuple[Case, ...]
+    cases: tuple[ContrastExample, ...]
     words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -67,18 +73,18 @@ class Question:
             )
 
     @classmethod
-    def of(cls, model: Model, about: About, **settings: Any) -> Question:
+    def of(cls, model: Model, about: ContrastLike, **settings: Any) -> ContrastSet:
         """A question from what a user gives.
 
         Args:
             about: A question, a case or several, or a task by name or value.
-            settings: For a task, as `make_cases`. For cases, words={name: token ids} says which
+            settings: For a task, as `make_examples`. For cases, words={name: token ids} says which
                 words tell the attributes apart.
 
         Raises:
             CircuitError: Unknown settings, or those of a task beside cases; a text that exceeds the
                 context; a model some of whose layers have no attention, or whose hooks have no
-                heads; as `make_cases`.
+                heads; as `make_examples`.
             LayoutError: A text crosses a switch of the model's rotary factors.
         """
         model = model_of(model)
@@ -107,13 +113,13 @@ class Question:
         return question
 
     @classmethod
-    def _of(cls, model: Model, about: About, **settings: Any) -> Question:
+    def _of(cls, model: Model, about: ContrastLike, **settings: Any) -> ContrastSet:
         given = {name: value for name, value in settings.items() if value is not None}
         if unknown := [name for name in given if name not in (*SETTINGS, "words")]:
-            raise CircuitError(one_of("setting", unknown[0], (*SETTINGS, "words")))
+            raise CircuitError(unknown_choice("setting", unknown[0], (*SETTINGS, "words")))
         words_by_name: Mapping[str, Sequence[int]] = given.pop("words", {})
         if isinstance(about, str | Task):
-            cases = make_cases(model, about, **given)
+            cases = make_examples(model, about, **given)
             name = about if isinstance(about, str) else about.name
             words: Mapping[str, Sequence[int]] = words_by_name
             if not words:
@@ -124,11 +130,11 @@ class Question:
             raise CircuitError(
                 f"{next(iter(given))} belongs to a task; cases have their texts already"
             )
-        if isinstance(about, Question):
+        if isinstance(about, ContrastSet):
             if not words_by_name:
                 return about
             return cls(about.cases, in_order(words_by_name, about.cases[0].names))
-        found = (about,) if isinstance(about, Case) else tuple(about)
+        found = (about,) if isinstance(about, ContrastExample) else tuple(about)
         return cls(found, in_order(words_by_name, found[0].names) if found else ())
 
     @property
@@ -207,7 +213,7 @@ class Question:
         return {name: text if len(text) <= SHOWN else _hash(text) for name, text in shown.items()}
 
 
-About = Question | Case | Sequence[Case] | str | Task
+ContrastLike = ContrastSet | ContrastExample | Sequence[ContrastExample] | str | Task
 """What a circuit is asked about."""
 
 
@@ -234,7 +240,7 @@ def _bits(prefix: SoftPrefix) -> str:
     return digest.hexdigest()
 
 
-def rows_at_once(model: Model, cases: Sequence[Case], asked: int | None = None) -> int:
+def rows_at_once(model: Model, cases: Sequence[ContrastExample], asked: int | None = None) -> int:
     """The number asked for; else items whose logits fit `LOGITS`, where each is as large as the
     largest of these cases.
 
@@ -249,9 +255,9 @@ def rows_at_once(model: Model, cases: Sequence[Case], asked: int | None = None) 
     return max(1, LOGITS // (4 * largest * model.cfg.d_vocab))
 
 
-def answers(
+def evaluate_edits(
     model: Model,
-    question: Question,
+    question: ContrastSet,
     edits: Sequence[Edit | None],
     metrics: dict[str, Metric],
     augmentation: Rules = None,
@@ -272,12 +278,12 @@ def answers(
     most = rows_at_once(model, question.cases, at_once)
     groups = list(batches(question.cases, most))
     size = max(1, most // max(map(len, groups)))  # edits that are read together
-    with torch.no_grad(), packed_model(model):
+    with torch.no_grad(), prepacked_model(model):
         for first in range(0, len(edits), size):
             block = range(first, min(first + size, len(edits)))
             for group in groups:
                 items = [(question.cases[i], edits[number]) for number in block for i in group]
-                logits, raw = read(model, items, augmentation, with_raw)
+                logits, raw = edited_logits(model, items, augmentation, with_raw)
                 text = torch.tensor([case.text for case, _ in items], device=logits.device)
                 found = Predictions(logits, text, raw, question.words)
                 values = {name: _value(name, metric, found) for name, metric in metrics.items()}
@@ -301,4 +307,4 @@ def _value(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item
     return value
 
 
-__all__ = ["RAW", "About", "Question", "answers", "rows_at_once"]
+__all__ = ["RAW", "ContrastLike", "ContrastSet", "evaluate_edits", "rows_at_once"]

@@ -17,12 +17,12 @@ import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, one_of
+from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.bias.augmentation import Rules
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.question import About, Question, answers
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import bounds
@@ -37,7 +37,7 @@ class Control:
         values: By metric; NaN after the end of a text.
     """
 
-    question: Question
+    question: ContrastSet
     values: Mapping[str, Float[np.ndarray, "case step"]]
 
     def frame(self) -> pd.DataFrame:
@@ -65,9 +65,9 @@ class Control:
         """
         frame = self.frame()
         if metric not in self.values:
-            raise CircuitError(one_of("metric", metric, self.values))
+            raise CircuitError(unknown_choice("metric", metric, self.values))
         if by is not None and by not in frame:
-            raise CircuitError(one_of("column", by, frame.columns))
+            raise CircuitError(unknown_choice("column", by, frame.columns))
         rows = []
         for value, part in [(None, frame)] if by is None else frame.groupby(by, sort=False):
             part = part[part[metric].notna()]  # a metric of some steps has none at the others
@@ -101,7 +101,7 @@ class Control:
 @takes_model
 def control(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     metrics: str | Metric | Sequence[str] | Mapping[str, Metric] | None = None,
     augmentation: Rules = None,
@@ -114,26 +114,28 @@ def control(
     Args:
         model: A TransformerBridge, with hooks of one's own if there are any, or a
             `TransformersModel`.
-        about: A task by name or value, a case or several, or a `Question`.
+        about: A task by name or value, a case or several, or a `ContrastSet`.
         metrics: A name of `METRICS` or several, a function of `Predictions`, or functions by name;
             by default all that can be computed.
         augmentation: What acts in every branch: one, or several.
         at_once: Texts read together; changes nothing but memory and time.
         progress: A bar to advance by steps read.
-        settings: For a task, as `make_cases`: attribute, prompts, texts, source, tokens, samples,
-            seed. For cases, words={name: token ids}, which lex needs.
+        settings: For a task, as `make_examples`: attribute, prompts, texts, source, tokens,
+            samples, seed. For cases, words={name: token ids}, which lex needs.
 
     Raises:
         CircuitError: Prefixes of different lengths, an unknown metric, or one that lacks words.
         TaskError: A task without opposite attributes.
     """
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     chosen = metrics_by_name(question.metrics if metrics is None else metrics)
     longest = max(case.n for case in question.cases)
     values = {name: np.full((len(question.cases), longest), np.nan) for name in chosen}
     total = sum(case.n * len(case.names) for case in question.cases)
     with given_bar(progress, total, "control", "step") as bar:
-        for _, group, found in answers(model, question, [None], chosen, augmentation, bar, at_once):
+        for _, group, found in evaluate_edits(
+            model, question, [None], chosen, augmentation, bar, at_once
+        ):
             for name, each in found.items():
                 values[name][group, : each.shape[1]] = each.double().cpu().numpy()
     return Control(question, values)

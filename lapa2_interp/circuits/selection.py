@@ -9,7 +9,7 @@ Heads are ordered by one of five scores:
 
     cut     what is lost when a head cannot see the prefix (`knock_out`)
     slope   what a bias on its scores gains per unit (`attribution`)
-    dla     what it writes itself on the logits of the attribute's words (`writes`)
+    dla     what it writes itself on the logits of the attribute's words (`head_logit_attribution`)
     mass    its attention on the prefix
     random  nothing: a baseline
 
@@ -37,17 +37,17 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import AugmentationError, CircuitError, first_problem, one_of
-from lapa2_interp._util.files import read_text, sealed, unsealed, write_text
+from lapa2_interp._util.errors import AugmentationError, CircuitError, first_problem, unknown_choice
+from lapa2_interp._util.files import read_text, with_checksums, without_checksums, write_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.cases import prefix_texts
-from lapa2_interp.circuits.direct import writes
+from lapa2_interp.circuits.direct import head_logit_attribution
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import Unit, knock_out, prefix_mass, units_everything
 from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
-from lapa2_interp.circuits.question import About, Question
+from lapa2_interp.circuits.question import ContrastLike, ContrastSet
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, model_card
@@ -153,7 +153,7 @@ class Selection(BaseModel):
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""
-        write_text(Path(file), sealed(self.model_dump_json()))
+        write_text(Path(file), with_checksums(self.model_dump_json()))
 
     @classmethod
     def load(cls, file: str | Path) -> Selection:
@@ -163,7 +163,7 @@ class Selection(BaseModel):
             CircuitError: The file cannot be read, or is no selection.
         """
         try:
-            fields, _ = unsealed(read_text(Path(file)))
+            fields, _ = without_checksums(read_text(Path(file)))
             return cls.model_validate_json(json.dumps(fields))
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
@@ -177,7 +177,7 @@ class Selection(BaseModel):
 @takes_model
 def select(
     model: Model,
-    about: About,
+    about: ContrastLike,
     *,
     by: By = "cut",
     heads: int = 8,
@@ -192,16 +192,17 @@ def select(
 
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.
-        about: A task by name or value, a case or several, or a `Question`.
+        about: A task by name or value, a case or several, or a `ContrastSet`.
         by: "cut", "slope", "dla", "mass" or "random".
         heads: How many at most; 0 is all heads, which are not ordered then.
-        positions: Tokens of the prefix: "all", "auto" (`enough_tokens`), or positions within it.
+        positions: Tokens of the prefix: "all", "auto" (`sufficient_tokens`), or positions within
+            it.
         metric: By which control is measured, for cut, slope, positions and Pro-Aug.
         seed: Of the texts and of random heads.
         file: Where finished knock-outs are kept (by cut).
         pro_aug: A method whose Pro-Aug is decided, too, on the same texts and in the chosen heads
             (`prompt_slope`).
-        settings: For a task, as `make_cases`.
+        settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut
@@ -209,7 +210,7 @@ def select(
             `prompt_slope`.
     """
     if by not in get_args(By):
-        raise CircuitError(one_of("score", by, get_args(By)))
+        raise CircuitError(unknown_choice("score", by, get_args(By)))
     if heads < 0:
         raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
     if file is not None and by != "cut":
@@ -228,7 +229,7 @@ def select(
         raise CircuitError(
             "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
         )
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     if question.n_prompts < FEW:
         raise CircuitError(
             f"{question.n_prompts} prompts are too few to choose by; give at least {FEW}, better 32"
@@ -280,9 +281,9 @@ def select(
 
 def _prompt(
     model: Model,
-    about: About,
+    about: ContrastLike,
     method: str | Method,
-    question: Question,
+    question: ContrastSet,
     heads: Heads,
     metric: str,
 ) -> PromptSlope:
@@ -322,7 +323,7 @@ def choose(
 
 
 def _scores(
-    model: Model, question: Question, by: By, metric: str, file: str | Path | None
+    model: Model, question: ContrastSet, by: By, metric: str, file: str | Path | None
 ) -> Float[np.ndarray, "prompt head"]:
     """The score of every head in every prompt."""
     if by == "cut":
@@ -332,7 +333,7 @@ def _scores(
         slopes = attribution(model, question, metric=metric).by_prompt("slope")
         return slopes.reshape(len(slopes), -1)
     if by == "dla":
-        return writes(model, question).by_prompt()
+        return head_logit_attribution(model, question).by_prompt()
     masses = {
         prompt: prefix_mass(model, [case for case in question.cases if case.prompt == prompt])
         for prompt in dict.fromkeys(question.prompts)
@@ -341,15 +342,16 @@ def _scores(
 
 
 def _positions(
-    model: Model, question: Question, asked: str | Sequence[int], metric: str
+    model: Model, question: ContrastSet, asked: str | Sequence[int], metric: str
 ) -> tuple[int, ...] | None:
     if asked == "all":
         return None
     if asked == "auto":
-        return enough_tokens(model, question, metric)
+        return sufficient_tokens(model, question, metric)
     if isinstance(asked, str):
         raise CircuitError(
-            f"{one_of('choice of positions', asked, ('all', 'auto'))}, or numbers such as (0, 1)"
+            f"{unknown_choice('choice of positions', asked, ('all', 'auto'))}, or numbers such as"
+            " (0, 1)"
         )
     n = question.l_pre
     chosen = tuple(int(each) for each in asked)
@@ -362,8 +364,8 @@ def _positions(
 
 
 @takes_model
-def enough_tokens(
-    model: Model, about: About, metric: str = "js", **settings: Any
+def sufficient_tokens(
+    model: Model, about: ContrastLike, metric: str = "js", **settings: Any
 ) -> tuple[int, ...]:
     """The smallest set of the prefix's tokens that is enough: with all others cut from every head,
     90 % of the control is left, and at least 80 % by its lower bound.
@@ -375,7 +377,7 @@ def enough_tokens(
         model, about, settings: As `knock_out`.
         metric: By which control is measured.
     """
-    question = Question.of(model, about, **settings)
+    question = ContrastSet.of(model, about, **settings)
     n = question.l_pre
     every = units_everything(model)
     if n <= MOST_TOKENS:
@@ -399,4 +401,4 @@ def enough_tokens(
     return tuple(range(n))
 
 
-__all__ = ["By", "Selection", "enough_tokens", "select"]
+__all__ = ["By", "Selection", "select", "sufficient_tokens"]

@@ -32,26 +32,26 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, counted
+from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.files import (
     as_csv,
+    atomic_write,
     is_damage,
     read_text,
-    sealed,
-    unsealed,
-    whole_file,
+    with_checksums,
+    without_checksums,
     write_netcdf,
     write_text,
 )
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import shown_time
+from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.bias.texts import pieces
-from lapa2_interp.circuits.cases import RAW, Case, prefix_texts
-from lapa2_interp.circuits.direct import Writes, whole, writes
+from lapa2_interp.circuits.cases import RAW, ContrastExample, prefix_texts
+from lapa2_interp.circuits.direct import HeadLogitAttribution, head_logit_attribution, whole
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.gradients import Attribution, Recall, attribution, recall
 from lapa2_interp.circuits.knockout import (
@@ -65,7 +65,7 @@ from lapa2_interp.circuits.knockout import (
     units_of,
     write_heads,
 )
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.models.card import Model, model_card, plain_network
@@ -87,7 +87,7 @@ AGAIN = 14
 
 
 @dataclass(frozen=True)
-class Study:
+class CircuitStudy:
     """What was found.
 
     Attributes:
@@ -104,14 +104,14 @@ class Study:
         facts: How it was made.
     """
 
-    question: Question
+    question: ContrastSet
     control: dict[str, Control]
     tables: dict[str, KnockOut]
     others: dict[str, KnockOut]
     edges: KnockOut
     curve: JointCurve | None
     mass: np.ndarray
-    writes: Writes | None
+    writes: HeadLogitAttribution | None
     gradient: tuple[Attribution, Recall] | None
     facts: dict[str, str]
 
@@ -141,12 +141,12 @@ def study(
     seed: int = 1,
     best: int = BEST,
     notify: Callable[[str], None] = print,
-) -> Study:
+) -> CircuitStudy:
     """Ask everything, and write the folder and its page.
 
     Args:
         model: From `load_model`.
-        task, attribute, prompts, tokens, samples, seed: As `make_cases`.
+        task, attribute, prompts, tokens, samples, seed: As `make_examples`.
         folder: A new one, or one that the same call has begun.
         best: How many of the best heads are tested again with the other replacements and phases;
             as many random heads are added. At least 1.
@@ -171,14 +171,14 @@ def study(
     asked: dict[str, Any] = {"attribute": attribute, "prompts": prompts, "tokens": tokens}
     asked |= {"samples": samples, "seed": seed}
     notify(
-        f"{counted(len(question.cases), 'text')} of {counted(question.n_prompts, 'prompt')},"
+        f"{pluralize(len(question.cases), 'text')} of {pluralize(question.n_prompts, 'prompt')},"
         f" {' against '.join(question.cases[0].names)}"
     )
     started = time.perf_counter()
     scores = {RAW: control(model, question)}
     seconds = time.perf_counter() - started
     for source in question.cases[0].names[:2]:
-        behind = Question.of(model, task, **asked, source=source)
+        behind = ContrastSet.of(model, task, **asked, source=source)
         scores[source] = control(model, behind)
     table = pd.concat([each.frame() for each in scores.values()])
     write_text(place / "control.csv", as_csv(table))
@@ -188,7 +188,7 @@ def study(
     readings = sum(kinds.values()) + AGAIN * min(2 * best, kinds["head"]) + 6 * len(SIZES)
     readings += EDGES * kinds["position"]
     notify(
-        f"about {shown_time(seconds * readings * 2 / 3)} in all; finished knock-outs are not"
+        f"about {format_duration(seconds * readings * 2 / 3)} in all; finished knock-outs are not"
         " repeated"
     )
     tables = {}
@@ -211,7 +211,7 @@ def study(
     )
     for how, phase in again:
         name = how if phase == "all_queries" else f"{how}, {phase}"
-        notify(f"{counted(len(chosen), 'head')} again: {name}")
+        notify(f"{pluralize(len(chosen), 'head')} again: {name}")
         others[name] = knock_out(
             model,
             question,
@@ -223,7 +223,7 @@ def study(
             file=place / f"{how}-{phase}.jsonl",
         )
         _write_table(others[name], place / f"{how}-{phase}.csv")
-    notify(f"the best {counted(EDGES, 'head')} and each token of the prefix")
+    notify(f"the best {pluralize(EDGES, 'head')} and each token of the prefix")
     edges = knock_out(
         model,
         question,
@@ -247,8 +247,8 @@ def study(
     written = None
     if question.words and plain_network(model) is None:
         notify("reading what heads write")
-        written = writes(model, question)
-        with whole_file(place / "writes.nc") as file:
+        written = head_logit_attribution(model, question)
+        with atomic_write(place / "writes.nc") as file:
             write_netcdf(file, written.dataset())
         write_text(place / "writes.csv", as_csv(written.frame()))
     prefixes = prefix_texts(model.tokenizer, question.cases[0])
@@ -271,7 +271,9 @@ def study(
         "noise": f"effects of heads below {heads.noise:.2g} nats are rounding",
         "package": f"lapa2_interp {__version__}",
     }
-    found = Study(question, scores, tables, others, edges, curve, mass, written, gradient, facts)
+    found = CircuitStudy(
+        question, scores, tables, others, edges, curve, mass, written, gradient, facts
+    )
     if question.n_prompts >= FEW:
         carriers = heads.carriers()
         write_heads(carriers[["layer", "head"]].to_numpy().tolist(), place / "heads.json")
@@ -288,7 +290,7 @@ def study(
     return found
 
 
-def _question(model: Model, task: str | Task, place: Path, settings: dict[str, Any]) -> Question:
+def _question(model: Model, task: str | Task, place: Path, settings: dict[str, Any]) -> ContrastSet:
     """The texts: written once, and read from the folder afterwards."""
     file = place / QUESTION
     plain = json.loads(json.dumps(settings))
@@ -308,7 +310,7 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
         texts: dict[str, list[list[int]]] = {}
         for prompt, text in kept["texts"]:
             texts.setdefault(prompt, []).append(text)
-        question = Question.of(
+        question = ContrastSet.of(
             model, task, attribute=settings["attribute"], prompts=tuple(texts), texts=texts
         )
         now = question.facts(model)
@@ -318,10 +320,10 @@ def _question(model: Model, task: str | Task, place: Path, settings: dict[str, A
                 " task has changed; give another folder"
             )
         return question
-    question = Question.of(model, task, **asked)
+    question = ContrastSet.of(model, task, **asked)
     texts_now = [[case.prompt, list(case.text)] for case in question.cases]
     facts = question.facts(model)
-    write_text(file, sealed({"settings": plain, "texts": texts_now, "facts": facts}))
+    write_text(file, with_checksums({"settings": plain, "texts": texts_now, "facts": facts}))
     return question
 
 
@@ -338,7 +340,7 @@ def read_question(folder: Path) -> dict[str, Any]:
     """
     file = folder / QUESTION
     try:
-        kept, _ = unsealed(read_text(file))
+        kept, _ = without_checksums(read_text(file))
         kept["texts"] = _TEXTS.validate_python(kept.get("texts"))
         if not isinstance(kept.get("settings"), dict):
             raise ValueError("it has no settings")
@@ -382,7 +384,7 @@ def _write_table(table: KnockOut, file: Path) -> None:
     write_text(file, as_csv(frame))
 
 
-def export(found: Study) -> dict[str, Any]:
+def export(found: CircuitStudy) -> dict[str, Any]:
     """Nodes and edges of the circuit, with the tokens of one prompt: plain JSON.
 
     Nodes are the prefix, its tokens, the heads, and the logits. Heads are those that carry control
@@ -432,7 +434,7 @@ def export(found: Study) -> dict[str, Any]:
     }
 
 
-def patterns(model: Model, case: Case, heads: Heads) -> dict[str, Any]:
+def patterns(model: Model, case: ContrastExample, heads: Heads) -> dict[str, Any]:
     """Attention patterns of some heads on the target's branch of a case, for CircuitsVis.
 
         found = patterns(model, case, heads)
@@ -458,7 +460,7 @@ def patterns(model: Model, case: Case, heads: Heads) -> dict[str, Any]:
     return {"tokens": tokens, "heads": names, "attention": attention}
 
 
-def _agreement(found: Study) -> pd.DataFrame:
+def _agreement(found: CircuitStudy) -> pd.DataFrame:
     exact = {unit.heads[0]: i for i, unit in enumerate(found.heads.units)}
     effects = found.question.by_prompt(found.heads.effects).mean(0)
     rows = []
@@ -479,13 +481,13 @@ def _agreement(found: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
 
 
-def _answer(found: Study) -> str:
+def _answer(found: CircuitStudy) -> str:
     heads, n = found.heads, found.question.n_prompts
     names = " and ".join(repr(each) for each in found.question.cases[0].names)
     table = heads.frame()
     score = _records(found.control[RAW].interval("js", None))[0]
     parts = [
-        f"On {counted(n, 'prompt')}, the predictions behind the prefixes of {names} are"
+        f"On {pluralize(n, 'prompt')}, the predictions behind the prefixes of {names} are"
         f" {_with_interval(score['mean'], score['low'], score['high'])} nats a step apart (js)."
     ]
     if np.abs(heads.whole).max() <= heads.noise:
@@ -506,7 +508,7 @@ def _answer(found: Study) -> str:
         if len(carriers):
             more = f", the largest first: {named}" + (", ..." if len(carriers) > 8 else "")
             parts.append(
-                f"{counted(len(carriers), 'head')} of {len(table)}"
+                f"{pluralize(len(carriers), 'head')} of {len(table)}"
                 f" {'carries' if len(carriers) == 1 else 'carry'} control"
                 f" (family-wise p < .05){more}."
             )
@@ -525,7 +527,7 @@ def _answer(found: Study) -> str:
             named = ", ".join(_name(row) for row in _records(against[::-1].head(5)))
             more = f": {named}" + (", ..." if len(against) > 5 else "")
             verb = "works" if len(against) == 1 else "work"
-            parts.append(f"{counted(len(against), 'head')} {verb} against it{more}.")
+            parts.append(f"{pluralize(len(against), 'head')} {verb} against it{more}.")
         parts.append(
             f"Halves of the prompts agree on the order of heads with rank correlation"
             f" {heads.split_half:.2f}."
@@ -548,7 +550,7 @@ def _answer(found: Study) -> str:
             }
             turned = " (below 0: it turns round)" if part["without"]["left"] < 0 else ""
             parts.append(
-                f"Without the best {counted(size, 'head')} (chosen in one half of the prompts,"
+                f"Without the best {pluralize(size, 'head')} (chosen in one half of the prompts,"
                 f" judged in the other) {shares['without']} of the {what} is left{turned}; with"
                 f" these alone {shares['only']}."
             )
@@ -568,7 +570,7 @@ def _answer(found: Study) -> str:
     return " ".join(parts)
 
 
-def write_page(found: Study) -> str:
+def write_page(found: CircuitStudy) -> str:
     """The page of a study."""
     heads = found.heads
     n_again = len(next(iter(found.others.values())).units)
@@ -610,8 +612,8 @@ def write_page(found: Study) -> str:
             "Attention is not control",
             "Each head's attention on the prefix, and how much is lost without it. The table"
             " compares other rankings with this one. The first rows are about"
-            f" {counted(n_again, 'head')}, of which half were chosen because their effect is large:"
-            " this makes their correlation larger."
+            f" {pluralize(n_again, 'head')}, of which half were chosen because their effect is"
+            " large: this makes their correlation larger."
             + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
             _against_mass(found),
             _rounded(found.agreement()),
@@ -707,7 +709,7 @@ def _intervals(frame: pd.DataFrame, mean: str, low: str, high: str, form: str = 
     return [_with_interval(a, b, c, form) for a, b, c in rows]
 
 
-def _readers_of_place(found: Study) -> list[str]:
+def _readers_of_place(found: CircuitStudy) -> list[str]:
     """Heads among the first 8 carriers that lose at most a tenth of their effect when they read the
     opposite prefix instead: what they write does not depend on the attribute."""
     swapped = {_name(row): row for row in _records(found.others["resample"].frame())}
@@ -718,7 +720,7 @@ def _readers_of_place(found: Study) -> list[str]:
     ]
 
 
-def _ways(found: Study) -> pd.DataFrame:
+def _ways(found: CircuitStudy) -> pd.DataFrame:
     """The best heads under every replacement and phase."""
     rows = []
     by_head = {
@@ -745,7 +747,7 @@ def _score_table(scores: dict[str, Control]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _tokens(case: Case) -> list[str]:
+def _tokens(case: ContrastExample) -> list[str]:
     """The prefix's tokens at each position: one for each attribute where they differ."""
     own = case.layouts[0]
     if own.soft:
@@ -763,7 +765,7 @@ def _together(curve: JointCurve) -> pd.DataFrame:
     return pd.DataFrame([{"heads": n, **rows[n]} for n in sorted(rows)])
 
 
-def _positions(found: Study) -> Drawing:
+def _positions(found: CircuitStudy) -> Drawing:
     frame = found.tables["position"].frame().sort_values("position")
     names = _tokens(found.question.cases[0])
     figure = new_figure(5.4, 0.8 + 0.26 * len(frame))
@@ -778,7 +780,7 @@ def _positions(found: Study) -> Drawing:
     return figure
 
 
-def _token_table(found: Study) -> pd.DataFrame:
+def _token_table(found: CircuitStudy) -> pd.DataFrame:
     """What is lost when a head cannot see a token: a row for every head, a column for every
     token."""
     names = _tokens(found.question.cases[0])
@@ -790,7 +792,7 @@ def _token_table(found: Study) -> pd.DataFrame:
     return pd.DataFrame([{"head": name, **rows[name]} for name in order])
 
 
-def _words(found: Writes) -> pd.DataFrame:
+def _words(found: HeadLogitAttribution) -> pd.DataFrame:
     rows = []
     table = found.frame()
     large = table["direct"].abs() > 1e-3 * table["direct"].abs().max()
@@ -816,7 +818,7 @@ def _layers(table: KnockOut) -> Drawing:
     return figure
 
 
-def _against_mass(found: Study) -> Drawing:
+def _against_mass(found: CircuitStudy) -> Drawing:
     table = found.heads.frame()
     rows = _records(table)
     mass = [float(found.mass[row["layer"], row["head"]]) for row in rows]
@@ -832,4 +834,4 @@ def _against_mass(found: Study) -> Drawing:
     return figure
 
 
-__all__ = ["BEST", "Study", "export", "study", "write_page"]
+__all__ = ["BEST", "CircuitStudy", "export", "study", "write_page"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp._util.errors import EmptyDistributionError, TraceError, counted
+from lapa2_interp._util.errors import EmptyDistributionError, TraceError, pluralize
 from lapa2_interp.cli.options import (
     AugmentationOptions,
     ModelClass,
@@ -203,7 +203,7 @@ def trace(
 
 
 def _show(found: Attention) -> None:
-    from lapa2_interp.bias.augmentation import several
+    from lapa2_interp.bias.augmentation import active_augmentations
 
     part, steps = found.part, found.tables["steps"]
     last = int(steps["step"].max())
@@ -230,10 +230,10 @@ def _show(found: Attention) -> None:
     )
     print(
         f"mean over layers{' of a type' * (len(rows) > 2)} and heads; {n} texts of"
-        f" {counted(prompts, 'prompt')} an arm; {interval}"
+        f" {pluralize(prompts, 'prompt')} an arm; {interval}"
     )
     if found.left_out:
-        print(f"left out: {counted(found.left_out, 'text')} that ended before a first token")
+        print(f"left out: {pluralize(found.left_out, 'text')} that ended before a first token")
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
     print(found.tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
@@ -249,7 +249,7 @@ def _show(found: Attention) -> None:
             top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f")
         )
     rules = "; ".join(
-        f"{arm}: {' + '.join(rule.to_json() for rule in several(rules)) or None}"
+        f"{arm}: {' + '.join(rule.to_json() for rule in active_augmentations(rules)) or None}"
         for arm, rules in found.arms.items()
     )
     print(f"\naugmentation {rules}")

@@ -13,7 +13,7 @@ from lapa2_interp._util.errors import (
     LayoutError,
     MethodError,
     PrefixError,
-    one_of,
+    unknown_choice,
 )
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
 from lapa2_interp.models.machine import Dtype
@@ -222,7 +222,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
     from lapa2_interp.bias.recipes import RECIPES, WHERE
 
     if unknown := [name for name in names if name not in RECIPES]:
-        raise AugmentationError(one_of("recipe", unknown[0], RECIPES))
+        raise AugmentationError(unknown_choice("recipe", unknown[0], RECIPES))
     chosen = {name: found for name, found in RECIPES.items() if not names or name in names}
     if as_json:
         rows = [
@@ -272,7 +272,7 @@ def list_methods(*names: str) -> None:
 
     unknown = [name for name in names if name not in registry()]
     if unknown:
-        raise MethodError(one_of("method", unknown[0], registry()))
+        raise MethodError(unknown_choice("method", unknown[0], registry()))
     for name, method in registry().items():
         if names and name not in names:
             continue

@@ -82,7 +82,7 @@ class AugmentationOptions:
 
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
-        from lapa2_interp.bias.augmentation import Augmentation, several
+        from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
         from lapa2_interp.bias.recipes import read_recipes
 
         if self.augmentation is not None:
@@ -97,7 +97,7 @@ class AugmentationOptions:
                     f" --{' and --'.join(beside)} (`lapa2 recipes`)"
                 )
             named = read_recipes(self.augmentation)
-            return named if several(named) else ()
+            return named if active_augmentations(named) else ()
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
         fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}
@@ -125,7 +125,7 @@ class AugmentationOptions:
             **fields,
             **{name: value for name, value in given.items() if value is not None},
         )
-        return several(found)
+        return active_augmentations(found)
 
     def check(self, model: Model) -> None:
         """Refuse a selection that was made in another model.

@@ -187,17 +187,17 @@ def score_generated(
 @app.command
 def recipes() -> None:
     """List the training recipes and every field that --set changes."""
-    from lapa2_interp.prefixes.recipes import RECIPES, Recipe
+    from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe
 
     for recipe_name, changes in RECIPES.items():
-        full = Recipe.model_validate(changes).model_dump()
+        full = TrainingRecipe.model_validate(changes).model_dump()
         print(
             f"{recipe_name}: "
             + ", ".join(f"{field}={value}" for field, value in full.items())
             + "\n"
         )
     print("fields")
-    for name, field in Recipe.model_fields.items():
+    for name, field in TrainingRecipe.model_fields.items():
         print(f"  {name:<17} {' '.join((field.description or '').split())}".rstrip())
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp._util.errors import RunError, counted
+from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp.cli.options import AsJson, Several, columns
 from lapa2_interp.models.machine import Dtype
 
@@ -30,11 +30,11 @@ def grids(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
-    from lapa2_interp._util.progress import shown_time
+    from lapa2_interp._util.progress import format_duration
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
     from lapa2_interp.paper.power import detects
-    from lapa2_interp.runs.estimates import estimate, machine_memory, machine_workers, shown_size
+    from lapa2_interp.runs.estimates import estimate, format_bytes, machine_memory, machine_workers
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
     found = [
@@ -65,10 +65,10 @@ def grids(
         fits = "" if each.needs < 0.9 * machine_memory() else "  not on this machine"
         line = (
             f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11} "
-            f" {shown_time(each.seconds):>9}"
+            f" {format_duration(each.seconds):>9}"
         )
-        scoring = shown_time(scoring_seconds([grid]))
-        sizes = f"{shown_size(each.disk):>8}  {shown_size(each.needs):>8}"
+        scoring = format_duration(scoring_seconds([grid]))
+        sizes = f"{format_bytes(each.disk):>8}  {format_bytes(each.needs):>8}"
         print(f"{line}  {scoring:>8}  {sizes}{fits}\n    {grid.description}")
         if points := detects(grid):
             print(f"    two arms tell differences of {points} points")
@@ -81,17 +81,17 @@ def grids(
                     f" {cell.model}"
                 )
     print(
-        f"\ntime with {counted(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells that"
-        " grids share are made once; scoring: by the scorers that ship, with tables and figures;"
-        " memory: of a worker. Differences: found in 80 % of runs, if texts were independent;"
-        " `lapa2 power` asks an earlier run about each claim"
+        f"\ntime with {pluralize(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells"
+        " that grids share are made once; scoring: by the scorers that ship, with tables and"
+        " figures; memory: of a worker. Differences: found in 80 % of runs, if texts were"
+        " independent; `lapa2 power` asks an earlier run about each claim"
     )
     for note in dict.fromkeys(notes):
         print(note)
     if names:
         for grid in found:
             for cell in grid.cells:
-                print(f"{cell.key}  {cell.where}, {cell.samples} x {cell.length}")
+                print(f"{cell.key}  {cell.description}, {cell.samples} x {cell.length}")
     else:
         print(
             "\na grid of your own: save this as grid.toml, change it, and `lapa2 sweep grid.toml"
@@ -219,8 +219,8 @@ def sweep(
             the grid are data, and never run.
         yes: Start also what would take a year, or more memory than there is.
     """
-    from lapa2_interp._util.progress import shown_time
-    from lapa2_interp.runs.estimates import shown_size
+    from lapa2_interp._util.progress import format_duration
+    from lapa2_interp.runs.estimates import format_bytes
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
 
@@ -241,17 +241,18 @@ def sweep(
         yes=yes,
     )
     print(
-        f"{counted(done.made, 'cell')} made in {shown_time(done.seconds)}, {done.before} were"
-        f" there: {out}"
+        f"{pluralize(done.made, 'cell')} made in {format_duration(done.seconds)}, {done.before}"
+        f" were there: {out}"
     )
     if done.made:
         print(
-            f"{shown_size(done.disk)} on disk, at most {shown_size(done.memory)} of memory a worker"
+            f"{format_bytes(done.disk)} on disk, at most {format_bytes(done.memory)} of memory a"
+            " worker"
         )
     if done.failed:
         raise RunError(
-            f"{counted(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the same"
-            " command tries them again"
+            f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the"
+            " same command tries them again"
         )
 
 
@@ -300,7 +301,7 @@ def runs(
             if row["state"] == "finished"
             else row["why"]
         )
-        where = f"{found.plan[row['key']].where}, {row['samples']} x {row['max_length']}"
+        where = f"{found.plan[row['key']].description}, {row['samples']} x {row['max_length']}"
         print(one_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.bias.augmentation import Augmentation, Joint, several
+from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
 from lapa2_interp.bias.keys_seen import KeysSeen, kinds_of
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
@@ -53,7 +53,7 @@ class Arrangement:
         prompt_tokens: Tokens of each prompt by itself.
     """
 
-    augmentations: tuple[Joint, ...]
+    augmentations: tuple[Augmentations, ...]
     layouts: tuple[tuple[Layout, ...], ...]
     steps: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
@@ -102,7 +102,7 @@ def arrange(
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):
         reached: list[tuple[Augmentation, list[KeysSeen]]] = []
-        for rule in several(augmentation):
+        for rule in active_augmentations(augmentation):
             layers = np.flatnonzero(rule.selects(size.n_layers, size.n_heads).any(1))
             reached.append((rule, kinds_of([size.keys_seen[i] for i in layers if size.keys_seen])))
         of_branch = []

@@ -40,11 +40,17 @@ from lapa2_interp._util.errors import (
     TaskError,
     TraceError,
     first_problem,
-    one_of,
+    unknown_choice,
 )
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.bias.augmentation import Augmentation, Joint, Rules, joint, several
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    Augmentations,
+    Rules,
+    active_augmentations,
+    normalize_augmentations,
+)
 from lapa2_interp.bias.recipes import Named, named_rules
 from lapa2_interp.bias.texts import check_long
 from lapa2_interp.methods.base import Branch, Method, Soft
@@ -88,7 +94,7 @@ class Cell(BaseModel):
     prompts."""
     attribute: str
     """What the texts are steered towards."""
-    augmentation: Joint
+    augmentation: Augmentations
     """The bias on attention scores, or several that act together; None for the base method."""
     length: int
     """Tokens of a text, its prompt's included where the task counts them."""
@@ -207,7 +213,7 @@ class Cell(BaseModel):
             raise AugmentationError(
                 f"give alpha {alpha:g}, or an augmentation that has its own, not both"
             )
-        if not label and isinstance(rules, Named) and several(rules):
+        if not label and isinstance(rules, Named) and active_augmentations(rules):
             label = rules.label
         if isinstance(model, str | Path):
             facts = {
@@ -264,7 +270,7 @@ class Cell(BaseModel):
                     ),
                 ),
                 attribute=attribute,
-                augmentation=joint(rules),
+                augmentation=normalize_augmentations(rules),
                 length=length,
                 samples=samples,
                 seed=seed,
@@ -295,7 +301,7 @@ class Cell(BaseModel):
             ("trace", self.trace, get_args(TraceKind)),
         ):
             if found not in allowed:
-                raise Lapa2Error(one_of(kind, found, allowed))
+                raise Lapa2Error(unknown_choice(kind, found, allowed))
         for rule in self.rules:
             if type(rule) is not Augmentation:
                 raise AugmentationError(
@@ -371,7 +377,7 @@ class Cell(BaseModel):
     @property
     def rules(self) -> tuple[Augmentation, ...]:
         """The augmentations, none for the base method."""
-        return several(self.augmentation)
+        return active_augmentations(self.augmentation)
 
     @property
     def arm(self) -> str:
@@ -431,13 +437,13 @@ class Cell(BaseModel):
         return ", ".join(changed)
 
     @property
-    def draw(self) -> str:
+    def sampling_key(self) -> str:
         """Equal for cells that draw the same texts, each for its own prompts and samples."""
         beside = dict.fromkeys(("samples", "trace", "patterns", "max_rows", "label"), True)
         return self.model_dump_json(exclude=beside | {"task": {"prompts"}})
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         """The cell in words, for lists and messages."""
         named = f"{self.method} ({self.variant})" if self.variant else self.method
         return f"{self.model} {self.task.name}/{self.attribute} {named}, {self.arm}"

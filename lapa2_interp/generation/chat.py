@@ -18,7 +18,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.bias.augmentation import Rules, several
+from lapa2_interp.bias.augmentation import Rules, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.recipes import named_rules
 from lapa2_interp.bias.texts import decode
@@ -29,7 +29,7 @@ from lapa2_interp.models.card import (
     check_one_side,
     keys_seen,
     model_card,
-    packed_model,
+    prepacked_model,
     short_context_of,
 )
 from lapa2_interp.models.load import takes_model
@@ -103,7 +103,7 @@ def continue_chats(
     shortest = min(len(each.ids) for each in layouts)
     what = "chats that are read together, with their continuations"
     check_one_side(short_context_of(model), shortest, longest + length - 1, what)
-    rules = several(named_rules(augmentation))
+    rules = active_augmentations(named_rules(augmentation))
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, seen=keys_seen(model))
     rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))
@@ -121,7 +121,7 @@ def continue_chats(
     expansion = torch.arange(len(padded)).repeat_interleave(samples)
     recorder.begin(padded, expansion)
     drawn: list[torch.Tensor] = []
-    with packed_model(model), progress_bar(length * len(of_rows), "chat") as bar:
+    with prepacked_model(model), progress_bar(length * len(of_rows), "chat") as bar:
         with augmented(model, [rules] * len(padded), padded, recorder):
             logits = rows.prompt_pass(padded)[expansion, -1]  # row vocab
         rows.expand(expansion.to(logits.device), capacity=len(padded[0]) + length - 1)

@@ -32,14 +32,14 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import with_neurons_set
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.bias.augmentation import several
+from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import continuation
 from lapa2_interp.generation.barring import Barred
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Batch, Plan, plan
 from lapa2_interp.generation.sampling import NOTHING, draw
-from lapa2_interp.methods.base import LogProbs, PrepareKit, Start
-from lapa2_interp.models.card import Model, keys_seen, model_card, packed_model
+from lapa2_interp.methods.base import LogProbs, MethodContext, Start
+from lapa2_interp.models.card import Model, keys_seen, model_card, prepacked_model
 from lapa2_interp.models.load import takes_model
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Ending:
 
 @takes_model
 def generate(
-    model: Model, cell: Cell, kit: PrepareKit | None = None, progress: tqdm | None = None
+    model: Model, cell: Cell, kit: MethodContext | None = None, progress: tqdm | None = None
 ) -> Generation:
     """Continue a cell's prompts with its model, and record where the attention went.
 
@@ -143,7 +143,7 @@ def run_plan(
     bar = progress if own is None else own
     tables, traces, problems = [], [], []
     try:
-        with packed_model(model):
+        with prepacked_model(model):
             for group in plan.groups if groups is None else groups:
                 table, trace = _made(model, plan, group, bar)
                 tables.append(table)
@@ -227,7 +227,9 @@ def _decode(
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
-    direct = any(rule.phase == "query" for each in plan.augmentations for rule in several(each))
+    direct = any(
+        rule.phase == "query" for each in plan.augmentations for rule in active_augmentations(each)
+    )
     rows = open_rows(model, recompute=method.recomputes, direct=direct)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
@@ -315,8 +317,8 @@ def _start(
     n_prompt: Int[Tensor, " prompt"],
     read: Float[Tensor, "row query vocab"] | None,
 ) -> Start:
-    """The start of the batch's samples; `read` holds the logits of their prompts, if they are
-    needed."""
+    """The start of the batch's samples; `read` holds the logits of their prompts, if they
+    are needed."""
     owner = torch.tensor(batch.owner)
     log_likelihood = None
     if read is not None:

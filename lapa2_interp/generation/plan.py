@@ -15,12 +15,12 @@ from jaxtyping import Float
 
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation.arrange import Arrangement, arrange
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import uniforms
-from lapa2_interp.methods.base import Method, Prepared, PrepareKit, Soft
+from lapa2_interp.methods.base import Method, MethodContext, Prepared, Soft
 from lapa2_interp.models.card import Model, is_bridge, kv_heads, model_card, window_of
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.prefixes.soft_prefix import SoftName, SoftPrefix, find_prefix
@@ -89,7 +89,7 @@ class Plan:
     branches: tuple[str, ...]
     layouts: tuple[tuple[Layout, ...], ...]
     prefixes: tuple[SoftPrefix | None, ...]
-    augmentations: tuple[Joint, ...]
+    augmentations: tuple[Augmentations, ...]
     steps: tuple[int, ...]
     prepared: tuple[Prepared, ...] = field(repr=False)
     groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
@@ -171,12 +171,12 @@ class Plan:
 
 
 @takes_model
-def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
+def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
     """Resolve a cell before its first token: checks first, then what the method has to prepare.
 
     Args:
         model: The cell's, from `load_model`.
-        kit: What `Method.prepare` is given (`runs.method_context.ModelKit`); plans that share
+        kit: What `Method.prepare` is given (`runs.method_context.ModelContext`); plans that share
             one share what it has made. Methods that prepare nothing need none.
 
     Raises:
@@ -244,7 +244,7 @@ def plan(model: Model, cell: Cell, kit: PrepareKit | None = None) -> Plan:
     )
 
 
-def _prepare(method: Method, kit: PrepareKit, cell: Cell) -> tuple[Prepared, ...]:
+def _prepare(method: Method, kit: MethodContext, cell: Cell) -> tuple[Prepared, ...]:
     prepared = []
     with progress_bar(
         len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"

@@ -23,14 +23,19 @@ from lapa2_interp.attention.cache import check_tokens, open_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.bias.augmentation import Augmentation, Rules, of_rows, several
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    Rules,
+    active_augmentations,
+    broadcast_to_rows,
+)
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.recipes import named_rules
 from lapa2_interp.models.card import (
     Model,
     check_one_side,
     keys_seen,
-    packed_model,
+    prepacked_model,
     short_context_of,
 )
 from lapa2_interp.models.load import takes_model
@@ -105,7 +110,7 @@ def teacher_forced(
         raise LayoutError(
             f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
         )
-    rules = [named_rules(row) for row in of_rows(named_rules(augmentation), len(rows))]
+    rules = [named_rules(row) for row in broadcast_to_rows(named_rules(augmentation), len(rows))]
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
     if not len(rules) == len(soft) == len(rows):
         raise LayoutError(
@@ -133,7 +138,7 @@ def teacher_forced(
             [rules[i] for i in group],
             [soft[i] for i in group],
         )
-        with packed_model(model):
+        with prepacked_model(model):
             parts.append(_read(model, batch, trace, branch, patterns, chunk, progress))
     if len(parts) == 1:
         return parts[0]
@@ -198,7 +203,7 @@ def _read(
 ) -> xr.Dataset:
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)
-    if any(rule.pooled for row in batch.rules for rule in several(row)):
+    if any(rule.pooled for row in batch.rules for rule in active_augmentations(row)):
         chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
     chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
@@ -206,7 +211,7 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, keys_seen(model))
     recorder.begin(padded)
-    direct = any(rule.phase == "query" for row in batch.rules for rule in several(row))
+    direct = any(rule.phase == "query" for row in batch.rules for rule in active_augmentations(row))
     state = open_rows(model, direct=direct)
     with augmented(model, batch.rules, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, field_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError, one_of
+from lapa2_interp._util.errors import MethodError, unknown_choice
 from lapa2_interp.methods.base import (
     FLOOR,
     Branch,
@@ -108,7 +108,7 @@ class Arithmetic(Method):
             if name not in known:
                 # A name such as very-calm would read as a difference.
                 usable = [each for each in known if each.isidentifier()]
-                raise MethodError(f"arithmetic: formula: {one_of('name', name, usable)}")
+                raise MethodError(f"arithmetic: formula: {unknown_choice('name', name, usable)}")
             if not known[name]:
                 raise MethodError(
                     f"arithmetic: {attribute!r} has no opponents on task {task.name!r} that the"

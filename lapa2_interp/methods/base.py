@@ -16,7 +16,7 @@ Two methods need more than log-probabilities, and two small protocols give it to
     prepare(kit, ...)    once per prompt, before its first token: work out what the method must know
     intervene(state)     before every pass of the model: which neurons to set, given the text so far
 
-`prepare` is given a `PrepareKit`; `begin` makes the first step's state from what was prepared.
+`prepare` is given a `MethodContext`; `begin` makes the first step's state from what was prepared.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Intervention:
 
 
 @runtime_checkable
-class PrepareKit(Protocol):
-    """What `prepare` may ask of a model (`lapa2_interp.runs.method_context.ModelKit`).
+class MethodContext(Protocol):
+    """What `prepare` may ask of a model (`lapa2_interp.runs.method_context.ModelContext`).
 
     Attributes:
         end_ids: Tokens that end a text.
@@ -224,7 +224,7 @@ class Method(ABC):
         stateless method."""
         return None
 
-    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         """Work out what must be known about a prompt before its first token; called once per
         prompt."""
         return Prepared()

@@ -39,8 +39,8 @@ from lapa2_interp.methods.base import (
     Branch,
     LogProbs,
     Method,
+    MethodContext,
     Prepared,
-    PrepareKit,
     Start,
     State,
     checked,
@@ -118,7 +118,7 @@ class Datg(Method):
         task.prefix(attribute)
         return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE, " "),)
 
-    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         kit.shares(
             self.scorer, task, attribute, prompt, ()
         )  # a scorer that does not fit is found before drafting
@@ -237,7 +237,7 @@ def _is_word(text: str) -> bool:
     )
 
 
-def words_of(kit: PrepareKit, positive: Sequence[str], negative: Sequence[str]) -> Words:
+def words_of(kit: MethodContext, positive: Sequence[str], negative: Sequence[str]) -> Words:
     """Words with the first token of each."""
     ids = [tuple(kit.ids(word)[0] for word in words) for words in (positive, negative)]
     return Words(tuple(positive), tuple(negative), *ids)

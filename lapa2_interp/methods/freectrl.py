@@ -60,8 +60,8 @@ from lapa2_interp.methods.base import (
     Intervention,
     LogProbs,
     Method,
+    MethodContext,
     Prepared,
-    PrepareKit,
     Start,
     State,
     checked,
@@ -173,7 +173,7 @@ class FreeCtrl(Method):
         self._lists(task)
         return (Branch("base"),)
 
-    def prepare(self, kit: PrepareKit, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         key = (self, task.model_dump_json(), attribute)
         embedding, keywords, centre = kit.once(
             key, lambda: self._of_attribute(kit, task, attribute)
@@ -194,7 +194,7 @@ class FreeCtrl(Method):
         return Prepared(known, summary=summary)
 
     def _of_attribute(
-        self, kit: PrepareKit, task: Task, attribute: str
+        self, kit: MethodContext, task: Task, attribute: str
     ) -> tuple[Tensor, dict, dict]:
         """Unit embeddings, keywords, and the attribute's control centre."""
         embedding = kit.once(
@@ -216,7 +216,7 @@ class FreeCtrl(Method):
         return embedding, keywords, centre
 
     def keywords(
-        self, kit: PrepareKit, task: Task, embedding: Float[Tensor, "vocab d_model"]
+        self, kit: MethodContext, task: Task, embedding: Float[Tensor, "vocab d_model"]
     ) -> dict[str, dict[str, int]]:
         """Every attribute's keywords with their tokens.
 
@@ -314,7 +314,7 @@ class FreeCtrl(Method):
         return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
 
 
-def in_text(kit: PrepareKit, word: str) -> list[int]:
+def in_text(kit: MethodContext, word: str) -> list[int]:
     """A word's tokens inside a text, with the space in front."""
     spaced, alone = kit.ids(" " + word), kit.ids(word)
     # SentencePiece puts a space in front by itself, and a token of its own for one more.

@@ -21,9 +21,16 @@ from lapa2_interp._util.errors import (
     MethodError,
     TaskError,
     first_problem,
-    one_of,
+    unknown_choice,
 )
-from lapa2_interp.bias.augmentation import PAPER_LAWS, Joint, Rules, joint, several, share_steps
+from lapa2_interp.bias.augmentation import (
+    PAPER_LAWS,
+    Augmentations,
+    Rules,
+    active_augmentations,
+    normalize_augmentations,
+    share_steps,
+)
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
 from lapa2_interp.methods.base import (
@@ -64,7 +71,7 @@ def find(name: str, allow_code: bool = False) -> type[Method]:
         known = registry()
         if name not in known:
             raise MethodError(
-                f"{one_of('method', name, known)}; or one of your own as MODULE:CLASS"
+                f"{unknown_choice('method', name, known)}; or one of your own as MODULE:CLASS"
             )
         return known[name]
     module, _, place = name.partition(":")
@@ -116,7 +123,7 @@ def get(name: str, **parameters: Any) -> Method:
         each for each in parameters if each not in names
     ]  # a dataclass of one's own may pass them over
     if unknown:
-        raise MethodError(f"method {name!r}: {one_of('field', unknown[0], names)}")
+        raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
     try:
         return TypeAdapter(kind).validate_python(parameters)
     except ValidationError as error:
@@ -151,7 +158,7 @@ def load_task(name: str | Path) -> Task:
         if method in known:
             _check_texts(task, method, known[method], f"task file {name}")
         elif ":" not in method:
-            raise TaskError(f"task file {name}: methods: {one_of('method', method, known)}")
+            raise TaskError(f"task file {name}: methods: {unknown_choice('method', method, known)}")
     return task
 
 
@@ -162,10 +169,12 @@ def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
         for text in texts:
             if allowed is not None and text not in allowed:
                 place = f"methods.{name}.texts.{attribute}"
-                raise TaskError(f"{where}: {place}: {one_of('text', text, allowed)}")
+                raise TaskError(f"{where}: {place}: {unknown_choice('text', text, allowed)}")
 
 
-def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> tuple[Joint, ...]:
+def assign(
+    method: Method, branches: Sequence[Branch], augmentation: Rules
+) -> tuple[Augmentations, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
     the method has it on.
 
@@ -177,7 +186,7 @@ def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> t
         AugmentationError: There is no branch for the augmentation to act on, or several rules for
             parts of the prefix would all act on the whole prompt.
     """
-    rules = several(augmentation)
+    rules = active_augmentations(augmentation)
     on_prompt = rules
     if any(branch.prefix is not None for branch in branches):
         copied = [rule for rule in rules if rule.law in PAPER_LAWS]
@@ -190,7 +199,9 @@ def assign(method: Method, branches: Sequence[Branch], augmentation: Rules) -> t
                 " pro_aug=false, or one rule"
             )
     of_branches = tuple(
-        joint(rules if branch.prefix is not None else on_prompt if method.pro_aug else None)
+        normalize_augmentations(
+            rules if branch.prefix is not None else on_prompt if method.pro_aug else None
+        )
         for branch in branches
     )
     if rules and not any(of_branches):

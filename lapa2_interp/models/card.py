@@ -17,7 +17,7 @@ from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.keys_seen import FULL, KeysSeen, KeysSeenKind
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.texts import tokenizer_of
-from lapa2_interp.models.prepacked import Packing, choose_packing, packed
+from lapa2_interp.models.prepacked import Packing, choose_prepacking, prepacked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -329,9 +329,9 @@ def network_of(model: Model) -> nn.Module:
     return model.original_model if is_bridge(model) else model
 
 
-def packed_model(model: Model) -> AbstractContextManager[None]:
-    """`packed` for a model, as its card says."""
-    return packed(network_of(model), model_card(model).packing)
+def prepacked_model(model: Model) -> AbstractContextManager[None]:
+    """`prepacked` for a model, as its card says."""
+    return prepacked(network_of(model), model_card(model).packing)
 
 
 class ModelCard(BaseModel):
@@ -363,7 +363,7 @@ class ModelCard(BaseModel):
     keys_seen: tuple[KeysSeen, ...] = ()
     """By layer, which keys its queries see; none are listed where every layer sees all keys."""
     packing: Packing = "none"
-    """Linear layers that compute with packed weights (`packed`), which may decide last bits."""
+    """Linear layers that compute with packed weights (`prepacked`), which may decide last bits."""
 
 
 def model_card(model: Model) -> ModelCard:
@@ -496,7 +496,7 @@ def make_card(
         name, weights: As the card has them.
         architecture: The transformers class; by default what the model's configuration says.
         generation: The model's generation configuration, whose end tokens count, too.
-        packing: By default as `choose_packing` has it.
+        packing: By default as `choose_prepacking` has it.
     """
     markers = text_markers(model.tokenizer)
     listed = generation.eos_token_id if generation is not None else None
@@ -520,5 +520,5 @@ def make_card(
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(name for name in names if name is not None),
         keys_seen=unless_full(keys_seen(model)),
-        packing=choose_packing(network_of(model)) if packing is None else packing,
+        packing=choose_prepacking(network_of(model)) if packing is None else packing,
     )

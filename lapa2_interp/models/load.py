@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
-from lapa2_interp._util.errors import ModelError, one_of
+from lapa2_interp._util.errors import ModelError, unknown_choice
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import (
     Model,
@@ -40,7 +40,7 @@ from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import default_device, resolve_dtype
 from lapa2_interp.models.planted import NAME as PLANTED
 from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
-from lapa2_interp.models.prepacked import choose_packing
+from lapa2_interp.models.prepacked import choose_prepacking
 from lapa2_interp.models.rotary import watch
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
@@ -104,7 +104,7 @@ def load_model(
         trust_remote_code: Run code that comes with the model.
         pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
             takes as much memory again: auto where it fits, on, or off
-            (`models.prepacked.choose_packing`).
+            (`models.prepacked.choose_prepacking`).
         workers: Processes on this machine that load the model, for pack "auto".
         seed: Of a planted model; load_model("planted", seed=3) is load_model("planted:3").
 
@@ -124,7 +124,7 @@ def load_model(
         "TransformersModel": _transformers_model,
     }
     if model_class not in wrap:
-        raise ModelError(one_of("model class", model_class, wrap))
+        raise ModelError(unknown_choice("model class", model_class, wrap))
     if not isinstance(name, str | Path):
         raise ModelError(
             f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
@@ -172,7 +172,7 @@ def load_model(
     )
     assert_live(model, name)
     _check_same(found, wanted, name, model_class, dtype)
-    packing = choose_packing(network_of(model), pack, workers)
+    packing = choose_prepacking(network_of(model), pack, workers)
     card = make_card(model, name, weights, architecture, network.generation_config, packing)
     keep_card(model, card)
     return model

@@ -21,8 +21,14 @@ from typing import Literal, get_args
 
 from pydantic import TypeAdapter
 
-from lapa2_interp._util.errors import ModelError, one_of
-from lapa2_interp._util.files import cache_folder, keep_file, read_text, sealed, unsealed
+from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp._util.files import (
+    cache_folder,
+    keep_file,
+    read_text,
+    with_checksums,
+    without_checksums,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
@@ -102,7 +108,7 @@ def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float,
     with suppress(ModelError):
         keep_file(
             _file(),
-            lambda path: path.write_text(sealed(known), encoding="utf-8"),
+            lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
         )
     return kept
 
@@ -113,7 +119,7 @@ def _file() -> Path:
 
 def _all() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        fields, _ = unsealed(read_text(_file()))
+        fields, _ = without_checksums(read_text(_file()))
         found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_python(fields)
         positive = {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
@@ -138,7 +144,7 @@ def resolve_dtype(dtype: str, device: str | None = None) -> str:
     if dtype == AUTO:
         return faster_dtype(device)
     if dtype not in get_args(Dtype):
-        raise ModelError(one_of("dtype", dtype, (AUTO, *get_args(Dtype))))
+        raise ModelError(unknown_choice("dtype", dtype, (AUTO, *get_args(Dtype))))
     return dtype
 
 

@@ -40,10 +40,10 @@ from torch.nn.functional import gelu, pad
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp._util.errors import ModelError, one_of
+from lapa2_interp._util.errors import ModelError, unknown_choice
 
 Pack = Literal["auto", "on", "off"]
-"""Whether to pack: auto packs what fits the memory (`choose_packing`)."""
+"""Whether to pack: auto packs what fits the memory (`choose_prepacking`)."""
 Packing = Literal["all", "lm_head", "none"]
 """What is packed: every linear layer, the output layer alone (a small share of a large model, and
 the layer that gains most), or nothing."""
@@ -63,7 +63,7 @@ Module = Any
 _kept: weakref.WeakKeyDictionary[Any, _PackedWeight] = weakref.WeakKeyDictionary()
 
 
-def choose_packing(network: Module, pack: str = "auto", workers: int = 1) -> Packing:
+def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> Packing:
     """What of a network is packed.
 
     It depends on the machine, the network and the number of workers, and not on what else uses the
@@ -78,7 +78,7 @@ def choose_packing(network: Module, pack: str = "auto", workers: int = 1) -> Pac
         ModelError: Unknown `pack`, or "on" where nothing can be packed.
     """
     if pack not in get_args(Pack):
-        raise ModelError(one_of("pack", pack, get_args(Pack)))
+        raise ModelError(unknown_choice("pack", pack, get_args(Pack)))
     layers = list(_linear_layers(network))
     if pack == "off" or not layers or not can_pack(layers[0].weight):
         if pack == "on":
@@ -97,7 +97,7 @@ def choose_packing(network: Module, pack: str = "auto", workers: int = 1) -> Pac
 
 
 @contextmanager
-def packed(network: Module, packing: Packing | None = None) -> Iterator[None]:
+def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]:
     """Compute the linear layers of a network with packed weights inside the block.
 
     Products that want gradients, that are of another dtype or on another device, and those of
@@ -105,9 +105,9 @@ def packed(network: Module, packing: Packing | None = None) -> Iterator[None]:
 
     Args:
         network: A transformers model.
-        packing: By default `choose_packing(network)`.
+        packing: By default `choose_prepacking(network)`.
     """
-    packing = choose_packing(network) if packing is None else packing
+    packing = choose_prepacking(network) if packing is None else packing
     layers: list[Module] = []
     if packing == "all":
         layers = [layer for layer in _linear_layers(network) if "forward" not in vars(layer)]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import ModelError, counted
+from lapa2_interp._util.errors import ModelError, pluralize
 from lapa2_interp._util.files import parse_json, read_text, sha256_of
 
 WEIGHTS = "model.safetensors"
@@ -62,20 +62,20 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
     if other := sorted(found["mismatched_keys"]):
         shapes = "; ".join(f"{name} {list(a)} for {list(b)}" for name, a, b in other[:SHOWN])
         raise ModelError(
-            f"{source} holds {counted(len(other), 'tensor')} of another shape than config.json asks"
-            f" for: {shapes}{_more(other)}; config.json belongs to another model, or its sizes were"
-            " changed: put back the file that was saved with these weights"
+            f"{source} holds {pluralize(len(other), 'tensor')} of another shape than config.json"
+            f" asks for: {shapes}{_more(other)}; config.json belongs to another model, or its"
+            " sizes were changed: put back the file that was saved with these weights"
         )
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
-            f"{source} lacks {counted(len(missing), 'tensor')} of a {type(network).__name__}, which"
-            f" would be random: {_named(missing)}; {_cause(network, missing, found)}"
+            f"{source} lacks {pluralize(len(missing), 'tensor')} of a {type(network).__name__},"
+            f" which would be random: {_named(missing)}; {_cause(network, missing, found)}"
         )
     # Quantised files have scales beside the weights, which their library reads or passes over.
     quantised = getattr(network, "hf_quantizer", None) is not None
     if not quantised and (left := sorted(_left_over(network, found["unexpected_keys"]))):
         raise ModelError(
-            f"{source} has {counted(len(left), 'tensor')} that a {type(network).__name__} of this"
+            f"{source} has {pluralize(len(left), 'tensor')} that a {type(network).__name__} of this"
             f" config.json would ignore: {_named(left)}; {_leftover_cause(left)}"
         )
     return network

@@ -1,12 +1,11 @@
 """The paper item by item: scores of a run's cells as a table with intervals, beside the paper's
 numbers, and its claims judged.
 
-An item is a figure or table of the paper. Its script in `analyses/` opens a `Bench` on a run folder
-and scores the cells of the item's grid (scores are kept in RUN/scores, so nothing is scored twice).
-It writes RUN/tables/ITEM.csv, .md and .tex, and judges the claims the paper makes with the item
-(RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here
-generates.
-"""
+An item is a figure or table of the paper. Its script in `analyses/` opens an `ItemTables` on a run
+folder and scores the cells of the item's grid (scores are kept in RUN/scores, so nothing is scored
+twice). It writes RUN/tables/ITEM.csv, .md and .tex, and judges the claims the paper makes with the
+item (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables. Nothing here
+generates."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-class Bench(Findings):
+class ItemTables(Findings):
     """One item on one run: its data (`data`), tables and files by short names, and the claims
     judged so far.
 
@@ -187,14 +186,14 @@ def of_arm(text: str, arm: str, arms: Iterable[str]) -> str:
     return f"{text}, {arm}" if len(set(arms) - {"baseline"}) > 1 else text
 
 
-def open_bench(
+def open_item(
     item: str,
     title: str,
     *grids: str,
     scorers: Sequence[str] = USUAL,
     perplexity: int = PERPLEXITY_TEXTS,
     files: Mapping[str, str] | None = None,
-) -> Bench:
+) -> ItemTables:
     """The bench of a script, from its command line: `python analyses/ITEM.py RUN`. In a notebook
     RUN is `LAPA2_RUN`.
 
@@ -234,4 +233,4 @@ def open_bench(
         options.dtype,
     )
     given = {name: tuple(getattr(options, name)) for name in files or {}}
-    return Bench(data, title, options.out or options.run, given)
+    return ItemTables(data, title, options.out or options.run, given)

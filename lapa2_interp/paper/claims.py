@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError, counted
+from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.files import check_file
 from lapa2_interp.scoring.tables import other_scorer, paired, plain
 from lapa2_interp.stats import Difference, holm
@@ -103,7 +103,7 @@ def judge(relation: Relation, low: float, high: float, p: float, p_within: float
     return "no difference" if p_within < SURE else "inconclusive"
 
 
-def tested(relation: Relation, found: Difference, margin: float) -> tuple[float, float]:
+def p_values(relation: Relation, found: Difference, margin: float) -> tuple[float, float]:
     """The two p of `judge`.
 
     Args:
@@ -195,7 +195,7 @@ class Finding:
         if found is None:
             none = cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0, raw="missing")
             return replace(none, margin=claim.margin, **facts)
-        p, p_within = tested(claim.relation, found, claim.margin)
+        p, p_within = p_values(claim.relation, found, claim.margin)
         verdict = judge(claim.relation, found.low, found.high, p, p_within)
         made = cls(
             *told,
@@ -217,7 +217,7 @@ class Finding:
         if second is None:
             return made
         name, other = second
-        tests = tested(claim.relation, other, claim.margin)
+        tests = p_values(claim.relation, other, claim.margin)
         said = judge(claim.relation, other.low, other.high, *tests)
         return replace(
             made,
@@ -387,14 +387,14 @@ def counted_once(claims: pd.DataFrame) -> pd.DataFrame:
     make it, they correct for different numbers of claims: the row with the largest corrected p
     counts."""
     alone = claims["compared"] == ""
-    ordered = claims.assign(largest=-behind(claims)["holm"].fillna(1.0)).sort_values(
+    ordered = claims.assign(largest=-deciding_p_values(claims)["holm"].fillna(1.0)).sort_values(
         "largest", kind="stable"
     )
     first = ~ordered[["whose", "compared"]].duplicated() | alone
     return claims[first.reindex(claims.index)]
 
 
-def behind(claims: pd.DataFrame) -> pd.DataFrame:
+def deciding_p_values(claims: pd.DataFrame) -> pd.DataFrame:
     """The p and holm of the test behind each verdict; behind none, the smaller ones."""
     small = (claims["verdict"] == "no difference") | (
         (claims["expected"] == "same") & claims["verdict"].isin(["as in the paper", "as expected"])
@@ -464,8 +464,8 @@ def disputed(claims: pd.DataFrame) -> str:
     sides = (*OUR_WORDS, *OUR_WORDS.values())
     opposite = (others["raw"].isin(sides) & others["second_verdict"].isin(sides)).sum()
     return (
-        f"Of {counted(len(both), 'claim')} with two scorers, {len(others)} have another verdict by"
-        f" the second (≠), {opposite} of them the opposite one."
+        f"Of {pluralize(len(both), 'claim')} with two scorers, {len(others)} have another verdict"
+        f" by the second (≠), {opposite} of them the opposite one."
     )
 
 
@@ -486,7 +486,7 @@ def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
     shown = claims[columns].assign(paper=paper, here=here)
-    for name, values in behind(claims).items():
+    for name, values in deciding_p_values(claims).items():
         shown[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
     shown["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
     n = claims["texts"] * claims["prompts"]

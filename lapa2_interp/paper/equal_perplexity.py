@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
 
 SETTING = ("task", "words", "model", "method", "variant")
@@ -183,7 +183,7 @@ class Arms:
             ScoringError: There is no such family.
         """
         if reference not in self.families:
-            raise ScoringError(one_of("family", reference, self.families))
+            raise ScoringError(unknown_choice("family", reference, self.families))
         rows = []
         for ratio in ratios:
             base, base_reached = self.at(reference, ratio)
@@ -230,7 +230,7 @@ def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.Da
     return found
 
 
-def qualified(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.DataFrame:
+def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.DataFrame:
     """Rows of `judged`, where verdicts "more" and "less" by a metric say what speaks against them:
 
     - "disputed": by the second scorer the difference has the other sign, or there is none;
@@ -256,7 +256,7 @@ def qualified(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.
     return found
 
 
-def telling(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
+def distinguishing_columns(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
     """The columns that tell a table's settings apart: the last ones that the others decide are left
     out; one stays at least."""
     kept = list(names)
@@ -267,13 +267,13 @@ def telling(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
     return kept
 
 
-def shown(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
+def format_table(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
     """The rows of `judged` for reading: one row per setting, ratio and family, a column per metric.
 
     Args:
-        setting: Columns before them, as `telling` takes them.
+        setting: Columns before them, as `distinguishing_columns` takes them.
     """
-    keys = [*telling(table, setting), "ratio", "perplexity", "family", "reached"]
+    keys = [*distinguishing_columns(table, setting), "ratio", "perplexity", "family", "reached"]
     cells = []
     for row in table.to_dict("records"):
         text = "" if np.isnan(row["value"]) else f"{row['value']:.1f}"

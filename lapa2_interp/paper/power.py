@@ -18,8 +18,8 @@ is cautious. The permutation test of a sign gives few prompts no p below a level
 5 prompts never find one.
 
 With more prompts, a difference of any size is either found or shown to be small. The hardest true
-difference lies between 0 and the margin; `enough` says how many prompts decide it in 80 % of runs.
-"""
+difference lies between 0 and the margin; `required_prompts` says how many prompts decide it in 80 %
+of runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import DataError, counted
+from lapa2_interp._util.errors import DataError, pluralize
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper.claims import SURE
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, texts_read
@@ -42,14 +42,14 @@ SPREADS = {"acc": 49.0, "tox": 11.0}
 has on the task detox."""
 
 
-class Plan(NamedTuple):
+class SamplePlan(NamedTuple):
     """Prompts of an arm, and texts of each, over all attributes."""
 
     prompts: int
     texts: float
 
 
-def plans(grid: Grid, task: str = "", method: str = "") -> list[Plan]:
+def sample_plans(grid: Grid, task: str = "", method: str = "") -> list[SamplePlan]:
     """The plans of a grid's arms, the smallest first.
 
     Args:
@@ -61,19 +61,21 @@ def plans(grid: Grid, task: str = "", method: str = "") -> list[Plan]:
             key = (cell.model, cell.task.name, cell.method, cell.variant, cell.arm)
             arms.setdefault(key, []).append(cell)
     found = {
-        Plan(len(cells[0].prompts), sum(cell.n_texts for cell in cells) / len(cells[0].prompts))
+        SamplePlan(
+            len(cells[0].prompts), sum(cell.n_texts for cell in cells) / len(cells[0].prompts)
+        )
         for cells in arms.values()
     }
     return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
 
 
-def measured(plan: Plan, metric: str, attributes: int, perplexity: int) -> Plan:
+def measured(plan: SamplePlan, metric: str, attributes: int, perplexity: int) -> SamplePlan:
     """The texts of a plan that a metric reads: perplexity reads the first few of each prompt, about
     `perplexity` of an arm."""
     if metric != "ppl":
         return plan
     read = texts_read(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
-    return Plan(plan.prompts, read / plan.prompts)
+    return SamplePlan(plan.prompts, read / plan.prompts)
 
 
 def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) -> pd.DataFrame:
@@ -88,7 +90,7 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
         (of each prompt), detectable, corrected (the same at the corrected level), margin, if_zero
         (how often a true 0 is shown to be within the margin; NaN without one), decided (how often
         the claim is decided, if the truth is as likely as the earlier run says), enough (as of
-        `enough`, with the plan's texts of each prompt). Claims whose
+        `required_prompts`, with the plan's texts of each prompt). Claims whose
         prompts all differed by the same tell no spread and are left out; attrs["alike"] counts
         them.
 
@@ -101,7 +103,7 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
     for (item, _), part in claims[of_grid].groupby(["item", "whose"], sort=False):
         once, tests = _families(part)
         for row in once[once["error"].notna()].to_dict("records"):
-            chosen = plans(grid, row["task"], row["method"])
+            chosen = sample_plans(grid, row["task"], row["method"])
             if chosen and row["error"] == 0:
                 alike += 1
             elif chosen:
@@ -109,7 +111,7 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
     if not rows:
         raise DataError(
             f"no claim of an item of {grid.name} has a number in these tables"
-            + f" ({counted(alike, 'claim')} without spread)" * bool(alike)
+            + f" ({pluralize(alike, 'claim')} without spread)" * bool(alike)
             + "; give the folder of an earlier run of it: its tables/ has ITEM.claims.csv"
         )
     names = ["item", "claim", "metric", "prompts", "texts", "detectable", "corrected", "margin"]
@@ -118,7 +120,7 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
     return found
 
 
-def enough(claims: pd.DataFrame) -> pd.Series:
+def required_prompts(claims: pd.DataFrame) -> pd.Series:
     """How many prompts, with as many texts of each, decide a claim in 80 % of runs.
 
     That is so whatever the true difference is; for claims of "same", where it is 0. NaN where no
@@ -213,7 +215,7 @@ class _Tests(NamedTuple):
 
 def _row(
     row: Mapping[Hashable, Any],
-    plan: Plan,
+    plan: SamplePlan,
     grid: Grid,
     perplexity: int,
     families: tuple[int, int],
@@ -252,7 +254,7 @@ def detects(grid: Grid) -> str:
     """
     told = []
     for tasks, metric in ((("sentiment", "topic"), "acc"), (("detox",), "tox")):
-        found = [plan for task in tasks for plan in plans(grid, task)]
+        found = [plan for task in tasks for plan in sample_plans(grid, task)]
         if found:
             worst = min(plan.prompts * plan.texts for plan in found)
             told.append(f"{metric} {2.80 * SPREADS[metric] * np.sqrt(2 / worst):.1f}")
@@ -268,8 +270,8 @@ def summary(table: pd.DataFrame) -> str:
         f"of {len(table)} claims about {table['decided'].sum():.0f} will be decided ({share:.0%});"
         f" the median smallest difference, corrected, is {worst}"
     ) + (
-        f"; left out: {counted(alike, 'claim')} whose prompts all differed by the same, which tells"
-        " no spread"
+        f"; left out: {pluralize(alike, 'claim')} whose prompts all differed by the same, which"
+        " tells no spread"
         if (alike := table.attrs.get("alike", 0))
         else ""
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import RunError, counted, first_problem
+from lapa2_interp._util.errors import RunError, first_problem, pluralize
 from lapa2_interp._util.files import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
@@ -129,7 +129,7 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     return Results(
         analysed_at=source_commit(),
         analysed_when=datetime.now(UTC).replace(microsecond=0),
-        analysed_on=f"{kind_of()}, {counted(cores(), 'core')}",
+        analysed_on=f"{kind_of()}, {pluralize(cores(), 'core')}",
         analysed_with=library_versions(),
         grids={
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from lapa2_interp._util.errors import Lapa2Error, ScoringError, one_of
+from lapa2_interp._util.errors import Lapa2Error, ScoringError, unknown_choice
 from lapa2_interp.models.machine import Dtype
 from lapa2_interp.scoring.scorer import chosen_scorers
 
@@ -44,7 +44,7 @@ class ScriptOptions(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             names = [name for name in self._option_string_actions if name.startswith("--")]
-            self.error(one_of("option", rest[0].partition("=")[0], names))
+            self.error(unknown_choice("option", rest[0].partition("=")[0], names))
         if rest:
             self.error(f"there is no place for {rest[0]!r}")
         return found

@@ -24,7 +24,7 @@ from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, TraceError
 from lapa2_interp._util.files import check_own, new_folder, parse_json, read_text, write_netcdf
 from lapa2_interp._util.page import Section, page
-from lapa2_interp._util.progress import progress_bar, shown_time
+from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.synthetic import as_dataset, draw_log_odds, lengths_up_to
@@ -66,7 +66,7 @@ L_PRE = 3
 
 
 @dataclass(frozen=True)
-class Study:
+class PropositionStudy:
     """What is verified, and on what.
 
     Attributes:
@@ -132,8 +132,8 @@ class Study:
         if self.text is None and (self.long_length or self.long_texts > 1):
             raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
         if self.text is None and (self.long_alphas, self.long_dtype) != (
-            Study.long_alphas,
-            Study.long_dtype,
+            PropositionStudy.long_alphas,
+            PropositionStudy.long_dtype,
         ):
             raise TraceError("--long-alphas and --long-dtype read a text: give it with --text FILE")
         if self.text is not None and not self.long_alphas:
@@ -161,7 +161,7 @@ class Verified:
     free: Run
 
 
-def verify(out: Path, study: Study, force: bool = False) -> str:
+def verify(out: Path, study: PropositionStudy, force: bool = False) -> str:
     """Run a study and write its folder; returns what to print.
 
     The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
@@ -204,7 +204,7 @@ def _finished(folder: Path) -> bool:
     return True
 
 
-def run_study(study: Study) -> Verified:
+def run_study(study: PropositionStudy) -> Verified:
     """All parts of a study, without writing anything."""
     tables: dict[str, pd.DataFrame] = {}
     traces: dict[str, xr.Dataset] = {}
@@ -266,7 +266,7 @@ def _trace_tables(
     }
 
 
-def _generate(model: Model, study: Study) -> Run:
+def _generate(model: Model, study: PropositionStudy) -> Run:
     task = load_task("sentiment")
     cells = [
         Cell.of(
@@ -286,13 +286,13 @@ def _generate(model: Model, study: Study) -> Run:
     )
 
 
-def _announce(model: Model, study: Study, plans: Sequence[Plan]) -> None:
+def _announce(model: Model, study: PropositionStudy, plans: Sequence[Plan]) -> None:
     print(announcement(model, plans), file=sys.stderr)
     baseline = sum(each.new_tokens for each in plans) // (1 + len(study.free))
     told = reading_seconds(model, len(study.alphas) * baseline)
     if told > LONG:
         print(
-            f"then they are read under {len(study.alphas)} alphas: about {shown_time(told)}",
+            f"then they are read under {len(study.alphas)} alphas: about {format_duration(told)}",
             file=sys.stderr,
         )
 
@@ -365,7 +365,7 @@ def _read_long(
     return by_alpha(found)
 
 
-def _long_texts(study: Study, model: Model) -> tuple[Layout, list[list[int]]]:
+def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
     """The branch and the texts cut from a file, each of the length asked for or as long as the
     context allows."""
     assert study.text is not None
@@ -541,7 +541,7 @@ def _report(
     return page("Do the propositions hold?", lead, sections, facts)
 
 
-def _facts(study: Study, found: Verified) -> dict[str, str]:
+def _facts(study: PropositionStudy, found: Verified) -> dict[str, str]:
     facts = {name: str(value) for name, value in vars(study).items() if value is not None}
     if study.text is not None:
         facts["text"] = study.text.name

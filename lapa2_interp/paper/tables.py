@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import counted
+from lapa2_interp._util.errors import pluralize
 from lapa2_interp.methods.registry import registry
 from lapa2_interp.paper.claims import compare, rows_with
 from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
@@ -372,5 +372,5 @@ def gaps_note(table: pd.DataFrame) -> str:
         return ""
     counts = table[table["state"] != "finished"]["state"].value_counts()
     return (
-        "Gaps: " + ", ".join(f"{counted(n, 'cell')} {state}" for state, n in counts.items()) + "."
+        "Gaps: " + ", ".join(f"{pluralize(n, 'cell')} {state}" for state, n in counts.items()) + "."
     )

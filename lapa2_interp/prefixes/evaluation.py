@@ -23,7 +23,7 @@ from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.load import load_transformers, move
-from lapa2_interp.models.prepacked import packed
+from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
 from lapa2_interp.prefixes.training import check_context, tokenise
@@ -56,7 +56,7 @@ def score_texts(
         pairs = [behind_hard(tokenizer, prefix, text) for text in texts]
     order = sorted(range(len(texts)), key=lambda i: (pairs[i][0], len(pairs[i][1])))
     totals = np.zeros(len(texts))
-    with packed(network):
+    with prepacked(network):
         for part in _batches(order, [before for before, _ in pairs]):
             start = (bos, *pairs[part[0]][0])
             rows = TextRows.of([pairs[j][1] for j in part], start, network.device)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import PrefixError, one_of
+from lapa2_interp._util.errors import PrefixError, unknown_choice
 from lapa2_interp._util.files import parse_json, read_text
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
@@ -83,8 +83,8 @@ def import_prefix(
         names = [name for group in AIR_NUMBERS.values() for name in group]
         if number is None and attribute not in names:
             raise PrefixError(
-                f"{one_of('attribute of the Air-Decoding checkpoints', attribute, names)}; or give"
-                " --number"
+                f"{unknown_choice('attribute of the Air-Decoding checkpoints', attribute, names)};"
+                " or give --number"
             )
         chosen = names.index(attribute) if number is None else number
         keys, values = _air(read_tensors(source), chosen, model.cfg.n_heads, source)

@@ -10,7 +10,7 @@ import pandas as pd
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
-from lapa2_interp.prefixes.recipes import Recipe
+from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import cards
 from lapa2_interp.prefixes.training import train_set
 from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus, split_off
@@ -18,7 +18,7 @@ from lapa2_interp.tasks.task import Task, read_task
 
 HELD_OUT = 250
 """Texts per attribute that are held out of the data where no held-out texts are given."""
-Notify = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def make_set(
@@ -27,13 +27,13 @@ def make_set(
     out: Path,
     data: Sequence[str],
     held_out: Sequence[str],
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     *,
     attributes: Sequence[str] = (),
     start_from: Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    notify: Notify = lambda text: None,
+    notify: Report = lambda text: None,
 ) -> pd.DataFrame:
     """Train a task's soft prefixes for a frozen model and measure them; the same call resumes an
     interrupted one.
@@ -100,7 +100,7 @@ def measure_sets(
     dtype: str = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
-    notify: Notify = lambda text: None,
+    notify: Report = lambda text: None,
 ) -> pd.DataFrame:
     """Measure sets of soft prefixes on text they were not trained on, and write the numbers into
     their cards.
@@ -148,7 +148,7 @@ def _parts(split: Iterable[tuple[Corpus, Corpus]]) -> tuple[list[Corpus], list[C
 
 
 def _read(
-    sources: Sequence[str], labels: Sequence[str], split: str, notify: Notify
+    sources: Sequence[str], labels: Sequence[str], split: str, notify: Report
 ) -> list[Corpus]:
     """Corpora, each reported in a line."""
     corpora = [read_corpus(source, labels, split) for source in sources]

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import PrefixError, first_problem, one_of
+from lapa2_interp._util.errors import PrefixError, first_problem, unknown_choice
 from lapa2_interp.models.machine import Dtype
 
 
-class Recipe(BaseModel):
+class TrainingRecipe(BaseModel):
     """Everything that decides how prefixes are trained. The defaults are for a small model on a
     CPU."""
 
@@ -72,7 +72,7 @@ class Recipe(BaseModel):
     """Precision of the network; the prefix is trained in float32."""
 
     @model_validator(mode="after")
-    def _check(self) -> Recipe:
+    def _check(self) -> TrainingRecipe:
         if self.parameterisation != "direct" and (
             self.start in ("text", "hard", "set") or self.shared
         ):
@@ -156,20 +156,22 @@ section 4); Con-Prefix's and Prefix-Tuning's. Con-Prefix's own code feeds texts 
 every text starts with one, as in decoding."""
 
 
-def recipe(name: str = "small", **changes: Any) -> Recipe:
+def recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
     """A named recipe with changes.
 
     Raises:
         PrefixError: Unknown name or field, or a value out of range.
     """
     if name not in RECIPES:
-        raise PrefixError(one_of("recipe", name, RECIPES))
+        raise PrefixError(unknown_choice("recipe", name, RECIPES))
     fields = dict(RECIPES[name])
     if changes.get("parameterisation", "direct") != "direct" and "parameterisation" not in fields:
         fields |= {"start": "random", "shared": 0}  # what a folded prefix cannot begin with
     if changes.get("start") == "set":
         fields["shared"] = 0
     try:
-        return Recipe.model_validate(fields | changes)
+        return TrainingRecipe.model_validate(fields | changes)
     except ValidationError as error:
-        raise PrefixError(f"recipe: {first_problem(error, fields=Recipe.model_fields)}") from None
+        raise PrefixError(
+            f"recipe: {first_problem(error, fields=TrainingRecipe.model_fields)}"
+        ) from None

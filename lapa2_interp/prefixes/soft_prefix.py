@@ -24,7 +24,13 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import PrefixError, first_problem
-from lapa2_interp._util.files import read_text, sealed, unsealed, whole_file, write_text
+from lapa2_interp._util.files import (
+    atomic_write,
+    read_text,
+    with_checksums,
+    without_checksums,
+    write_text,
+)
 from lapa2_interp.models.card import Model, keys_seen_by, kv_heads, kv_sizes, model_card, network_of
 from lapa2_interp.stats import Interval
 
@@ -285,13 +291,13 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
             f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32"
         )
     weights, card_file = prefix_files(folder, prefix.card.attribute)
-    with whole_file(weights) as fresh:
+    with atomic_write(weights) as fresh:
         save_file(kept, fresh)
         fresh.chmod(0o644)
     card = prefix.card.model_copy(
         update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
     )
-    write_text(card_file, sealed(card.model_dump_json()))
+    write_text(card_file, with_checksums(card.model_dump_json()))
     return SoftPrefix(kept["keys"], kept["values"], card)
 
 
@@ -336,7 +342,7 @@ def read_card(file: Path) -> PrefixCard:
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
     try:
-        fields, _ = unsealed(read_text(file))
+        fields, _ = without_checksums(read_text(file))
         return PrefixCard.model_validate_json(json.dumps(fields))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)

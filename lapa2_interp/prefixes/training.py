@@ -52,7 +52,7 @@ from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import check_one_side, context_of, short_context
 from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.prefixes.recipes import Recipe
+from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
     Shape,
@@ -79,7 +79,7 @@ class Parameters(nn.Module):
     """Trainable numbers of several prefixes; `forward` gives their keys and values, [prefix, layer,
     kv_head, slot, d_head]."""
 
-    def __init__(self, n_prefixes: int, shape: Shape, recipe: Recipe) -> None:
+    def __init__(self, n_prefixes: int, shape: Shape, recipe: TrainingRecipe) -> None:
         super().__init__()
         self.shape, self.recipe, self.n = shape, recipe, n_prefixes
         layers, slots, middle = shape.n_layers, shape.n_slots, recipe.middle
@@ -234,7 +234,7 @@ class Job:
     network: Any
     start: tuple[int, ...]
     shape: Shape
-    recipe: Recipe
+    recipe: TrainingRecipe
     attributes: tuple[str, ...]
     train: Examples
     held_out: Examples
@@ -445,7 +445,7 @@ def train_set(
     corpora: Sequence[Corpus],
     held_out: Sequence[Corpus],
     out: Path,
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     *,
     attributes: Sequence[str] | None = None,
     start_from: Path | None = None,
@@ -653,7 +653,7 @@ def _firsts(
     tokenizer: PreTrainedTokenizerBase,
     start: Sequence[int],
     task: Task,
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     texts: Mapping[str, Tokens],
     before: Mapping[str, SoftPrefix],
 ) -> dict[str, Float[Tensor, "two layer kv_head slot d_head"]] | None:
@@ -684,7 +684,7 @@ def _run(job: Job, label: str) -> None:
         job.run(bar)
 
 
-def _announcement(jobs: Sequence[Job], recipe: Recipe) -> str:
+def _announcement(jobs: Sequence[Job], recipe: TrainingRecipe) -> str:
     """What is about to be trained and how long it takes, from one forward and backward pass that
     changes nothing."""
     job = jobs[0]

@@ -19,13 +19,13 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, one_of
-from lapa2_interp._util.files import check_file, read_text, unsealed
+from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
+from lapa2_interp._util.files import check_file, read_text, without_checksums
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import layer_types, of_layer_type
-from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Plan, plan
@@ -33,7 +33,7 @@ from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.prepacked import memory
-from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.store import ALIKE, FinishedCell, Run, shown_only
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
@@ -85,7 +85,7 @@ class Reading:
     """
 
     arm: str
-    augmentation: Joint
+    augmentation: Augmentations
     tokens: tuple[int, ...]
     end: str
     patterns: tuple[Float[np.ndarray, "layer head _"], ...]
@@ -153,14 +153,14 @@ def choose(
             )
     attributes = list(dict.fromkeys(cells["attribute"]))
     if attribute is not None and attribute not in attributes:
-        raise TraceError(one_of("attribute", attribute, attributes))
+        raise TraceError(unknown_choice("attribute", attribute, attributes))
     cells = cells[cells["attribute"] == (attribute or attributes[0])]
     by_arm: dict[str, Cell] = {}
     for key in cells["key"]:
         by_arm.setdefault(run.plan[key].arm, run.plan[key])
     others = [name for name in by_arm if name != "baseline"]
     if arm is not None and arm not in others:
-        raise TraceError(one_of("arm", arm, others))
+        raise TraceError(unknown_choice("arm", arm, others))
     if arm is None and others:
         papers = by_arm[others[0]].usual_arm
         arm = papers if papers in others else others[0]
@@ -223,7 +223,7 @@ def read_again(
         prompts = cell.task.prompts.model_copy(update={"texts": (chosen.prompt,)})
         task = cell.task.model_copy(update={"prompts": prompts})
         one = cell.model_copy(update={"task": task})
-        todo = plan(model, one, ModelKit(model))
+        todo = plan(model, one, ModelContext(model))
         check_files(cell, todo)
         plans.append(todo)
         texts.append(_text(run.cell(cell.key), chosen))
@@ -335,7 +335,7 @@ def _branch(todo: Plan, name: str | None) -> int:
         with_prefix = [i for i, row in enumerate(todo.layouts) if row[0].l_pre]
         return with_prefix[0] if with_prefix else 0
     if name not in todo.branches:
-        raise TraceError(one_of("branch", name, todo.branches))
+        raise TraceError(unknown_choice("branch", name, todo.branches))
     return todo.branches.index(name)
 
 
@@ -371,7 +371,7 @@ def _control(
     if cell.doubled_bos:
         return {}, "the run doubles BOS"
     try:
-        question = Question.of(
+        question = ContrastSet.of(
             model,
             cell.task,
             attribute=cell.attribute,
@@ -442,7 +442,7 @@ def read_study(folder: Path, found: Found) -> dict[str, HeadValues]:
         CircuitError: The folder is no study, or one of another model or task.
     """
     try:
-        settings = unsealed(read_text(folder / "question.json"))[0]["settings"]
+        settings = without_checksums(read_text(folder / "question.json"))[0]["settings"]
         there, about = settings["model"]["weights"], settings["task"]
         target = settings["attribute"]
         check_file(folder / "head.csv")

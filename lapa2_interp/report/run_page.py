@@ -35,8 +35,8 @@ from lapa2_interp.bias.texts import pieces
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.paper.claims import (
     OUR_WORDS,
-    behind,
     counted_once,
+    deciding_p_values,
     disagreement,
     disputed,
     read_claims,
@@ -483,7 +483,7 @@ def _claims(
     table: pd.DataFrame, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]
 ) -> list[dict[str, Any]]:
     """Judged claims for reading, each with a drawing of its interval on the scale of its metric."""
-    numbers = table[["paper", "here", "low", "high", "detectable"]].join(behind(table))
+    numbers = table[["paper", "here", "low", "high", "detectable"]].join(deciding_p_values(table))
     words = table[
         ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "whose"]
     ].astype(str)

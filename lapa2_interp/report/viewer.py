@@ -25,7 +25,7 @@ import numpy as np
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import is_page, write_text
 from lapa2_interp._util.page import embedded, template
-from lapa2_interp.bias.augmentation import several
+from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import pieces
 from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import Model
@@ -183,7 +183,10 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
         arms.append(
             {
                 "name": each.arm,
-                "rule": " + ".join(rule.to_json() for rule in several(each.augmentation)) or "none",
+                "rule": " + ".join(
+                    rule.to_json() for rule in active_augmentations(each.augmentation)
+                )
+                or "none",
                 "keys": [*start, *keys],
                 "steps": len(each.tokens),
                 "end": each.end,

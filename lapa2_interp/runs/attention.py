@@ -21,7 +21,7 @@ from lapa2_interp.attention.tables import (
     steered_part,
     step_table,
 )
-from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.runs.store import ALIKE, Run, begun, shown_only
 
@@ -52,7 +52,7 @@ class Attention:
     branch: str
     part: str
     tables: dict[str, pd.DataFrame]
-    arms: dict[str, Joint]
+    arms: dict[str, Augmentations]
     cells: pd.DataFrame
     left_out: int = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp._util.files import cache_folder, holds_only, new_folder
 from lapa2_interp._util.plots import calibration_curves
 from lapa2_interp.bias.texts import pieces
@@ -130,7 +130,7 @@ def _read(
     ((table, *_),) = read_texts(file, column)
     wanted, option = (label, "--label") if label is not None else (score, "--score")
     if wanted not in table:
-        raise ScoringError(f"{one_of('column', wanted, table.columns)} ({option})")
+        raise ScoringError(f"{unknown_choice('column', wanted, table.columns)} ({option})")
     table = table[table[wanted].notna()]
     if label is not None:
         return list(table["text"]), list(table[label].astype(str))

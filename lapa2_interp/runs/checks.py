@@ -37,7 +37,7 @@ def check_grids(grids: Sequence[Grid]) -> None:
                 raise
             except Lapa2Error as error:
                 raise GridError(
-                    f"grid {grid.name}, cell {cell.key} ({cell.where}): {error}"
+                    f"grid {grid.name}, cell {cell.key} ({cell.description}): {error}"
                 ) from None
 
 

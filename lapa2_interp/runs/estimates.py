@@ -216,7 +216,7 @@ def check_reason(each: Estimate, yes: bool = False) -> None:
     most = machine_memory()
     for found, allowed, shown in (
         (each.seconds, REASON, f"{each.seconds / REASON:.3g} years of work"),
-        (each.needs, most, f"{shown_size(each.needs)} of memory, of {shown_size(most)}"),
+        (each.needs, most, f"{format_bytes(each.needs)} of memory, of {format_bytes(most)}"),
     ):
         if found > allowed and not yes:
             raise RunError(
@@ -423,6 +423,6 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def shown_size(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes for reading."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import torch
 
-from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError, one_of
-from lapa2_interp._util.progress import progress_bar, shown_time
+from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError, unknown_choice
+from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, join_traces, run_plan
 from lapa2_interp.generation.plan import Plan, plan
-from lapa2_interp.methods.base import PrepareKit
+from lapa2_interp.methods.base import MethodContext
 from lapa2_interp.models.blocks import check_closed
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model, model_of, takes_model
@@ -38,7 +38,7 @@ from lapa2_interp.runs.estimates import (
     plan_seconds,
 )
 from lapa2_interp.runs.manifest import Manifest, facts_of
-from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.store import FinishedCell, Listing, Run
 
 SETTINGS = tuple(
@@ -90,7 +90,7 @@ def generate(
             f"give a cell, or settings, not both; found {', '.join(settings)} beside a cell"
         )
     if unknown := [name for name in settings if name not in SETTINGS]:
-        raise Lapa2Error(one_of("setting", unknown[0], SETTINGS))
+        raise Lapa2Error(unknown_choice("setting", unknown[0], SETTINGS))
     if not isinstance(model, str | Path):
         model = model_of(model)
     if cell is None:
@@ -121,7 +121,7 @@ def make_cells(
     cells: Sequence[Cell],
     *,
     name: str = GRID,
-    kit: PrepareKit | None = None,
+    kit: MethodContext | None = None,
     announce: Callable[[Model, Sequence[Plan]], None] | None = None,
 ) -> Run:
     """Make cells of one model, in this process and in memory; `sweep` makes many, in a folder.
@@ -140,7 +140,7 @@ def make_cells(
         ModelError: A block such as `augmented` is open on the model.
     """
     check_closed(model)
-    kit = kit or ModelKit(model)
+    kit = kit or ModelContext(model)
     plans = {cell.key: plan(model, cell, kit) for cell in cells}
     if announce is not None:
         announce(model, list(plans.values()))
@@ -212,7 +212,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
 def _time(model: Model, plans: Sequence[Plan]) -> str:
     at = _pace(model, sum(each.tokens_read(each.method.recomputes) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
-    return f"; about {shown_time(told)} ({at.basis})" if told > LONG else ""
+    return f"; about {format_duration(told)} ({at.basis})" if told > LONG else ""
 
 
 def _estimate(model: Model, cell: Cell) -> Estimate:

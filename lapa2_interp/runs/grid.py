@@ -23,10 +23,10 @@ from lapa2_interp._util.errors import (
     GridError,
     Lapa2Error,
     first_problem,
-    one_of,
+    unknown_choice,
 )
 from lapa2_interp._util.files import parse_toml, read_text
-from lapa2_interp.bias.augmentation import Augmentation, Joint, joint
+from lapa2_interp.bias.augmentation import Augmentation, Augmentations, normalize_augmentations
 from lapa2_interp.bias.recipes import RECIPES, read_recipes
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.methods.base import Method
@@ -185,7 +185,7 @@ def load_grid(
     elif Path(name).suffix == ".toml":
         raise GridError(f"there is no file {name}; `lapa2 grids` ends with an example of one")
     else:
-        raise GridError(f"{one_of('grid', name, built_in())}; or the path of a .toml file")
+        raise GridError(f"{unknown_choice('grid', name, built_in())}; or the path of a .toml file")
     try:
         raw = parse_toml(text)
     except ValueError as error:
@@ -245,7 +245,7 @@ def load_grid(
 def _check_keys(keys: Iterable[str], where: str) -> None:
     for key in keys:
         if key not in Block.model_fields:
-            raise GridError(f"{where}: {one_of('key', key, Block.model_fields)}")
+            raise GridError(f"{where}: {unknown_choice('key', key, Block.model_fields)}")
 
 
 def _fastest(grid: str, model: str, named: frozenset[str]) -> str:
@@ -340,7 +340,7 @@ def _check_wording(block: Block, task: Task, method: Method, attributes: Sequenc
             )
 
 
-def _augmentation(asked: str | dict[str, Any], method: Method) -> tuple[Joint, str]:
+def _augmentation(asked: str | dict[str, Any], method: Method) -> tuple[Augmentations, str]:
     """What acts, and the label it was given."""
     if asked == "none":
         return None, ""
@@ -361,14 +361,16 @@ def _augmentation(asked: str | dict[str, Any], method: Method) -> tuple[Joint, s
         if asked not in ("paper", "released"):
             if re.split("[+:]", asked)[0].strip() in RECIPES:
                 named = read_recipes(asked)
-                return joint(named), label or named.label
+                return normalize_augmentations(named), label or named.label
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
-                f"{one_of('augmentation', asked, allowed)}; or a table of fields"
+                f"{unknown_choice('augmentation', asked, allowed)}; or a table of fields"
             )
         asked = {"profile": asked}
     fields = {"alpha": method.alpha} | asked
-    return joint(Augmentation(**{name: _tuples(value) for name, value in fields.items()})), label
+    return normalize_augmentations(
+        Augmentation(**{name: _tuples(value) for name, value in fields.items()})
+    ), label
 
 
 def _tuples(value: Any) -> Any:
@@ -380,7 +382,7 @@ def _cell(
     task: Task,
     attribute: str,
     method: Method,
-    augmentation: Joint,
+    augmentation: Augmentations,
     label: str,
     needs: list[str],
 ) -> Cell:

@@ -80,12 +80,12 @@ class Failed:
 
 
 Outcome = Opened | Part | Failed
-Told = Callable[[Job, float], None]
+Progress = Callable[[Job, float], None]
 """Told of a job under way, and of the share of it that is done."""
 
 
-def unheard(job: Job, share: float) -> None:
-    """A `Told` that does nothing."""
+def ignore_progress(job: Job, share: float) -> None:
+    """A `Progress` that does nothing."""
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ class Engine(Protocol):
     def submit(self, job: Job) -> None:
         """Take a job; at most `slots` are under way at once."""
 
-    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Progress = ignore_progress) -> Iterator[tuple[Job, Outcome]]:
         """Outcomes of jobs that have ended, at least one.
 
         Args:
@@ -118,7 +118,7 @@ class Engine(Protocol):
     ) -> None: ...
 
 
-def died(attempts: int) -> Failed:
+def worker_lost(attempts: int) -> Failed:
     """The outcome of a job whose workers were killed."""
     return Failed(
         f"the worker died {attempts} times at this job, which an operating system does to a process"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp._util.errors import GridError, RunError, counted, one_of
-from lapa2_interp._util.progress import shown_time, stopped_by_sigterm
+from lapa2_interp._util.errors import GridError, RunError, pluralize, unknown_choice
+from lapa2_interp._util.progress import format_duration, stopped_by_sigterm
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import check_reason, estimate, shown_size
+from lapa2_interp.runs.estimates import check_reason, estimate, format_bytes
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
 from lapa2_interp.runs.ray import Cluster
@@ -89,10 +89,12 @@ def launch(
     for column, value in (only or {}).items():
         table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))
         if column not in table:
-            raise GridError(one_of("column", column, table.columns))
+            raise GridError(unknown_choice("column", column, table.columns))
         for each in as_list(value):
             if not is_any_of(table[column], [each]).any():
-                raise GridError(one_of(column, str(each), dict.fromkeys(map(str, table[column]))))
+                raise GridError(
+                    unknown_choice(column, str(each), dict.fromkeys(map(str, table[column])))
+                )
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     there = finished_of(out, cells)
     left = [cell for key, cell in cells.items() if key not in there]
@@ -102,9 +104,9 @@ def launch(
             each = estimate(left, runner.slots, device, threads)
             notify(
                 f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
-                f" {each.row_tokens} row-tokens, about {shown_time(each.seconds)} with"
-                f" {counted(runner.slots, 'worker')}, {shown_size(each.disk)} on disk,"
-                f" {shown_size(each.needs + each.packed)} of memory a worker ({each.basis})"
+                f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
+                f" {pluralize(runner.slots, 'worker')}, {format_bytes(each.disk)} on disk,"
+                f" {format_bytes(each.needs + each.packed)} of memory a worker ({each.basis})"
             )
             # A cluster's machines may have other memory than this one.
             check_reason(replace(each, needs=0) if engine == "ray" else each, yes)
@@ -112,7 +114,7 @@ def launch(
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
         done = len(finished_of(out, cells))
-        notify(f"\n{done} of {counted(len(cells), 'cell')} finished")
+        notify(f"\n{done} of {pluralize(len(cells), 'cell')} finished")
         raise
     finally:
         if isinstance(runner, Cluster):

@@ -16,7 +16,16 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.models.machine import AUTO, cores, default_device
-from lapa2_interp.runs.jobs import ATTEMPTS, Engine, Failed, Job, Outcome, Told, died, unheard
+from lapa2_interp.runs.jobs import (
+    ATTEMPTS,
+    Engine,
+    Failed,
+    Job,
+    Outcome,
+    Progress,
+    ignore_progress,
+    worker_lost,
+)
 from lapa2_interp.runs.worker import Worker
 
 
@@ -56,7 +65,7 @@ class InProcess:
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
 
-    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Progress = ignore_progress) -> Iterator[tuple[Job, Outcome]]:
         assert self._worker is not None
         job = self._jobs.pop(0)
         yield job, self._worker.do(job, partial(told, job))
@@ -162,14 +171,14 @@ class Processes:
 
     def _start(self, number: int, job: Job) -> Any:
         self._shares[number].value = 0.0
-        with _deaf_children():
+        with _sigint_blocked():
             return self._pools[number].submit(_do, job)
 
     def _renew(self, number: int) -> None:
         _close([self._pools[number]])
         self._pools[number] = self._new(number)
 
-    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Progress = ignore_progress) -> Iterator[tuple[Job, Outcome]]:
         from concurrent.futures import FIRST_COMPLETED, wait
         from concurrent.futures.process import BrokenProcessPool
 
@@ -186,13 +195,13 @@ class Processes:
             else:
                 self._renew(number)
                 if attempt == ATTEMPTS:
-                    yield job, died(attempt)
+                    yield job, worker_lost(attempt)
                 else:
                     self.submit(job, attempt + 1)
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def _sigint_blocked() -> Iterator[None]:
     """Processes started in the block ignore Ctrl-C, which would also reach them while they
     import."""
     import signal

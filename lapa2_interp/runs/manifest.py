@@ -13,9 +13,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import DamagedError, RunError, first_problem
-from lapa2_interp._util.files import read_text, sealed, sha256_of, unsealed
+from lapa2_interp._util.files import read_text, sha256_of, with_checksums, without_checksums
 from lapa2_interp._util.version import __version__
-from lapa2_interp.bias.augmentation import Joint
+from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.generation.cell import Cell, Key
 from lapa2_interp.generation.plan import Plan
 from lapa2_interp.models.card import Model, ModelCard, model_card
@@ -64,7 +64,7 @@ class Manifest(BaseModel):
     such as DATG's words."""
     prompts: tuple[str, ...]
     """What is continued."""
-    arms: dict[str, Joint]
+    arms: dict[str, Augmentations]
     """The augmentations compared, several where they act together; None is the base method. Column
     `arm` of the samples names one."""
     length: int
@@ -190,7 +190,7 @@ def source_commit() -> str | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest beside a cell's other files, whose sha256 are noted in it."""
     files = sorted(folder.iterdir())
-    text = sealed(manifest.model_dump_json(), files)
+    text = with_checksums(manifest.model_dump_json(), files)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
@@ -208,7 +208,7 @@ def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:
     if not file.is_file():
         raise RunError(f"{folder} is not the folder of a cell: it has no {MANIFEST}")
     try:
-        fields, sums = unsealed(read_text(file))
+        fields, sums = without_checksums(read_text(file))
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}; {SET_BACK}") from error
     for name in check:

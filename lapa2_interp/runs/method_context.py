@@ -26,8 +26,8 @@ from lapa2_interp._util.files import (
     cache_folder,
     keep_file,
     read_text,
-    sealed,
-    unsealed,
+    with_checksums,
+    without_checksums,
 )
 from lapa2_interp._util.progress import no_progress
 from lapa2_interp.attention.neurons import is_gated, promoters
@@ -48,8 +48,8 @@ DRAFT_SEEDS = 2**40
 steer it."""
 
 
-class ModelKit:
-    """A `methods.PrepareKit` for a model from `load_model`.
+class ModelContext:
+    """A `methods.MethodContext` for a model from `load_model`.
 
     Args:
         model: The model whose texts are to be controlled.
@@ -82,10 +82,10 @@ class ModelKit:
         file = self._file("drafts", ".json", self.card.packing, torch.get_num_threads(), *asked)
         with alone_with(file):
             with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
-                fields, _ = unsealed(read_text(file))
+                fields, _ = without_checksums(read_text(file))
                 return TypeAdapter(list[str]).validate_python(fields.get("texts"))
             texts = self._draft(method, prompt, n, new_tokens, seed)
-            kept = sealed({"texts": texts})
+            kept = with_checksums({"texts": texts})
             keep_file(file, lambda path: path.write_text(kept, encoding="utf-8"))
             return texts
 

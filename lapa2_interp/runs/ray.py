@@ -30,9 +30,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError, one_of
+from lapa2_interp._util.errors import RunError, unknown_choice
 from lapa2_interp.models.machine import ISA, cores, slow_note
-from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Outcome, Told, died, unheard
+from lapa2_interp.runs.jobs import (
+    ATTEMPTS,
+    Failed,
+    Job,
+    Opened,
+    Outcome,
+    Progress,
+    ignore_progress,
+    worker_lost,
+)
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.worker import Worker
 
@@ -132,8 +141,8 @@ class Cluster:
             raise RunError(f"--workers must be at least 1, found {workers}")
         if device not in (None, "cpu", "cuda", "auto"):
             raise RunError(
-                f"{one_of('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees its own"
-                " GPUs only"
+                f"{unknown_choice('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees"
+                " its own GPUs only"
             )
         if gpus_per_worker <= 0 or (gpus_per_worker > 1 and gpus_per_worker % 1):
             raise RunError(
@@ -258,7 +267,7 @@ class Cluster:
                 tqdm.write(f"note: on {worker.machine} {worker.slow}", file=sys.stderr)
             self._refs[worker.actor.do.remote(job)] = worker
 
-    def wait(self, told: Told = unheard) -> Iterator[tuple[Job, Outcome]]:
+    def wait(self, told: Progress = ignore_progress) -> Iterator[tuple[Job, Outcome]]:
         while True:
             self._await_head()
             self._grow()
@@ -338,7 +347,7 @@ class Cluster:
             return None
         job, attempt = given
         if attempt == ATTEMPTS:
-            return job, died(attempt)
+            return job, worker_lost(attempt)
         self._queue.appendleft((job, attempt + 1))
         return None
 

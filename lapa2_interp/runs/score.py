@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError, counted
+from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import (
     as_csv,
     as_latex,
@@ -21,7 +21,7 @@ from lapa2_interp._util.files import (
     new_folder,
     write_text,
 )
-from lapa2_interp._util.progress import shown_time
+from lapa2_interp._util.progress import format_duration
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
@@ -306,12 +306,12 @@ def _task_name(options: Options) -> str:
 
 def _work(sets: Sequence[tuple[pd.DataFrame, Options]], model: str) -> str:
     """How many texts are scored, and about how long an adapter takes for them."""
-    texts = counted(sum(len(samples) for samples, _ in sets), "text")
+    texts = pluralize(sum(len(samples) for samples, _ in sets), "text")
     if model != "adapter":
         return texts
     letters = sum(int(samples["text"].str.len().sum()) for samples, _ in sets)
     told = adapter_seconds(letters / LETTERS, sets[0][1].device)
-    return f"{texts}, about {shown_time(told)} where none is known" if told > LONG else texts
+    return f"{texts}, about {format_duration(told)} where none is known" if told > LONG else texts
 
 
 def _gaps(source: Path) -> str:
@@ -323,8 +323,8 @@ def _gaps(source: Path) -> str:
     if not left or not run.finished:  # where nothing is, an error says so
         return ""
     return (
-        f"{left} of {counted(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`): nothing"
-        " of them is scored"
+        f"{left} of {pluralize(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`):"
+        " nothing of them is scored"
     )
 
 

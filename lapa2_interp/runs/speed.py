@@ -56,7 +56,7 @@ from transformers import GPT2Config, LlamaConfig, LogitsProcessor, LogitsProcess
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp._util.errors import ModelError, RunError, counted, one_of
+from lapa2_interp._util.errors import ModelError, RunError, pluralize, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
@@ -85,7 +85,7 @@ from lapa2_interp.models.machine import (
     n_threads,
     resolve_dtype,
 )
-from lapa2_interp.models.prepacked import can_pack, packed
+from lapa2_interp.models.prepacked import can_pack, prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
 
 Contender = Literal[
@@ -138,13 +138,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Bench:
+class SpeedStudy:
     """What was measured.
 
     Attributes:
         machine: Processor, threads and versions, in one line.
         table: One row per setting and contender; `COLUMNS` says what stands in it.
-        parts: One row per setting and part of a step of `packed`; None where it was not asked for.
+        parts: One row per setting and part of a step of `prepacked`; None where it was not asked
+            for.
     """
 
     machine: str
@@ -162,8 +163,8 @@ class Bench:
         ]
         if self.parts is not None:
             found.append(
-                "Parts of one step of `packed`, each without the parts inside it, from a run of its"
-                " own with a clock around each part"
+                "Parts of one step of `prepacked`, each without the parts inside it, from a run of"
+                " its own with a clock around each part"
             )
             wide = self.parts.assign(share=(100 * self.parts["share"]).map("{:.0f} %".format))
             keys = ["shape", "dtype", "method", "samples", "context"]
@@ -378,7 +379,7 @@ class Products:
         self._pass("F.linear", lambda layer, x: layer(x))
         if all(can_pack(layer.weight) for layer in self.layers):
             self._pass("oneDNN", _onednn)
-            with packed(self.network, "all"):
+            with prepacked(self.network, "all"):
                 self._pass("packed", lambda layer, x: layer(x))
         won = {
             shape: min(self.least, key=lambda way: self.least[way][shape])
@@ -467,7 +468,7 @@ class _StartingClock(Clock):
 
 
 def _parts(subject: Subject, todo: Plan) -> dict[str, float]:
-    """Seconds of one step of `packed`, by part: clocks stand around linear layers, attention
+    """Seconds of one step of `prepacked`, by part: clocks stand around linear layers, attention
     modules, `Bias.add`, `Recorder.observe`, the method and `draw`."""
     clock = _StartingClock(subject.device)
     ledger = clock.ledger = Ledger(clock)
@@ -538,7 +539,7 @@ def bench(
     repeats: int = 3,
     breakdown: bool = False,
     announce: Callable[[str], None] = lambda line: None,
-) -> Bench:
+) -> SpeedStudy:
     """Time contenders beside each other.
 
     Args:
@@ -552,7 +553,7 @@ def bench(
         trace: What ours records: none, pooled or full.
         threads: Of PyTorch; by default as many as it takes.
         repeats: Runs of each contender, of which the quickest counts.
-        breakdown: Also tell where a step of `packed` goes.
+        breakdown: Also tell where a step of `prepacked` goes.
         announce: Given the line about the machine before anything is timed.
 
     Raises:
@@ -596,7 +597,9 @@ def bench(
                     if breakdown:
                         parts += _part_rows(setting, _parts(subject, todo))
                 del subject  # before the next is loaded
-    return Bench(machine, _with_ratios(pd.DataFrame(timed)), pd.DataFrame(parts) if parts else None)
+    return SpeedStudy(
+        machine, _with_ratios(pd.DataFrame(timed)), pd.DataFrame(parts) if parts else None
+    )
 
 
 def _check(
@@ -612,7 +615,7 @@ def _check(
         for each in given:
             if each not in get_args(allowed):
                 error = ModelError if kind == "shape" else RunError
-                raise error(one_of(kind, each, get_args(allowed)))
+                raise error(unknown_choice(kind, each, get_args(allowed)))
     if "llama-7b" in shapes and not device.startswith("cuda"):
         rest = ", ".join(name for name in get_args(Shape) if name != "llama-7b")
         raise ModelError(
@@ -814,7 +817,7 @@ def draw_bench(table: pd.DataFrame) -> Drawing:
     axes.set_yticks(
         range(len(groups)),
         [
-            f"{each['shape']} {each['dtype']}\n{counted(int(each['samples']), 'text')} behind"
+            f"{each['shape']} {each['dtype']}\n{pluralize(int(each['samples']), 'text')} behind"
             f" {each['context']} tokens"
             for each in (part.iloc[0] for _, part in groups)
         ],

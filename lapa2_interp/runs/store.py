@@ -29,9 +29,9 @@ from lapa2_interp._util.errors import (
     Lapa2Error,
     RunError,
     TraceError,
-    counted,
     first_problem,
-    one_of,
+    pluralize,
+    unknown_choice,
 )
 from lapa2_interp._util.files import (
     ASIDE,
@@ -42,9 +42,9 @@ from lapa2_interp._util.files import (
     new_folder,
     parse_json,
     read_text,
-    sealed,
-    unsealed,
     whole_folder,
+    with_checksums,
+    without_checksums,
     write_netcdf,
     write_text,
 )
@@ -436,7 +436,7 @@ class Run:
         wanted = {column: as_list(value) for column, value in wanted.items()}
         for column, values in wanted.items():
             if column not in table:
-                raise RunError(one_of("column", column, table.columns))
+                raise RunError(unknown_choice("column", column, table.columns))
             if not values:
                 raise RunError(f"{column} is an empty list; give a value, or leave {column} out")
             for each in values:
@@ -505,7 +505,7 @@ class Run:
     def _not_there(self, key: str) -> str:
         if key not in self.plan:
             return f"{self.name} has no cell {key!r}; `lapa2 runs {self.name}` lists them"
-        where = f"{self.name}: cell {key} ({self.plan[key].where})"
+        where = f"{self.name}: cell {key} ({self.plan[key].description})"
         if self.folder is not None and self.place(key).is_dir():
             return (
                 f"{where} is damaged: a file of it is missing or cut short; make it again with the"
@@ -531,7 +531,7 @@ def each_once(cells: Mapping[str, Cell]) -> list[str]:
     for key, cell in sorted(
         cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
     ):
-        own = {(cell.draw, prompt) for prompt in cell.prompts}
+        own = {(cell.sampling_key, prompt) for prompt in cell.prompts}
         if not own & taken:
             taken |= own
             kept[key] = cell
@@ -615,7 +615,7 @@ def lost_listing(folder: Path) -> bool:
 
 def write_listing(folder: Path, listing: Listing) -> None:
     """Write run.json."""
-    write_text(folder / LISTING, sealed(listing.model_dump_json()))
+    write_text(folder / LISTING, with_checksums(listing.model_dump_json()))
 
 
 def is_whole(folder: Path, cell: Cell) -> bool:
@@ -683,7 +683,7 @@ def is_finished_run(folder: Path) -> bool:
         return True
     if left := int((~states.isin(["finished", "damaged"])).sum()):
         raise RunError(
-            f"{folder} is a run with {left} of {counted(len(states), 'cell')} not finished"
+            f"{folder} is a run with {left} of {pluralize(len(states), 'cell')} not finished"
             f" (`lapa2 runs {folder}`); choose another --out"
         )
     return True
@@ -762,7 +762,7 @@ def read_listing(folder: Path) -> Listing:
             )
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
-        raw, _ = unsealed(read_text(file))
+        raw, _ = without_checksums(read_text(file))
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}; {WRITES_ANEW}") from error
     try:

@@ -21,7 +21,7 @@ import pandas as pd
 from pydantic import TypeAdapter
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import DamagedError, GridError, RunError, counted
+from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize
 from lapa2_interp._util.files import (
     ASIDE,
     check_file,
@@ -32,11 +32,11 @@ from lapa2_interp._util.files import (
     read_text,
     remove,
     remove_folder,
-    sealed,
     sha256_of,
     tidy,
-    unsealed,
     whole_folder,
+    with_checksums,
+    without_checksums,
     write_netcdf,
     write_text,
 )
@@ -167,7 +167,7 @@ def add_grids(
     gone = before - {key for keys in listing.grids.values() for key in keys}
     if left := [key for key in gone if (folder / "cells" / key).is_dir()]:
         notify(
-            f"{counted(len(left), 'finished cell')} of {folder} no longer in a grid, as"
+            f"{pluralize(len(left), 'finished cell')} of {folder} no longer in a grid, as"
             f" {', '.join(names)} has other cells now: no table or report shows them"
         )
     return load_run(folder)
@@ -332,7 +332,7 @@ class _Sweep:
                 )
                 bar.total -= self.ahead.pop(key)
                 bar.clear()
-                self.notify(f"failed: {job.cell.where} ({key}): {record.reason}")
+                self.notify(f"failed: {job.cell.description} ({key}): {record.reason}")
                 return []
             case Opened():
                 self._check_same_weights(job.cell, outcome.facts["model"].weights)
@@ -381,8 +381,8 @@ class _Sweep:
                 return {int(each.name) for each in found if self._sound(cell, each)}
             if there := len(list(folder.glob("[0-9]*"))):
                 self.notify(
-                    f"{cell.where} ({cell.key}): {counted(there, 'finished group')} of rows made"
-                    f" anew; {_changes(folder / OPENED, note)}"
+                    f"{cell.description} ({cell.key}): {pluralize(there, 'finished group')} of"
+                    f" rows made anew; {_changes(folder / OPENED, note)}"
                 )
             remove_folder(folder)
         write_text(folder / OPENED, note)
@@ -393,7 +393,7 @@ class _Sweep:
         try:
             read_part(folder)
         except DamagedError as error:
-            self.notify(f"{cell.where} ({cell.key}): a group of rows made anew; {error}")
+            self.notify(f"{cell.description} ({cell.key}): a group of rows made anew; {error}")
             remove_folder(folder)
             return False
         return True
@@ -405,7 +405,7 @@ class _Sweep:
                 write_netcdf(fresh / TRACE, part.trace)
             facts = {"seconds": part.seconds, "problems": part.problems}
             files = sorted(fresh.iterdir())
-            (fresh / PART).write_text(sealed(facts, files), encoding="utf-8")
+            (fresh / PART).write_text(with_checksums(facts, files), encoding="utf-8")
 
     def _finish(self, cell: Cell) -> None:
         """Join a cell's groups; always from the disk, so that a resumed cell is the same as
@@ -456,7 +456,7 @@ def read_part(folder: Path) -> Part:
         DamagedError: A file of it is not what was written.
     """
     try:
-        facts, sums = unsealed(read_text(folder / PART))
+        facts, sums = without_checksums(read_text(folder / PART))
         for name in {SAMPLES, TRACE} & sums.keys():
             if sha256_of(folder / name) != sums[name]:
                 raise ValueError(f"{name} has another sha256")

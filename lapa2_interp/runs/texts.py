@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.bias.texts import continuation, pieces
 from lapa2_interp.generation.cell import BUILT_IN_TASKS
 from lapa2_interp.models.load import reading_tokenizer
@@ -182,6 +182,6 @@ def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
     """
     for column, value in only.items():
         if column not in samples:
-            raise ScoringError(one_of("column", column, samples.columns))
+            raise ScoringError(unknown_choice("column", column, samples.columns))
         samples = samples[is_any_of(samples[column], as_list(value))]
     return samples

@@ -20,7 +20,7 @@ from lapa2_interp.models.prepacked import Packing
 from lapa2_interp.prefixes.soft_prefix import SoftName
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
-from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.runs.method_context import ModelContext
 
 PLANS = 8
 """Plans a worker keeps: groups of several cells may alternate."""
@@ -52,7 +52,7 @@ class Worker:
         if self.on_cpu:
             torch.set_num_threads(threads)
         self.threads = threads
-        self._model: tuple[tuple[str, ...], Model, ModelKit] | None = None
+        self._model: tuple[tuple[str, ...], Model, ModelContext] | None = None
         self._plans: dict[str, Plan] = {}
 
     def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
@@ -74,7 +74,7 @@ class Worker:
         """The cell's model; the one before it is let go first."""
         return self._model_and_kit(cell)[0]
 
-    def _model_and_kit(self, cell: Cell) -> tuple[Model, ModelKit]:
+    def _model_and_kit(self, cell: Cell) -> tuple[Model, ModelContext]:
         wanted = (cell.model, cell.dtype, cell.model_class)
         if self._model is None or self._model[0] != wanted:
             self._model = None
@@ -87,7 +87,7 @@ class Worker:
                 pack=self.pack,
                 workers=self.workers,
             )
-            self._model = (wanted, loaded, ModelKit(loaded))
+            self._model = (wanted, loaded, ModelContext(loaded))
             self._packing = model_card(loaded).packing
         return self._model[1:]
 

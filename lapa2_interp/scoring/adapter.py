@@ -35,11 +35,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import sealed, whole_file, write_text
+from lapa2_interp._util.files import atomic_write, with_checksums, write_text
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import check_weights_read, short_context
 from lapa2_interp.models.load import load_transformers, move
-from lapa2_interp.models.prepacked import packed
+from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
@@ -250,7 +250,7 @@ class Adapter:
         sums = np.zeros((len(texts), self.reader.head.out_features))
         tokens = np.zeros(len(texts))
         groups = sorted(beginnings(windows), key=lambda group: len(windows[group[-1]]))
-        with packed(self.reader.base):
+        with prepacked(self.reader.base):
             for batch in batches_of([len(windows[group[-1]]) for group in groups], AT_ONCE):
                 chosen = [groups[i] for i in batch]
                 ids, _ = token_rows([windows[group[-1]] for group in chosen], start, device)
@@ -291,7 +291,7 @@ def save_adapter(
         for name, value in tensors.items()
     }
     file = folder / f"{task}{ADAPTER}"
-    with whole_file(file) as fresh:
+    with atomic_write(file) as fresh:
         save_file(kept, fresh)
     card = AdapterCard(
         task=task,
@@ -299,7 +299,7 @@ def save_adapter(
         made=datetime.now(UTC),
         **facts,
     )
-    write_text(file.with_suffix(".json"), sealed(card.model_dump_json()))
+    write_text(file.with_suffix(".json"), with_checksums(card.model_dump_json()))
     return card
 
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import ScoringError, first_problem
-from lapa2_interp._util.files import aside, read_checkpoint, write_checkpoint
-from lapa2_interp._util.progress import progress_bar, shown_time
+from lapa2_interp._util.files import read_checkpoint, temporary_folder, write_checkpoint
+from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
@@ -437,7 +437,7 @@ def train_adapter(
         "seconds": round(training.seconds, 1),
     }
     tensors = training.tensors()
-    with aside(folder) as beside:
+    with temporary_folder(folder) as beside:
         save_adapter(tensors, beside, task, held_out=(), **facts)
         scorer = AdapterScorer(task, beside, device)
         reached = held_out(scorer, tests, graded_tests)
@@ -455,8 +455,8 @@ def _train(training: Training, task: str) -> None:
         print(
             f"adapter {task}: {passes} of {windows} windows,"
             f" {training.total} steps, {tokens} tokens, {training.tokens} of them done; about"
-            f" {shown_time((tokens - training.tokens) / rate)} at {rate:.0f} tokens/s; kill and"
-            " repeat the command to go on later",
+            f" {format_duration((tokens - training.tokens) / rate)} at {rate:.0f} tokens/s; kill"
+            " and repeat the command to go on later",
             file=sys.stderr,
         )
     with progress_bar(tokens, f"adapter {task}", initial=training.tokens) as bar:

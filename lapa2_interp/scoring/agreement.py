@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int, Num
 
-from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, resampled, tails
 from lapa2_interp.tasks.segmentation import spans
 
@@ -126,7 +126,7 @@ def _matched(
         raise ScoringError(f"{len(values)} texts have numbers and {len(truth)} have a truth")
     if all(isinstance(each, str) for each in truth):
         if wrong := [each for each in truth if each not in columns]:
-            raise ScoringError(one_of("label", wrong[0], columns))
+            raise ScoringError(unknown_choice("label", wrong[0], columns))
         return False, np.array([columns.index(str(each)) for each in truth]), values
     if len(columns) != 1:
         raise ScoringError(

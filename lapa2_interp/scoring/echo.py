@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
 from lapa2_interp.tasks.segmentation import COUNTING, normal, saying
 from lapa2_interp.tasks.task import Task
@@ -62,7 +62,7 @@ class Echo(Scorer):
         if not item.text.strip():
             return Skipped("empty text")
         if item.attribute not in self.words:
-            raise ScoringError(one_of("attribute", item.attribute, self.words))
+            raise ScoringError(unknown_choice("attribute", item.attribute, self.words))
         own = self.words[item.attribute]
         return (
             Skipped(NO_WORDS)

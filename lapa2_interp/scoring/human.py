@@ -24,13 +24,13 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import read_text, whole_file
+from lapa2_interp._util.files import atomic_write, read_text
 from lapa2_interp.scoring.tables import within
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
 
 @dataclass(frozen=True)
-class Question:
+class RatingQuestion:
     """What an annotator is asked about every text.
 
     Attributes:
@@ -49,7 +49,7 @@ HUMAN_TASK = (
     " good)."
 )
 HUMAN_RUBRIC = (
-    Question(
+    RatingQuestion(
         "relevance",
         "Attribute Relevance",
         (
@@ -60,7 +60,7 @@ HUMAN_RUBRIC = (
             "No correlation; may even contradict the attribute.",
         ),
     ),
-    Question(
+    RatingQuestion(
         "fluency",
         "Fluency",
         (
@@ -71,7 +71,7 @@ HUMAN_RUBRIC = (
             "Numerous grammar errors; difficult to understand.",
         ),
     ),
-    Question(
+    RatingQuestion(
         "topicality",
         "Topicality",
         (
@@ -148,7 +148,7 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
                     " folder"
                 )
         for name, content in files.items():
-            with whole_file(folder / name) as fresh:
+            with atomic_write(folder / name) as fresh:
                 fresh.write_bytes(content)
     except OSError as error:
         raise ScoringError(

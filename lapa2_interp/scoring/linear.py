@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.files import sealed, whole_file, write_text
+from lapa2_interp._util.files import atomic_write, with_checksums, write_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
 
@@ -178,7 +178,7 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Linear
 
     file = folder / f"{task}{LINEAR}"
     weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
-    with whole_file(file) as fresh:
+    with atomic_write(file) as fresh:
         np.savez_compressed(fresh, weights=weights, rarity=rarity, bias=linear.bias)
     card = LinearCard(
         task=task,
@@ -188,7 +188,7 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Linear
         versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
         **facts,
     )
-    write_text(folder / f"{task}.json", sealed(card.model_dump_json()))
+    write_text(folder / f"{task}.json", with_checksums(card.model_dump_json()))
     return card
 
 

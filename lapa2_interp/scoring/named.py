@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import ScoringError, one_of
+from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.scoring.adapter import ADAPTER, AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
@@ -123,7 +123,7 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
         raise ScoringError(
             "distinct-n describes a set of texts and has no number for one; give another scorer"
         )
-    raise ScoringError(one_of("scorer", name, NAMES))
+    raise ScoringError(unknown_choice("scorer", name, NAMES))
 
 
 def score_by(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp._util.errors import ScoringError, counted, one_of
+from lapa2_interp._util.errors import ScoringError, pluralize, unknown_choice
 from lapa2_interp._util.files import check_file, parse_json
 from lapa2_interp._util.progress import progress_bar
 
@@ -137,7 +137,7 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     for each in names:
         _, name, model = split_scorer(each)
         if name not in NAMES:
-            raise ScoringError(one_of("scorer", name, [*NAMES, *WHICH]))
+            raise ScoringError(unknown_choice("scorer", name, [*NAMES, *WHICH]))
         if each.endswith("=") and not model:
             raise ScoringError(f"{each} names no model; give one, or leave = out")
         if name in ("accuracy", "toxicity") and not model:
@@ -281,7 +281,7 @@ class Cache:
                     scores[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
         if damaged:
             print(
-                f"{counted(damaged, 'score')} in {self.file} damaged; asking for them again",
+                f"{pluralize(damaged, 'score')} in {self.file} damaged; asking for them again",
                 file=sys.stderr,
             )
         return scores

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import ScoringError, first_problem, one_of
-from lapa2_interp._util.files import read_text, unsealed
+from lapa2_interp._util.errors import ScoringError, first_problem, unknown_choice
+from lapa2_interp._util.files import read_text, without_checksums
 from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -83,13 +83,13 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
     if not card_file.is_file():
         known = tasks_in(folder, ending)
         raise ScoringError(
-            f"{one_of(f'{kind} scorer', task, known)} (`lapa2 scorers train` makes one for a task"
-            " of your own, which accuracy=FILE takes)"
+            f"{unknown_choice(f'{kind} scorer', task, known)} (`lapa2 scorers train` makes one for"
+            " a task of your own, which accuracy=FILE takes)"
             if known
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
     try:
-        fields, _ = unsealed(read_text(card_file))
+        fields, _ = without_checksums(read_text(card_file))
         card = form.model_validate(fields)
     except (ValidationError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import DataError, ScoringError
-from lapa2_interp._util.files import aside, check_file, parse_json
+from lapa2_interp._util.files import check_file, parse_json, temporary_folder
 from lapa2_interp.scoring.agreement import agreement, rows_of
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.scorer import Item, run_scorer
@@ -134,7 +134,7 @@ def train_scorer(
         "c": c,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with aside(folder) as beside:
+    with temporary_folder(folder) as beside:
         save_linear(linear, beside, task, held_out=(), **facts)
         reached = held_out(LinearScorer(task, beside), tests, graded_tests)
     return save_linear(linear, folder, task, held_out=reached, **facts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lapa2_interp._util.errors import ModelError, ScoringError, one_of
+from lapa2_interp._util.errors import ModelError, ScoringError, unknown_choice
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import context_of, short_context
@@ -23,7 +23,7 @@ from lapa2_interp.models.load import (
     move,
     provenance,
 )
-from lapa2_interp.models.prepacked import packed
+from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.rotary import watch
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, load_network, unchanged
@@ -121,7 +121,7 @@ class Perplexity(Scorer):
         for batch in batches_of([len(texts[group[-1]]) for group in groups], AT_ONCE):
             chosen = [groups[i] for i in batch]
             rows = TextRows.of([texts[group[-1]] for group in chosen], (bos,), self.network.device)
-            with torch.no_grad(), packed(self.network):
+            with torch.no_grad(), prepacked(self.network):
                 nll = text_nll(self.network, rows).double().cpu()
             yield {
                 place: _perplexity(nll[row, : len(texts[place])].mean().exp().item())
@@ -169,11 +169,11 @@ class Classifier(Scorer):
         move(self.network, device)
         own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
         if wrong := [label for label in labels or {} if label not in own]:
-            raise ScoringError(f"{model}: {one_of('label', wrong[0], own)}")
+            raise ScoringError(f"{model}: {unknown_choice('label', wrong[0], own)}")
         names = [(labels or {}).get(label, label.lower()) for label in own]
         self.labels = tuple(dict.fromkeys(names))
         if column is not None and column not in self.labels:
-            raise ScoringError(f"{model}: {one_of('label', column, self.labels)}")
+            raise ScoringError(f"{model}: {unknown_choice('label', column, self.labels)}")
         self.column = column
         self.columns = self.labels if column is None else (name,)
         self.classifies = column is None
@@ -211,7 +211,7 @@ class Classifier(Scorer):
             padding=True,
             return_tensors="pt",
         ).to(self.network.device)
-        with packed(self.network):
+        with prepacked(self.network):
             logits = self.network(**batch).logits.double()
         probabilities = logits.sigmoid() if self.several else logits.softmax(1)
         probabilities = probabilities @ self.parts.to(probabilities)

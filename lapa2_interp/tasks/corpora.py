@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
-from lapa2_interp._util.errors import DataError, one_of
+from lapa2_interp._util.errors import DataError, unknown_choice
 from lapa2_interp._util.files import check_file, parse_json
 
 if TYPE_CHECKING:
@@ -249,7 +249,8 @@ def _from_file(path: Path) -> pd.DataFrame:
     kinds = [ending for ending in path.suffixes if ending in READERS]
     if not kinds:
         raise DataError(
-            f"{one_of('corpus', str(path), HUB)}, or a file that ends in {', '.join(READERS)}"
+            f"{unknown_choice('corpus', str(path), HUB)}, or a file that ends in"
+            f" {', '.join(READERS)}"
         )
     try:
         return _from_pairs(read_table(path))
@@ -281,7 +282,7 @@ def _from_hub(name: str, split: str) -> pd.DataFrame:
 
     corpus = HUB[name]
     if split not in corpus.splits:
-        raise DataError(one_of("split", split, corpus.splits))
+        raise DataError(unknown_choice("split", split, corpus.splits))
     if not sys.stderr.isatty():
         disable_progress_bars()  # carriage returns in a log
     try:

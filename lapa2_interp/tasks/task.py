@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import TaskError, first_problem, one_of, worst_problem
+from lapa2_interp._util.errors import TaskError, first_problem, unknown_choice, worst_problem
 from lapa2_interp._util.files import parse_json, parse_toml, read_text
 from lapa2_interp.tasks.segmentation import words
 
@@ -113,7 +113,8 @@ class Task(BaseModel):
             for attribute in settings.texts:
                 if attribute not in self.attributes:
                     raise ValueError(
-                        f"methods.{method}.texts: {one_of('attribute', attribute, self.attributes)}"
+                        f"methods.{method}.texts:"
+                        f" {unknown_choice('attribute', attribute, self.attributes)}"
                     )
         return self
 
@@ -125,7 +126,7 @@ class Task(BaseModel):
         """
         if attribute not in self.attributes:
             raise TaskError(
-                f"task {self.name!r}: {one_of('attribute', attribute, self.attributes)}"
+                f"task {self.name!r}: {unknown_choice('attribute', attribute, self.attributes)}"
             )
         return self.attributes[attribute].prefix
 
@@ -188,7 +189,7 @@ def read_task(name: str | Path) -> Task:
         except (OSError, ValueError) as error:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
-        raise TaskError(f"{one_of('task', name, built_in())}, or the path of a .toml file")
+        raise TaskError(f"{unknown_choice('task', name, built_in())}, or the path of a .toml file")
     task = _parsed(name, path.stem, text)
     if task.name in built_in():
         raise TaskError(

@@ -11,7 +11,6 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import (
     ASIDE,
     LOCK,
-    aside,
     check_name,
     clean,
     held,
@@ -19,7 +18,8 @@ from lapa2_interp._util.files import (
     is_damage,
     new_folder,
     read_checkpoint,
-    unsealed,
+    temporary_folder,
+    without_checksums,
     write_checkpoint,
 )
 
@@ -66,7 +66,7 @@ def test_a_kill_at_any_moment_of_a_removal_leaves_what_the_next_process_removes(
         real(path, **given)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    with aside(tmp_path) as beside:
+    with temporary_folder(tmp_path) as beside:
         for name in ("z", "a", "new/of"):
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).touch()
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(tmp_path, monkey
 
 def test_json_that_is_nested_too_deeply_is_damage():
     with pytest.raises(ValueError, match="nested too deeply"):
-        unsealed("[" * 200_000)
+        without_checksums("[" * 200_000)
 
 
 def test_a_file_is_held_by_one_and_by_all_where_there_are_no_locks(tmp_path, monkeypatch):

@@ -115,9 +115,9 @@ def test_a_template_without_arguments_takes_none():
 
 def test_arguments_on_the_command_line(tmp_path, capsys, monkeypatch):
     model = load("tiny-llama")
-    monkeypatch.setattr("lapa2_interp.models.load_model", lambda *_, **__: model)
+    monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: model)
     tokenizer = chat_tokenizer(TEMPLATE, "tiny-llama")
-    monkeypatch.setattr("lapa2_interp.models.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("lapa2_interp.models.load.load_tokenizer", lambda *_: tokenizer)
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(THOUGHT), "utf-8")
     asked = [

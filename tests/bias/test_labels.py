@@ -66,7 +66,7 @@ def test_a_label_is_no_part_of_the_key():
     named = Cell.of("tiny-gpt2", alpha=0.5, label="ours", **ASKED)
     assert (named.arm, plain.arm) == ("ours", "alpha 0.5 paper")
     assert named.key == plain.key
-    assert named.draw == plain.draw
+    assert named.sampling_key == plain.sampling_key
     assert Cell.model_validate_json(named.model_dump_json()).arm == "ours"
     by_name = Cell.of("tiny-gpt2", augmentation="lapa2:alpha=0.5", **ASKED)
     assert by_name.key == plain.key

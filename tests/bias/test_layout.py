@@ -549,7 +549,7 @@ def test_chats_are_continued_together_as_alone():
 
 def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
     model = load("smollm2-135m")
-    monkeypatch.setattr("lapa2_interp.models.load_model", lambda *_, **__: model)
+    monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: model)
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(CHAT), "utf-8")
     asked = ["chat", str(file), "--length", "3", "--dtype", "float32"]

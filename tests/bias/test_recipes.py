@@ -14,7 +14,7 @@ from lapa2_interp import Augmentation, Cell, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.bias.augmentation import joint
+from lapa2_interp.bias.augmentation import normalize_augmentations
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.recipes import RECIPES, name_of, read_recipes, recipe
 from lapa2_interp.cli.app import main
@@ -304,7 +304,7 @@ def test_pro_aug_takes_the_laws_of_the_paper(asked, on_prompt):
     by_name = dict(
         zip([each.name for each in branches], assign(method, branches, rules), strict=True)
     )
-    assert by_name["target"] == joint(rules)
+    assert by_name["target"] == normalize_augmentations(rules)
     assert by_name["base"] == on_prompt
 
 

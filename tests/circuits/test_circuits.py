@@ -15,10 +15,10 @@ from scipy.stats import ttest_1samp
 from lapa2_interp import Augmentation, Layout
 from lapa2_interp._util.errors import CircuitError, LayoutError, TaskError
 from lapa2_interp.circuits import cases
-from lapa2_interp.circuits.cases import Case, attribute_words, make_cases
-from lapa2_interp.circuits.edits import Edit, read
+from lapa2_interp.circuits.cases import ContrastExample, attribute_words, make_examples
+from lapa2_interp.circuits.edits import Edit, edited_logits
 from lapa2_interp.circuits.knockout import (
-    Kept,
+    ResultStore,
     Unit,
     joint_curve,
     knock_out,
@@ -28,7 +28,7 @@ from lapa2_interp.circuits.knockout import (
     write_heads,
 )
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.methods.registry import load_task
@@ -42,7 +42,7 @@ ALL = ("cut", "zero", "resample", "mean")
 def cases_of(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
     rng = np.random.default_rng(3)
     return [
-        Case.of(model.tokenizer, prefixes, prompt, rng.integers(60, 120, n).tolist())
+        ContrastExample.of(model.tokenizer, prefixes, prompt, rng.integers(60, 120, n).tolist())
         for prompt in prompts
     ]
 
@@ -52,11 +52,13 @@ def words_of(model):
 
 
 def question(model, **settings):
-    return Question(tuple(cases_of(model, **settings)), words_of(model))
+    return ContrastSet(tuple(cases_of(model, **settings)), words_of(model))
 
 
 def logits_of(model, cases, edit=None, **settings):
-    return torch.stack([read(model, [(case, edit)], **settings)[0][:, 0] for case in cases], dim=1)
+    return torch.stack(
+        [edited_logits(model, [(case, edit)], **settings)[0][:, 0] for case in cases], dim=1
+    )
 
 
 def whole_pass(model, layout, text):
@@ -72,8 +74,8 @@ def whole_pass(model, layout, text):
 def test_a_reading_is_the_plain_forward_pass(tiny, model_class):
     model = load(tiny, "float64", model_class)
     for case in cases_of(model):
-        (found,), raw = read(model, [(case, None)], raw=True)[0].unbind(1), None
-        raw = read(model, [(case, None)], raw=True)[1][0]
+        (found,), raw = edited_logits(model, [(case, None)], raw=True)[0].unbind(1), None
+        raw = edited_logits(model, [(case, None)], raw=True)[1][0]
         for logits, layout in zip((*found, raw), (*case.layouts, case.raw), strict=True):
             # A plain transformers model computes its softmax in float32.
             precision = 1e-10 if model_class == "TransformerBridge" else 1e-5
@@ -182,7 +184,7 @@ def test_phase_query_is_each_step_by_itself(tiny, how):
     edit = Edit(((1, 0), (2, 3)), how, "query")
     whole = logits_of(model, [case], edit)[:, 0]
     for t in range(case.n):
-        short = Case(
+        short = ContrastExample(
             case.prompt, case.names, case.layouts, case.text[: t + 1], case.source, case.raw
         )
         assert (logits_of(model, [short], edit)[:, 0, -1] - whole[:, t]).abs().max() < 1e-10
@@ -229,7 +231,7 @@ def test_soft_prefixes_of_any_two_texts():
     model = load("tiny-llama")
     soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
-    case = Case("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
+    case = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
     plain = logits_of(model, [case])[:, 0]
     assert (plain[0] - plain[1]).abs().max() > 1e-3
     for how in ("cut", "mean"):
@@ -276,7 +278,7 @@ def favour(log_probs):
 def test_swapping_the_branches_negates_llr_and_lex(tiny):
     model = load(tiny, "float64")
     asked = question(model)
-    turned = Question(tuple(case.swapped() for case in asked.cases), asked.words)
+    turned = ContrastSet(tuple(case.swapped() for case in asked.cases), asked.words)
     one, other = control(model, asked).values, control(model, turned).values
     for name, sign in {"llr": -1, "lex": -1, "js": 1, "from_raw": 1}.items():
         assert np.abs(one[name] - sign * other[name]).max() < 1e-12
@@ -285,7 +287,7 @@ def test_swapping_the_branches_negates_llr_and_lex(tiny):
 def test_equal_prefixes_have_exactly_no_control(tiny):
     model = load(tiny)
     cases = cases_of(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
-    found = control(model, Question(tuple(cases), words_of(model)))
+    found = control(model, ContrastSet(tuple(cases), words_of(model)))
     assert all(not found.values[name].any() for name in ("llr", "lex", "js", "kl"))
 
 
@@ -361,7 +363,7 @@ def test_a_metric_of_ones_own_and_a_task_by_name():
     assert set(found.interval("top", by="source")["source"]) == {"raw"}
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
     # Texts written behind a prefix say so.
-    behind = make_cases(model, "sentiment", prompts=["The lake"], source="positive", tokens=4)
+    behind = make_examples(model, "sentiment", prompts=["The lake"], source="positive", tokens=4)
     assert behind[0].source == "positive"
 
 
@@ -372,11 +374,11 @@ def load_planted(name="planted", dtype="float32", model_class="TransformerBridge
 def test_what_cannot_be_asked_is_refused():
     model = load("tiny-gpt2")
     with pytest.raises(CircuitError, match=r"different lengths in tokens \(a 5, b 3\).*reword"):
-        Case.of(model.tokenizer, {"a": "abcd:", "b": "xy:"}, "p", "t")
+        ContrastExample.of(model.tokenizer, {"a": "abcd:", "b": "xy:"}, "p", "t")
     with pytest.raises(CircuitError, match="two branches or more"):
-        Case.of(model.tokenizer, {"a": "abcd:"}, "p", "t")
+        ContrastExample.of(model.tokenizer, {"a": "abcd:"}, "p", "t")
     with pytest.raises(CircuitError, match="is empty"):
-        Case.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, "p", "")
+        ContrastExample.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, "p", "")
     mixed = [*cases_of(model), *cases_of(model, prefixes={"plus": "ab:", "minus": "xy:"})]
     for over in ("position", "head x position"):
         with pytest.raises(CircuitError, match="no common positions"):
@@ -407,7 +409,7 @@ def test_what_cannot_be_asked_is_refused():
         with pytest.raises(CircuitError, match=f"two units are called '{name}'"):
             knock_out(model, cases_of(model), over={name: [[0, 1]]})
     with pytest.raises(CircuitError, match="from a TransformerBridge or a TransformersModel"):
-        read(object(), [(cases_of(model)[0], None)])
+        edited_logits(object(), [(cases_of(model)[0], None)])
     with pytest.raises(CircuitError, match="unknown replacement 'cat'"):
         Edit(((0, 0),), "cat")
     with pytest.raises(CircuitError, match="head 7 of|unknown kind|does not exist"):
@@ -430,8 +432,8 @@ def planted_question(model, name, n, prompts=None, seed=0):
         prompt: [rng.choice(known, n).tolist()]
         for prompt in prompts or ("The lake", "The book", "Once upon a time")
     }
-    cases = make_cases(model, "sentiment", prompts=list(texts), texts=texts)
-    return Question(tuple(cases), tuple(words.values()))
+    cases = make_examples(model, "sentiment", prompts=list(texts), texts=texts)
+    return ContrastSet(tuple(cases), tuple(words.values()))
 
 
 def expected_effects(key, question, role):
@@ -584,12 +586,14 @@ def test_one_branch_at_a_time_is_averaged():
     """In a model that adds up, resampling one branch loses D - a, both at once D - 2a."""
     model = load("tiny-llama", "float64")
     case = cases_of(model)[0]
-    asked = Question((case,), words_of(model))
+    asked = ContrastSet((case,), words_of(model))
     table = knock_out(model, asked, over={"x": [[1, 0], [2, 1]]}, how="resample", metric="lex")
     whole = control(model, asked).values["lex"].mean()
     parts = []
     for branches in ("target", "others"):
-        logits, _ = read(model, [(case, Edit(((1, 0), (2, 1)), "resample", branches=branches))])
+        logits, _ = edited_logits(
+            model, [(case, Edit(((1, 0), (2, 1)), "resample", branches=branches))]
+        )
         log_probs = logits[:, 0].log_softmax(-1)
         parts.append((favour(log_probs[0]) - favour(log_probs[1])).mean().item())
     assert table.effects[0, 0] == pytest.approx(whole - np.mean(parts), abs=1e-10)
@@ -600,7 +604,7 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
     from lapa2_interp.circuits import knockout
 
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
-    asked, real, seen = question(model), knockout.answers, []
+    asked, real, seen = question(model), knockout.evaluate_edits, []
     one, other = ((0, 0),), ((1, 1), (0, 1))
     named = {"best": one, "largest": one, "random": other, "again": one, "last": other}
     units = [Unit({"name": name}, heads) for name, heads in named.items()]
@@ -609,7 +613,7 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
         seen.append(len(edits))
         return real(model, question, edits, *rest)
 
-    monkeypatch.setattr(knockout, "answers", counts)
+    monkeypatch.setattr(knockout, "evaluate_edits", counts)
     found = [knock_out(model, asked, units=units, file=file).effects for _ in range(2)]
     assert seen == [4, 3], "the control, nothing, two units; the control and both units"
     assert np.array_equal(*found)
@@ -621,14 +625,14 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
 def test_a_store_is_filled_by_one_process_at_a_time(tmp_path):
     """And a line that is no unit's is damage."""
     file = tmp_path / "units.jsonl"
-    store = Kept(file, "key")
+    store = ResultStore(file, "key")
     store.add("a", {"js": np.arange(3.0)})
     with pytest.raises(CircuitError, match="units.jsonl is being filled by another process; wait"):
-        Kept(file, "key")
+        ResultStore(file, "key")
     store.add("b", {"js": np.arange(3.0)})
     store.close()
     file.write_text(file.read_text() + "{}\n[]\n")
-    again = Kept(file, "key")
+    again = ResultStore(file, "key")
     again.close()
     assert list(again.done) == ["a", "b"]
     assert len(file.read_text().splitlines()) == 3
@@ -640,7 +644,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
     asked = question(model)
     whole = knock_out(model, asked)
-    real, seen = knockout.answers, []
+    real, seen = knockout.evaluate_edits, []
 
     def stops(*arguments):
         for n, each in enumerate(real(*arguments)):
@@ -648,7 +652,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
                 raise KeyboardInterrupt
             yield each
 
-    monkeypatch.setattr(knockout, "answers", stops)
+    monkeypatch.setattr(knockout, "evaluate_edits", stops)
     with pytest.raises(KeyboardInterrupt):
         knock_out(model, asked, file=file, at_once=1)
     lines = file.read_text().splitlines()
@@ -659,7 +663,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
         seen.append(len(edits))
         return real(model, question, edits, *rest)
 
-    monkeypatch.setattr(knockout, "answers", counts)
+    monkeypatch.setattr(knockout, "evaluate_edits", counts)
     found = knock_out(model, asked, file=file)
     assert np.array_equal(found.effects, whole.effects)
     knock_out(model, asked, file=file)
@@ -701,8 +705,8 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
     keys = []
     for seed in (0, 1):
         pair = tuple(soft_prefix(model, seed=2 * seed + i) for i in range(2))
-        case = Case("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
-        keys.append(Question((case,)).key(model))
+        case = ContrastExample("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
+        keys.append(ContrastSet((case,)).key(model))
     assert keys[0] != keys[1]
 
 
@@ -738,7 +742,7 @@ def test_a_function_a_name_or_one_case_is_enough():
     assert knock_out(model, case, over="layer", metric=mine).metric == "mine"
     words = dict(zip(PAIR, words_of(model), strict=True))
     named = control(model, case, metrics="lex", words=dict(reversed(words.items())))
-    expected = control(model, Question((case,), words_of(model)), metrics="lex")
+    expected = control(model, ContrastSet((case,), words_of(model)), metrics="lex")
     assert (named.values["lex"] == expected.values["lex"]).all()
 
 
@@ -857,7 +861,7 @@ def test_swapping_a_case_swaps_its_effect():
     """What the labelling test relies on: swapped branches negate a case's lex effects exactly."""
     model = load("tiny-gpt2", "float64")
     asked = question(model)
-    turned = Question(tuple(case.swapped() for case in asked.cases), asked.words)
+    turned = ContrastSet(tuple(case.swapped() for case in asked.cases), asked.words)
     one, other = (knock_out(model, each, metric="lex", also=()) for each in (asked, turned))
     assert np.abs(one.effects + other.effects).max() < 1e-10
 
@@ -915,25 +919,29 @@ def test_cases_that_cannot_be_read_are_refused():
     with pytest.raises(
         CircuitError, match="the token ':e' is part of the prefix and of the prompt"
     ):
-        Case(case.prompt, case.names, (crossing, case.layouts[1]), case.text)
+        ContrastExample(case.prompt, case.names, (crossing, case.layouts[1]), case.text)
     behind = [replace(each, n_before=1, l_pre=each.l_pre - 1) for each in case.layouts]
     with pytest.raises(CircuitError, match="a chat's span has tokens before it"):
-        Case(case.prompt, case.names, tuple(behind), case.text)
-    long = Case(case.prompt, case.names, case.layouts, (70,) * 260)
+        ContrastExample(case.prompt, case.names, tuple(behind), case.text)
+    long = ContrastExample(case.prompt, case.names, case.layouts, (70,) * 260)
     with pytest.raises(CircuitError, match="more than the model's context of 256; give shorter"):
         control(model, [long])
     with pytest.raises(CircuitError, match="texts has none for the prompt 'The sea'"):
-        make_cases(model, "sentiment", prompts=["The lake", "The sea"], texts={"The lake": [[70]]})
+        make_examples(
+            model, "sentiment", prompts=["The lake", "The sea"], texts={"The lake": [[70]]}
+        )
     with pytest.raises(CircuitError, match="texts has none for the prompt 'The lake'"):
-        make_cases(model, "sentiment", prompts=["The lake"], texts={"The lake": []})
+        make_examples(model, "sentiment", prompts=["The lake"], texts={"The lake": []})
     with pytest.raises(CircuitError, match="there is no prompt; give at least one"):
         control(model, "sentiment", prompts=[])
     soft = Layout.of(model.tokenizer, None, "efg hi", soft=case.layouts[0].l_pre)
     with pytest.raises(CircuitError, match="the layouts have 6, 0 slots, the prefixes 0, 0"):
-        Case(case.prompt, case.names, (soft, case.layouts[1]), case.text)
+        ContrastExample(case.prompt, case.names, (soft, case.layouts[1]), case.text)
     own = soft_prefix(model, slots=soft.soft)
     with pytest.raises(CircuitError, match="has soft and hard prefixes, so that the branches"):
-        Case(case.prompt, case.names, (soft, case.layouts[1]), case.text, prefixes=(own, None))
+        ContrastExample(
+            case.prompt, case.names, (soft, case.layouts[1]), case.text, prefixes=(own, None)
+        )
 
 
 def test_raw_texts_of_other_lengths_are_read_apart():
@@ -942,7 +950,7 @@ def test_raw_texts_of_other_lengths_are_read_apart():
     one, two = cases_of(model)[:1] * 2
     longer = replace(two.raw, ids=(*two.raw.ids, 70), tokens=(*two.raw.tokens, "x"),
                      l_pro=two.raw.l_pro + 1)  # fmt: skip
-    two = Case(two.prompt, two.names, two.layouts, two.text, two.source, longer)
+    two = ContrastExample(two.prompt, two.names, two.layouts, two.text, two.source, longer)
     both = control(model, [one, two], metrics="from_raw").values["from_raw"]
     for i, each in enumerate((one, two)):
         alone = control(model, [each], metrics="from_raw").values["from_raw"]
@@ -998,7 +1006,7 @@ def test_a_joint_curve_takes_heads_by_prompts():
     """Nine texts of one prompt are no more than one of another."""
     model = load("tiny-llama")
     one, two, three, four = (cases_of(model, prompts=(each,))[0] for each in ("a", "b", "c", "d"))
-    asked = Question((*[one] * 9, two, three, four), words_of(model))
+    asked = ContrastSet((*[one] * 9, two, three, four), words_of(model))
     units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
     table = knock_out(model, asked, units=units, metric="lex", also=())
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
@@ -1012,10 +1020,10 @@ def test_a_joint_curve_takes_heads_by_prompts():
 def test_a_key_knows_where_a_prefix_ends():
     model = load("tiny-llama")
     text = [70, 71]
-    one = Case.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, " p", text)
-    two = Case.of(model.tokenizer, {"a": "ab", "b": "cd"}, " p", text, join=":")
+    one = ContrastExample.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, " p", text)
+    two = ContrastExample.of(model.tokenizer, {"a": "ab", "b": "cd"}, " p", text, join=":")
     assert [each.ids for each in one.layouts] == [each.ids for each in two.layouts]
-    assert Question((one,)).key(model) != Question((two,)).key(model)
+    assert ContrastSet((one,)).key(model) != ContrastSet((two,)).key(model)
 
 
 def test_noise_is_that_of_the_metric():
@@ -1029,17 +1037,17 @@ def test_noise_is_that_of_the_metric():
 
 def test_what_moved_the_control_moves_no_effect(tmp_path):
     """A file begun in another precision: new units are told apart from the control of today."""
-    from lapa2_interp._util.files import sealed, unsealed
+    from lapa2_interp._util.files import with_checksums, without_checksums
 
     model, file = load("tiny-gpt2"), tmp_path / "units"
     asked = question(model)
     fresh = knock_out(model, asked, also=())
     knock_out(model, asked, over="layer", also=(), file=file)
     lines = file.read_text().splitlines()
-    at = next(i for i, line in enumerate(lines[1:], 1) if unsealed(line)[0]["unit"] == "")
-    line, _ = unsealed(lines[at])
+    at = next(i for i, line in enumerate(lines[1:], 1) if without_checksums(line)[0]["unit"] == "")
+    line, _ = without_checksums(lines[at])
     line["values"]["js"] = [1.009 * value for value in line["values"]["js"]]
-    lines[at] = sealed(line, indent=None).rstrip("\n")
+    lines[at] = with_checksums(line, indent=None).rstrip("\n")
     file.write_text("\n".join(lines) + "\n")
     found = knock_out(model, asked, also=(), file=file)
     np.testing.assert_allclose(found.whole, 1.009 * fresh.whole, rtol=1e-6)
@@ -1047,14 +1055,14 @@ def test_what_moved_the_control_moves_no_effect(tmp_path):
 
 
 def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
-    from lapa2_interp.circuits.direct import writes
+    from lapa2_interp.circuits.direct import head_logit_attribution
     from lapa2_interp.circuits.gradients import attribution
 
     model = load("tiny-gpt2")  # its released span ends inside the prefix
     asked = question(model)
     for span in ("bos", "released", ((0, 2),)):
         rule = Augmentation(alpha=0.5, span=span, phase="all_queries")
-        for instrument in (control, attribution, writes):
+        for instrument in (control, attribution, head_logit_attribution):
             with pytest.raises(
                 CircuitError, match="acts on queries inside it .phase 'all_queries'"
             ):
@@ -1064,7 +1072,7 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
         model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="all_queries")
     )
     pooled = Augmentation(alpha=1, law="ratio", tau=0.3, pooled=True)
-    for instrument in (control, attribution, writes):
+    for instrument in (control, attribution, head_logit_attribution):
         with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
             instrument(model, asked, augmentation=pooled)
 
@@ -1084,7 +1092,7 @@ def test_phases_and_positions_are_refused_whatever_the_replacement(how):
 
 def test_a_recipe_is_an_augmentation_everywhere():
     from lapa2_interp.bias.recipes import recipe
-    from lapa2_interp.circuits.direct import writes
+    from lapa2_interp.circuits.direct import head_logit_attribution
     from lapa2_interp.circuits.gradients import attribution
     from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
 
@@ -1093,7 +1101,9 @@ def test_a_recipe_is_an_augmentation_everywhere():
     assert isinstance(recipe("lapa2"), tuple)
     one, two = (attribution(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
     assert np.array_equal(one.cut_hats, two.cut_hats)
-    one, two = (writes(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
+    one, two = (
+        head_logit_attribution(model, asked, augmentation=each) for each in (rule, recipe("lapa2"))
+    )
     assert np.array_equal(one.direct, two.direct, equal_nan=True)
     goal = mean_mass(model, asked, recipe("lapa2"))
     assert alpha_at_mass(model, asked, goal, recipe("lapa2")) == pytest.approx(0.5, rel=0.02)

@@ -8,10 +8,10 @@ from test_circuits import cases_of, planted_question, question, words_of
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp.circuits.cases import Case
-from lapa2_interp.circuits.direct import OTHERS, PARTS, writes
+from lapa2_interp.circuits.cases import ContrastExample
+from lapa2_interp.circuits.direct import OTHERS, PARTS, head_logit_attribution
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.models.planted import NEGATIVE, POSITIVE, planted
 
 
@@ -26,7 +26,7 @@ def test_all_parts_sum_to_the_logit_difference(name, along):
     model = load(name)
     prefixes = {"a": "Very positive:", "b": "Very negative:"}
     asked = question(model, **({"prefixes": prefixes} if name == "smollm2-135m" else {}))
-    found = writes(model, asked, along=along)
+    found = head_logit_attribution(model, asked, along=along)
     assert gap(found) < 1e-4 * max(1, np.abs(found.total).max())
     for i, case in enumerate(asked.cases):
         for branch, layout in enumerate(case.layouts):
@@ -49,7 +49,7 @@ def test_a_head_is_its_output_through_the_frozen_norm(tiny):
     """Independently: the head's z times W_O, taken out of the final stream, sigma held."""
     model = load(tiny, "float64")
     asked = question(model)
-    found = writes(model, asked)
+    found = head_logit_attribution(model, asked)
     case, kept = asked.cases[0], {}
     ids = torch.tensor([[*case.layouts[0].ids, *case.text[:-1]]])
 
@@ -79,7 +79,7 @@ def test_a_head_is_its_output_through_the_frozen_norm(tiny):
 def test_planted_heads_write_what_the_key_says(name):
     model, key = load(name), planted(name)
     asked = planted_question(model, name, 24)
-    found = writes(model, asked)
+    found = head_logit_attribution(model, asked)
     assert gap(found) < 1e-4
     for i, case in enumerate(asked.cases):
         layout = case.layouts[0]
@@ -113,7 +113,7 @@ def test_a_head_without_an_output_writes_nothing():
     model = load_model("tiny-gpt2", device="cpu")
     with torch.no_grad():  # Conv1D: head x d_head, d_model
         model.blocks[1].attn.o.original_component.weight[8:16] = 0
-    found = writes(model, question(model))
+    found = head_logit_attribution(model, question(model))
     assert np.abs(found.direct[..., 1, 1, :]).max() == 0
     assert np.abs(found.direct[..., 1, 2, :]).max() > 0
     assert gap(found) < 1e-4
@@ -121,7 +121,7 @@ def test_a_head_without_an_output_writes_nothing():
 
 def test_parts_are_places_and_masses_are_shares(tiny):
     model = load(tiny)
-    found = writes(model, question(model))
+    found = head_logit_attribution(model, question(model))
     assert np.abs(found.mass.sum(-1) - 1).max() < 1e-5
     assert found.mass[:, :, 0, :, :, PARTS.index("generated")].max() == 0
     assert (found.size >= 0).all()
@@ -137,9 +137,11 @@ def test_soft_prefixes_and_an_augmentation():
     model = load("tiny-llama")
     soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
-    case = Case("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = Question((case,), words_of(model))
-    plain, boosted = (writes(model, asked, augmentation=a) for a in (None, Augmentation(alpha=1)))
+    case = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
+    asked = ContrastSet((case,), words_of(model))
+    plain, boosted = (
+        head_logit_attribution(model, asked, augmentation=a) for a in (None, Augmentation(alpha=1))
+    )
     for found in (plain, boosted):
         assert gap(found) < 1e-4
     assert boosted.mass[..., 0].mean() > plain.mass[..., 0].mean()
@@ -148,10 +150,10 @@ def test_soft_prefixes_and_an_augmentation():
 def test_what_cannot_be_attributed_is_refused():
     plain = load("tiny-gpt2", "float32", "TransformersModel")
     with pytest.raises(CircuitError, match="load the model as TransformerBridge"):
-        writes(plain, cases_of(plain))
+        head_logit_attribution(plain, cases_of(plain))
     model = load("tiny-gpt2")
     with pytest.raises(CircuitError, match="give along='text'"):
-        writes(model, cases_of(model))
+        head_logit_attribution(model, cases_of(model))
 
     def doubled(tensor, hook):
         return 2 * tensor
@@ -160,7 +162,7 @@ def test_what_cannot_be_attributed_is_refused():
         model.hooks(fwd_hooks=[("blocks.2.hook_out", doubled)]),
         pytest.raises(CircuitError, match="residual stream .*would not sum"),
     ):
-        writes(model, question(model))
+        head_logit_attribution(model, question(model))
 
 
 @pytest.mark.parametrize(
@@ -172,5 +174,5 @@ def test_what_cannot_be_attributed_is_refused():
 )
 def test_phases_of_several_passes_are_refused(phase, message):
     with pytest.raises(CircuitError, match=message):
-        writes(load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase),
+        head_logit_attribution(load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase),
                prompts=["The lake"], tokens=4)  # fmt: skip

@@ -16,13 +16,13 @@ from lapa2_interp.circuits.fading import (
     ALL,
     NEAR,
     VERDICTS,
+    _CachedForward,
     _held,
-    _Reading,
     _scored,
     measure_fading,
 )
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
 
@@ -126,8 +126,8 @@ def test_verdicts_of_the_planted_models(planted_fading):
 
 def test_a_reading_held_at_its_own_mass_is_unchanged():
     model = load("planted")
-    (case, *_) = Question.of(model, "sentiment", tokens=12).cases
-    reading = _Reading(model, [_scored(case, 8, 4)], 4)
+    (case, *_) = ContrastSet.of(model, "sentiment", tokens=12).cases
+    reading = _CachedForward(model, [_scored(case, 8, 4)], 4)
     with torch.no_grad():
         plain = reading.logits()
         every = torch.ones(2, 4, dtype=torch.bool)
@@ -140,8 +140,8 @@ def test_a_reading_held_at_its_own_mass_is_unchanged():
 def test_every_head_gets_the_mass_it_had_near():
     """Held in all heads at once, read at the pattern."""
     model = load("planted")
-    (case, *_) = Question.of(model, "sentiment", tokens=40).cases
-    near, far = (_Reading(model, [_scored(case, f, 4)], 4) for f in (1, 30))
+    (case, *_) = ContrastSet.of(model, "sentiment", tokens=40).cases
+    near, far = (_CachedForward(model, [_scored(case, f, 4)], 4) for f in (1, 30))
     every, masses = torch.ones(2, 4, dtype=torch.bool), []
 
     def watched(reading, rule=None):
@@ -194,7 +194,7 @@ def test_a_window_that_hides_keys_is_refused(monkeypatch):
 
 def test_short_texts_are_refused():
     model = load("planted")
-    question = Question.of(model, "sentiment", tokens=10)
+    question = ContrastSet.of(model, "sentiment", tokens=10)
     with pytest.raises(CircuitError, match="has 10 tokens; filler and scored tokens need 64"):
         measure_fading(model, question, filler=(64,))
 

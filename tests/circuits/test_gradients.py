@@ -15,7 +15,7 @@ from lapa2_interp._util.errors import CircuitError, ModelError
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits import gradients as module
-from lapa2_interp.circuits.cases import Case
+from lapa2_interp.circuits.cases import ContrastExample
 from lapa2_interp.circuits.gradients import (
     Recall,
     attribution,
@@ -26,7 +26,7 @@ from lapa2_interp.circuits.gradients import (
 )
 from lapa2_interp.circuits.knockout import Unit, knock_out, units_everything
 from lapa2_interp.circuits.metrics import lex
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.models.planted import planted
 
@@ -97,8 +97,8 @@ def test_soft_prefixes_have_slopes_too(tiny):
     soft = [soft_prefix(model, seed=seed, shifted=seed == 1) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
     hard = cases_of(model, n=3)[0]
-    case = Case("efg", hard.names, layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = Question((case, hard), words_of(model))  # soft and hard in one question
+    case = ContrastExample("efg", hard.names, layouts, (70, 80, 90), prefixes=tuple(soft))
+    asked = ContrastSet((case, hard), words_of(model))  # soft and hard in one question
     found = attribution(model, asked, metric="lex", at_once=2)
     heads = ((0, 1), (1, 0), (3, 3))
     for at in heads:
@@ -241,8 +241,8 @@ def test_cases_of_any_order_and_number_at_once(tiny):
     model = load(tiny)
     cases = cases_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
     cases += cases_of(model, n=3, prompts=("ab",), prefixes={"plus": "ab:", "minus": "cd:"})
-    asked = Question(tuple(cases), words_of(model))
-    turned = Question(tuple(cases[::-1]), words_of(model))
+    asked = ContrastSet(tuple(cases), words_of(model))
+    turned = ContrastSet(tuple(cases[::-1]), words_of(model))
     alone = attribution(model, asked, metric="lex")
     together = attribution(model, turned, metric="lex", at_once=4)
     for name in ("slopes", "cut_hats", "whole"):
@@ -272,7 +272,7 @@ def test_more_than_two_attributes():
     model = load("tiny-neox", "float64")
     cases = cases_of(model, n=3, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
     found = attribution(model, cases, metric="kl")
-    asked = Question(tuple(cases))
+    asked = ContrastSet(tuple(cases))
     for at in ((0, 1), (2, 2)):
         expected = difference(model, asked, lambda b, at=at: biased((at,), b), metrics=("kl",))[
             "kl"
@@ -511,7 +511,7 @@ def test_a_table_a_map_a_drawing():
 def test_texts_of_a_prompt_count_as_one():
     model = load("planted")
     asked = planted_question(model, "planted", 4)
-    twice = Question((*asked.cases, asked.cases[0]), asked.words)
+    twice = ContrastSet((*asked.cases, asked.cases[0]), asked.words)
     one, other = (attribution(model, each, metric="lex") for each in (asked, twice))
     assert np.abs(one.map() - other.map()).max() < 1e-6
     assert len(other.by_prompt("slope")) == 3
@@ -617,7 +617,7 @@ def test_what_has_no_gradient_is_refused():
             call(model, cases, metric="lex")
         with pytest.raises(CircuitError, match="tokens belongs to a task"):
             call(model, cases, tokens=3)
-        bare = [Case(each.prompt, each.names, each.layouts, each.text) for each in cases]
+        bare = [ContrastExample(each.prompt, each.names, each.layouts, each.text) for each in cases]
         with pytest.raises(CircuitError, match="a case has no raw layout.*other than from_raw"):
             call(model, bare, metric="from_raw")
 

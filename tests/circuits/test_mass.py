@@ -7,7 +7,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.knockout import prefix_mass
 from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
@@ -24,7 +24,7 @@ ARMS = {
 @pytest.fixture(scope="module")
 def question():
     prompts = ["The lake", "Once upon a time", "The road"]
-    return Question.of(load("tiny-llama"), "sentiment", prompts=prompts, tokens=6)
+    return ContrastSet.of(load("tiny-llama"), "sentiment", prompts=prompts, tokens=6)
 
 
 def test_the_mean_mass_is_that_of_the_heads(question):
@@ -34,7 +34,7 @@ def test_the_mean_mass_is_that_of_the_heads(question):
 
 def test_a_text_is_read_behind_the_prefix_it_was_written_behind():
     model = load("tiny-llama")
-    written = Question.of(model, "sentiment", prompts=["The lake"], tokens=6, source="negative")
+    written = ContrastSet.of(model, "sentiment", prompts=["The lake"], tokens=6, source="negative")
     (case,) = written.cases
     trace = teacher_forced(model, case.layouts[case.names.index("negative")], [case.text])
     assert mean_mass(model, written) == pytest.approx(float(trace["prefix"].mean()), rel=1e-6)
@@ -56,7 +56,7 @@ def test_mass_rises_with_alpha_and_is_hit(arm, question):
 def test_equal_mass_is_unequal_alpha():
     """One head of many needs a larger alpha for what all heads do with little."""
     model, heads = load("planted"), (planted("planted").heads["carrier"],)
-    question = Question.of(model, "sentiment", prompts=["The lake", "The road"], tokens=6)
+    question = ContrastSet.of(model, "sentiment", prompts=["The lake", "The road"], tokens=6)
     few = Augmentation(alpha=1, heads=heads)
     wanted = mean_mass(model, question, few)
     assert alpha_at_mass(model, question, wanted, few) == pytest.approx(1, rel=0.05)

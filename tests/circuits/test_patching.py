@@ -13,9 +13,9 @@ from transformer_lens import patching as lens
 from lapa2_interp import Layout
 from lapa2_interp._util.errors import CircuitError, DeadHookError
 from lapa2_interp.circuits import patching
-from lapa2_interp.circuits.cases import Case, attribute_words
+from lapa2_interp.circuits.cases import ContrastExample, attribute_words
 from lapa2_interp.circuits.patching import HOOKS, NODES, PREFIX_NODES, patch
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, WIDTH, planted
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
@@ -29,17 +29,19 @@ def question(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
     rng = np.random.default_rng(3)
     texts = [rng.integers(60, 120, n).tolist() for _ in prompts]
     cases = [
-        Case.of(model.tokenizer, prefixes, prompt, text)
+        ContrastExample.of(model.tokenizer, prefixes, prompt, text)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    return Question(tuple(cases), WORDS)
+    return ContrastSet(tuple(cases), WORDS)
 
 
 def soft_question(model, n=5):
     soft = tuple(soft_prefix(model, seed=seed) for seed in (0, 1))
     layout = Layout.of(model.tokenizer, None, "efg", soft=5)
     text = tuple(range(70, 70 + n))
-    return Question((Case("efg", ("a", "b"), (layout, layout), text, prefixes=soft),), WORDS)
+    return ContrastSet(
+        (ContrastExample("efg", ("a", "b"), (layout, layout), text, prefixes=soft),), WORDS
+    )
 
 
 def planted_question(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once upon a time")):
@@ -48,10 +50,10 @@ def planted_question(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once 
     known = [vocabulary[word] for word in (*POSITIVE, *NEGATIVE, *FILLERS)]
     rng = np.random.default_rng(0)
     cases = [
-        Case.of(model.tokenizer, prefixes, prompt, rng.choice(known, n).tolist())
+        ContrastExample.of(model.tokenizer, prefixes, prompt, rng.choice(known, n).tolist())
         for prompt in prompts
     ]
-    return Question(tuple(cases), tuple(words.values()))
+    return ContrastSet(tuple(cases), tuple(words.values()))
 
 
 def any_question(model, name):
@@ -68,7 +70,7 @@ def log_probs_of(model, asked, node, **settings):
             runs.append(log_probs[0].clone())
             return torch.zeros(text.shape)
 
-        patch(model, Question((case,), asked.words), node, metric=kept, at_once=1000, **settings)
+        patch(model, ContrastSet((case,), asked.words), node, metric=kept, at_once=1000, **settings)
         found.append(torch.stack(runs))
     return found  # run step vocab
 
@@ -392,7 +394,7 @@ def test_a_head_to_the_logits_is_its_output_in_the_last_layer(name):
     """Where the MLP does not react: it writes nothing, stands beside attention, or is held."""
     model = load(name)
     case = any_question(model, name).cases[0]
-    asked, last = Question((case,), any_question(model, name).words), model.cfg.n_layers - 1
+    asked, last = ContrastSet((case,), any_question(model, name).words), model.cfg.n_layers - 1
 
     def hold(x, hook):
         return torch.cat([x[:2], x[1:2].expand(len(x) - 2, -1, -1)])
@@ -419,7 +421,7 @@ def test_a_head_to_the_logits_by_hand(name):
         )
         plain = favour(logits.log_softmax(-1))[0, -case.n :].mean().item()
         residual = own["blocks.3.hook_resid_post"]
-        found = patch(model, Question((case,), WORDS), "head_to_logits").effects["denoise"][0]
+        found = patch(model, ContrastSet((case,), WORDS), "head_to_logits").effects["denoise"][0]
         for i, (layer, head) in enumerate(product(range(4), range(4))):
             z = (each[f"blocks.{layer}.attn.hook_z"][:, :, head] for each in (source, own))
             changed = residual + torch.sub(*z) @ model.blocks[layer].attn.W_O[head]
@@ -456,8 +458,10 @@ def test_hooks_of_a_user_stay_live():
 @pytest.mark.parametrize("node", ["prefix_kv", "z", "resid_mid", "head_to_logits"])
 def test_batches_and_order_change_nothing(node):
     model = load("tiny-llama")
-    asked = Question((*question(model).cases, *question(model, n=3, prompts=("pq",)).cases), WORDS)
-    turned = Question(asked.cases[::-1], WORDS)
+    asked = ContrastSet(
+        (*question(model).cases, *question(model, n=3, prompts=("pq",)).cases), WORDS
+    )
+    turned = ContrastSet(asked.cases[::-1], WORDS)
     whole = patch(model, asked, node, direction="both")
     for at_once in (3, 37):
         again = patch(model, asked, node, direction="both", at_once=at_once)

@@ -9,11 +9,11 @@ import pytest
 
 from lapa2_interp import Layout, load_run
 from lapa2_interp._util.errors import AugmentationError, CircuitError
-from lapa2_interp.bias.augmentation import several
-from lapa2_interp.circuits.cases import Case
+from lapa2_interp.bias.augmentation import active_augmentations
+from lapa2_interp.circuits.cases import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import Question
-from lapa2_interp.circuits.selection import Selection, choose, enough_tokens, select
+from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.selection import Selection, choose, select, sufficient_tokens
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
@@ -24,7 +24,7 @@ ATTRIBUTE = 1
 
 @pytest.fixture(scope="module")
 def question():
-    return Question.of(load("planted"), "sentiment", tokens=12)
+    return ContrastSet.of(load("planted"), "sentiment", tokens=12)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_selection_of_another_model_does_not_steer(
 
 def test_selection_does_not_depend_on_what_attributes_are_called(question):
     """Turned round, the same heads and tokens are chosen."""
-    turned = Question(tuple(case.swapped() for case in question.cases), question.words[::-1])
+    turned = ContrastSet(tuple(case.swapped() for case in question.cases), question.words[::-1])
     model = load("planted")
     one, other = (
         select(model, each, by="cut", heads=4, metric="lex") for each in (question, turned)
@@ -135,8 +135,8 @@ def test_random_labels_select_next_to_nothing(question):
 def test_two_tokens_are_needed_where_a_gate_reads_the_first():
     """In the twin "spread" the carrier does not find the attribute without the first token."""
     model = load("planted-spread")
-    assert enough_tokens(model, "sentiment", "lex", tokens=8) == (0, ATTRIBUTE)
-    assert enough_tokens(load("planted"), "sentiment", "lex", tokens=8) == (ATTRIBUTE,)
+    assert sufficient_tokens(model, "sentiment", "lex", tokens=8) == (0, ATTRIBUTE)
+    assert sufficient_tokens(load("planted"), "sentiment", "lex", tokens=8) == (ATTRIBUTE,)
 
 
 def test_tokens_that_are_given(question):
@@ -185,9 +185,9 @@ def test_all_heads_are_taken_without_a_file(question, tmp_path):
 def test_a_model_without_control_selects_no_head():
     """The same prefix in both branches: nothing to choose."""
     model = load("planted")
-    prompts = Question.of(model, "sentiment", tokens=4).prompts
+    prompts = ContrastSet.of(model, "sentiment", tokens=4).prompts
     same = [
-        Case.of(model.tokenizer, {"one": "Very positive:", "two": "Very positive:"}, " " + prompt, " the a")
+        ContrastExample.of(model.tokenizer, {"one": "Very positive:", "two": "Very positive:"}, " " + prompt, " the a")
         for prompt in prompts
     ]  # fmt: skip
     with pytest.raises(CircuitError, match="no head has a cut score whose interval lies above 0"):
@@ -221,7 +221,7 @@ def test_the_commands(tmp_path, capsys):
     made = shlex.split(f"{line} --selection {card} --out {tmp_path / 'made'}")
     assert main(made) == 0
     (cell,) = load_run(tmp_path / "made").plan.values()
-    (rule,) = several(cell.augmentation)
+    (rule,) = active_augmentations(cell.augmentation)
     assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
     assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2
     assert "--selection gives the heads; leave out --heads" in capsys.readouterr().err

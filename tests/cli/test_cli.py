@@ -434,7 +434,7 @@ def test_a_stopped_command_says_whether_it_goes_on(line, goes_on, monkeypatch, c
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lapa2_interp.cli.app", stopped)
+    monkeypatch.setattr("lapa2_interp.cli.app.app", stopped)
     assert lapa2(line) == 130
     told = "goes on" if goes_on else "begins anew; nothing half-made is left"
     assert capsys.readouterr().err == f"lapa2: interrupted; the same command {told}\n"
@@ -506,7 +506,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
     def full(*_, **__):
         raise MemoryError("Unable to allocate 9 GiB")
 
-    monkeypatch.setattr("lapa2_interp.cli.app", full)
+    monkeypatch.setattr("lapa2_interp.cli.app.app", full)
     assert main(["tasks"]) == 2
     assert capsys.readouterr().err.startswith("lapa2: too little memory (Unable to allocate 9 GiB)")
 

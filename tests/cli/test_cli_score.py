@@ -10,7 +10,7 @@ import pytest
 from conftest import load, run_of
 
 from lapa2_interp import Augmentation, load_task
-from lapa2_interp._util.files import unsealed
+from lapa2_interp._util.files import without_checksums
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.paper.data import ItemData
@@ -101,7 +101,7 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
         samples = pd.read_parquet(file).assign(text="a serene lake")
         samples.to_parquet(file)
         manifest = file.with_name("manifest.json")
-        manifest.write_text(json.dumps(unsealed(manifest.read_text())[0]))
+        manifest.write_text(json.dumps(without_checksums(manifest.read_text())[0]))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
     assert table["mean"].to_dict() == {'calm, "ish"': 1, "angry": 0, "all": 0.5}
@@ -122,7 +122,7 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
     for samples in run.rglob("samples.parquet"):
         pd.read_parquet(samples).assign(text="a serene lake").to_parquet(samples)
         manifest = samples.with_name("manifest.json")
-        manifest.write_text(json.dumps(unsealed(manifest.read_text())[0]))
+        manifest.write_text(json.dumps(without_checksums(manifest.read_text())[0]))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv")
     said = {

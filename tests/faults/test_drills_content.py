@@ -16,7 +16,7 @@ import pytest
 from conftest import load, soft_prefix
 
 from lapa2_interp import load_run
-from lapa2_interp._util.files import unsealed
+from lapa2_interp._util.files import without_checksums
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.prefixes.soft_prefix import save_prefix
@@ -100,7 +100,7 @@ def run(tmp_path_factory):
         samples["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(samples))]
         samples.to_parquet(file)
         manifest = file.with_name("manifest.json")
-        fields, _ = unsealed(manifest.read_text())
+        fields, _ = without_checksums(manifest.read_text())
         manifest.write_text(json.dumps(fields))  # without a seal, the texts may be others
     return place
 
@@ -150,14 +150,14 @@ def test_cards_of_models_prefixes_and_selections_are_data(on_terminal, tmp_path)
     (own / "model" / "README.md").write_text(HTML + ESCAPES)
     save_prefix(soft_prefix(load("tiny-llama")), own / "set")
     for file in own.glob("set/*.json"):
-        card, _ = unsealed(file.read_text())
+        card, _ = without_checksums(file.read_text())
         file.write_text(json.dumps(card | dict.fromkeys(("origin", "task"), HTML + ESCAPES)))
     on_terminal("probe", own / "model")
     on_terminal("prefixes", own)
     selection = own / "selection.json"
     heads = ["--by", "mass", "--heads", "2", "--tokens", "4", "--device", "cpu"]
     on_terminal("select", "planted", *heads, "--out", selection)
-    card, _ = unsealed(selection.read_text())
+    card, _ = without_checksums(selection.read_text())
     selection.write_text(json.dumps(card | {"weights": HTML + ESCAPES, "model": HTML}))
     _, told = on_terminal(
         "generate", "--model", "planted", "--attribute", "positive", "--alpha", "1",

@@ -16,7 +16,7 @@ from drills import FULL, furnish
 
 from lapa2_interp import load_model, load_run, model_card
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp._util.files import OWN, SEAL, _digest, read_checkpoint, unsealed
+from lapa2_interp._util.files import OWN, SEAL, _digest, read_checkpoint, without_checksums
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes.soft_prefix import load_prefix, save_prefix
@@ -84,7 +84,7 @@ class Count:
 
 
 def drill(file, read, record_property, also=(), kind=None, names=True, count=None):
-    """Damage a file in every way: `read` gives the same value as before, or raises one line."""
+    """Damage a file in every way: `edited_logits` gives the same value as before, or raises one line."""
     whole, wanted = file.read_bytes(), read()
     count, rng = count or Count(), random.Random(file.name)
     for done, data in [*ways(whole, rng), *also]:
@@ -164,7 +164,7 @@ def test_a_file_of_a_cell(run, home, name, record_property, tmp_path):
 def test_run_json(run, record_property):
     file = run / "run.json"
     drill(file, lambda: everything(run), record_property, newer(file.read_bytes()))
-    raw, _ = unsealed(file.read_text())
+    raw, _ = without_checksums(file.read_text())
     file.write_text(json.dumps(raw | {"format": 99}))
     with pytest.raises(Lapa2Error, match="run of format 99"):
         load_run(run)
@@ -336,11 +336,11 @@ def test_a_selection(tmp_path, record_property):
 
 def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
     """A damaged line is made anew; a damaged first line is refused."""
-    from lapa2_interp.circuits.knockout import Kept
+    from lapa2_interp.circuits.knockout import ResultStore
 
     file, count = tmp_path / "units.jsonl", Count()
     wanted = {f"unit {i}": {"js": np.linspace(0, 1 / (i + 1), 5)} for i in range(20)}
-    store = Kept(file, "key")
+    store = ResultStore(file, "key")
     for name, values in wanted.items():
         store.add(name, values)
     store.close()
@@ -348,7 +348,7 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
     for done, data in list(ways(whole, random.Random(3), 3 * POINTS)):
         file.write_bytes(data)
         try:
-            store = Kept(file, "key")
+            store = ResultStore(file, "key")
         except Lapa2Error as error:
             line_of(error)
             count.refused += 1
@@ -363,11 +363,11 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
 
 
 def test_the_texts_of_a_study(tmp_path, record_property):
-    from lapa2_interp._util.files import sealed
+    from lapa2_interp._util.files import with_checksums
     from lapa2_interp.circuits.study import read_question
 
     file = tmp_path / "question.json"
-    file.write_text(sealed({"settings": {"seed": 1}, "texts": [["The lake", [1, 2, 3]]]}))
+    file.write_text(with_checksums({"settings": {"seed": 1}, "texts": [["The lake", [1, 2, 3]]]}))
     drill(file, lambda: read_question(tmp_path), record_property)
 
 

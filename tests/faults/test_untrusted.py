@@ -27,11 +27,11 @@ from lapa2_interp._util.files import (
     parse_toml,
     read_text,
     remove,
-    sealed,
     sha256_of,
     tidy,
-    unsealed,
     whole_folder,
+    with_checksums,
+    without_checksums,
 )
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, Cell
@@ -137,8 +137,8 @@ def again(run):
 
 @pytest.mark.parametrize("key", ["../../x", "/home/me/project/package", "A" * 16, "0" * 15, "x" * 16, "0" * 16 + "\n"])  # fmt: skip
 def test_a_key_is_sixteen_hexadecimal_digits_and_never_a_path(run, key, capsys):
-    raw, _ = unsealed((run / "run.json").read_text())
-    (run / "run.json").write_text(sealed(raw | {"grids": {"one": [key]}}))
+    raw, _ = without_checksums((run / "run.json").read_text())
+    (run / "run.json").write_text(with_checksums(raw | {"grids": {"one": [key]}}))
     with pytest.raises(DamagedError, match="run.json is damaged or of another version: grids"):
         load_run(run)
     for words in (["runs", run], ["trace", run], ["view", run], ["report", run]):
@@ -148,7 +148,7 @@ def test_a_key_is_sixteen_hexadecimal_digits_and_never_a_path(run, key, capsys):
 
 def test_a_key_in_a_manifest_is_no_path(run):
     (folder,) = (run / "cells").iterdir()
-    fields, _ = unsealed((folder / "manifest.json").read_text())
+    fields, _ = without_checksums((folder / "manifest.json").read_text())
     lone = run.with_name("lone")
     shutil.copytree(folder, lone)
     (lone / "manifest.json").write_text(json.dumps(fields | {"cell": "../../x"}))
@@ -602,7 +602,7 @@ def test_samples_without_their_columns_are_damage(run):
     import pandas as pd
 
     (folder,) = (run / "cells").iterdir()
-    fields, _ = unsealed((folder / "manifest.json").read_text())
+    fields, _ = without_checksums((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(fields))  # without sha256 of the files
     pd.DataFrame({"x": [1]}).to_parquet(folder / "samples.parquet")
     with pytest.raises(DamagedError, match="it has no column prompt"):
@@ -611,7 +611,7 @@ def test_samples_without_their_columns_are_damage(run):
 
 def test_the_task_of_a_lone_manifest_is_no_path(run):
     (folder,) = (run / "cells").iterdir()
-    fields, _ = unsealed((folder / "manifest.json").read_text())
+    fields, _ = without_checksums((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(fields | {"task": "../../x"}))
     with pytest.raises(RunError, match=r"manifest.json: a task's name has letters"):
         load_run(folder)

@@ -25,7 +25,7 @@ from lapa2_interp._util.errors import (
     MethodError,
     ScoringError,
 )
-from lapa2_interp._util.files import alone_with, sealed
+from lapa2_interp._util.files import alone_with, with_checksums
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import (
     assert_neurons_live,
@@ -49,7 +49,7 @@ from lapa2_interp.methods.freectrl import (
 )
 from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.models.card import identity
-from lapa2_interp.runs.method_context import DRAFT_SEEDS, ModelKit
+from lapa2_interp.runs.method_context import DRAFT_SEEDS, ModelContext
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +297,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
     made = generate(
         model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full"
     )
-    kit = ModelKit(model)
+    kit = ModelContext(model)
     ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(model.W_E.detach().float(), dim=1)
     tokens = sorted({i for each in ids.values() for i in each})
@@ -419,7 +419,7 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
     every = freectrl(word_file, u=1.0)
     settings = {"length": 12, "samples": 3, "trace": "none"}
-    kit = ModelKit(words_model)
+    kit = ModelContext(words_model)
     ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
 
@@ -519,7 +519,7 @@ def test_freectrls_keywords(words_model, tmp_path):
     file.write_text(
         json.dumps({"words": {"positive": ["great", "unputdownable", "love"], "negative": ["bad"]}})
     )
-    kit, task = ModelKit(words_model), load_task("sentiment")
+    kit, task = ModelContext(words_model), load_task("sentiment")
     unit = torch.nn.functional.normalize(kit.embedding(), dim=1)
     every = methods.get("freectrl", words=str(file), noise=-1e9).keywords(kit, task, unit)
     assert list(every["positive"]) == ["great", "love"]
@@ -736,7 +736,7 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     from lapa2_interp.methods.datg import Drafting
 
     model = load("tiny-llama", "float64")
-    kit = ModelKit(model)
+    kit = ModelContext(model)
     texts = kit.drafts(Drafting(), "The sea", 3, 6, seed=4)
     branch = Layout.of(model.tokenizer, None, "The sea")
     ends = set(kit.end_ids)
@@ -750,7 +750,7 @@ def test_drafts_are_the_bare_models_and_kept(cache):
         plain = [token for token in tokens if token not in ends]
         assert text == model.tokenizer.decode([*kit.ids("The sea"), *plain])[len("The sea") :]
     (file,) = (cache / "drafts").iterdir()
-    file.write_text(sealed({"texts": ["kept"]}))
+    file.write_text(with_checksums({"texts": ["kept"]}))
     assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == ["kept"]
     file.write_text(file.read_text().replace("kept", "left"))
     assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts, "damaged, and made anew"
@@ -771,7 +771,7 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
     from lapa2_interp.methods.datg import Drafting
 
     calls, real = [], neurons._with_each
-    draft = ModelKit._draft
+    draft = ModelContext._draft
 
     def slowly(*args):
         calls.append(args[2])
@@ -784,9 +784,9 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
         return draft(*args)
 
     monkeypatch.setattr(neurons, "_with_each", slowly)
-    monkeypatch.setattr(ModelKit, "_draft", drafted)
+    monkeypatch.setattr(ModelContext, "_draft", drafted)
     model = load("tiny-gpt2")
-    kits = [ModelKit(model), ModelKit(copy.deepcopy(model))]
+    kits = [ModelContext(model), ModelContext(copy.deepcopy(model))]
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda kit: kit.promoters([5, 9], 3), kits)
         assert torch.equal(one, two)
@@ -826,7 +826,7 @@ def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
 
 
 def test_scores_of_drafts_are_shares_of_the_attribute():
-    kit, task = ModelKit(load("tiny-gpt2")), load_task("detox")
+    kit, task = ModelContext(load("tiny-gpt2")), load_task("detox")
     texts = ["I love this wonderful day.", "You stupid idiot, shut up!", "  "]
     nontoxic, toxic = (
         kit.shares("accuracy", task, each, "", texts) for each in ("nontoxic", "toxic")
@@ -899,7 +899,7 @@ class Counting(NoControl):
 def test_plans_prepare_each_prompt_once():
     """Arms and attributes share the kit, so that what prompts share is made once."""
     model = load("tiny-gpt2")
-    kit = ModelKit(model)
+    kit = ModelContext(model)
     for _ in range(2):
         todo = plan(
             model,
@@ -954,7 +954,7 @@ def test_the_cache_tells_models_apart(cache):
     with torch.no_grad():
         next(iter(getattr(edited, "original_model", edited).parameters())).mul_(1.01)
     assert identity(edited) != prints["tiny-gpt2"]
-    tables = {name: ModelKit(load(name)).promoters([5, 9], 3) for name in prints}
+    tables = {name: ModelContext(load(name)).promoters([5, 9], 3) for name in prints}
     assert len(list((cache / "neurons").iterdir())) == 3
     assert tables["tiny-neox"][:, :, 1].max() < 64
 
@@ -962,12 +962,12 @@ def test_the_cache_tells_models_apart(cache):
 def test_a_damaged_cache_is_made_again(cache):
     from lapa2_interp.methods.datg import Drafting
 
-    kit = ModelKit(load("tiny-gpt2"))
+    kit = ModelContext(load("tiny-gpt2"))
     table, drafts = kit.promoters([5, 9], 3), kit.drafts(Drafting(), "The sea", 2, 4, seed=1)
     for folder in ("neurons", "drafts"):
         (file,) = (cache / folder).iterdir()
         file.write_bytes(file.read_bytes()[:7])
-    fresh = ModelKit(load("tiny-gpt2"))
+    fresh = ModelContext(load("tiny-gpt2"))
     assert torch.equal(fresh.promoters([5, 9], 3), table)
     assert fresh.drafts(Drafting(), "The sea", 2, 4, seed=1) == drafts
 
@@ -980,7 +980,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         ModelError, match=r"cannot write the cache .*file.* set LAPA2_CACHE to a folder that can"
     ):
-        ModelKit(load("tiny-gpt2")).promoters([5, 9], 3)
+        ModelContext(load("tiny-gpt2")).promoters([5, 9], 3)
 
 
 def test_no_text_shares_its_random_numbers_with_a_draft():
@@ -988,7 +988,7 @@ def test_no_text_shares_its_random_numbers_with_a_draft():
     from lapa2_interp.methods.datg import Drafting
 
     model, task = load("tiny-gpt2"), load_task("detox")
-    drafts = ModelKit(model).drafts(Drafting(), "The sea", 5, 12, seed=1)
+    drafts = ModelContext(model).drafts(Drafting(), "The sea", 5, 12, seed=1)
     method = methods.get("datg", boost=0, avoid=0, drafts=5, draft_tokens=12)
     made = generate(
         model, method, task, "nontoxic", ["The sea"], length=12, samples=5, seed=1, eos="stop"

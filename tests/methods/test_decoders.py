@@ -18,7 +18,7 @@ from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Start, nucleus
 from lapa2_interp.models.card import model_card
-from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.runs.method_context import ModelContext
 
 CLASSES = [("target", "b"), ("target", "b", "c", "d")]
 
@@ -601,7 +601,7 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
         made[:, other] = 2.0
         return real(made, branches)
 
-    todo = plan(model, cell, kit=ModelKit(model))
+    todo = plan(model, cell, kit=ModelContext(model))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "_of_branches", nearly_ended)
         made = loop.run_plan(model, todo)

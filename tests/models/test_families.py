@@ -21,7 +21,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import keys_seen
@@ -180,14 +180,14 @@ def test_what_cannot_act_in_a_hybrid_is_told_why(load):
         with pytest.raises(LayoutError, match="recurrent layers of .* cannot forget.*last_query"):
             teacher_forced(model, layout, [[40, 41]], Augmentation(alpha=1.0, phase="query"))
         with pytest.raises(CircuitError, match="attention in every layer, and this one has it in"):
-            Question.of(model, "sentiment")
+            ContrastSet.of(model, "sentiment")
 
 
 def test_heads_are_not_read_where_hooks_have_none(load):
     """TransformerLens cuts the heads' outputs of MLA by the size of rotary keys."""
-    question = Question.of(load("DeepSeek-V3", PLAIN), "sentiment", prompts=["A"], tokens=2)
+    question = ContrastSet.of(load("DeepSeek-V3", PLAIN), "sentiment", prompts=["A"], tokens=2)
     with pytest.raises(CircuitError, match="hook_z .* is not by head.*TransformersModel"):
-        Question.of(load("DeepSeek-V3", BRIDGE), question)
+        ContrastSet.of(load("DeepSeek-V3", BRIDGE), question)
 
 
 def test_a_sink_takes_its_share_and_laws_that_read_scores_refuse_it(load):

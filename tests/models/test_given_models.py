@@ -71,8 +71,8 @@ def calls(model):
         "generate": lambda: generate(model, **SETTINGS),
         "teacher_forced": lambda: teacher_forced(model, layout, [[1, 2]]),
         "continue_chats": lambda: continue_chats(model, [layout], length=2),
-        "make_cases": lambda: circuits.make_cases(model, "sentiment", **SMALL),
-        "Question.of": lambda: circuits.Question.of(model, **about),
+        "make_cases": lambda: circuits.make_examples(model, "sentiment", **SMALL),
+        "Question.of": lambda: circuits.ContrastSet.of(model, **about),
         "control": lambda: circuits.control(model, **about),
         "knock_out": lambda: circuits.knock_out(model, over="layer", **about),
         "joint_curve": lambda: circuits.joint_curve(model, heads=[(0, 0)], **about),
@@ -84,11 +84,11 @@ def calls(model):
         "attribution": lambda: circuits.attribution(model, **about),
         "integrated": lambda: circuits.integrated(model, **about),
         "prefiltered": lambda: circuits.prefiltered(model, **about),
-        "writes": lambda: circuits.writes(model, **about),
+        "writes": lambda: circuits.head_logit_attribution(model, **about),
         "prompt_slope": lambda: circuits.prompt_slope(model, "sentiment"),
         "fading": lambda: circuits.measure_fading(model, **about),
         "select": lambda: circuits.select(model, **about),
-        "enough_tokens": lambda: circuits.enough_tokens(model, **about),
+        "enough_tokens": lambda: circuits.sufficient_tokens(model, **about),
     }
 
 
@@ -120,7 +120,7 @@ def test_a_name_is_loaded(name, monkeypatch):
     def loading(given):
         raise LoadedError(given)
 
-    monkeypatch.setattr("lapa2_interp.models.load_model", loading)
+    monkeypatch.setattr("lapa2_interp.models.load.load_model", loading)
     with pytest.raises(LoadedError, match="planted"):
         calls("planted")[name]()
 

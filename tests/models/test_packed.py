@@ -19,7 +19,13 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.generation.loop import generate
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import model_card, network_of
-from lapa2_interp.models.prepacked import _kept, can_pack, choose_packing, output_layer, packed
+from lapa2_interp.models.prepacked import (
+    _kept,
+    can_pack,
+    choose_prepacking,
+    output_layer,
+    prepacked,
+)
 from lapa2_interp.runs.jobs import Job
 from lapa2_interp.runs.worker import Worker
 
@@ -59,7 +65,7 @@ def test_a_product_is_the_ordinary_one(n_out, n_in, dtype, kind):
         (layer.weight.T if kind is Conv1D else layer.weight).double(),
         layer.bias.double(),
     )
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         found = layer(x)
     assert found.shape == (5, 3, n_out)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-8 * float(exact.abs().max())
@@ -71,7 +77,7 @@ def test_a_product_is_the_ordinary_one(n_out, n_in, dtype, kind):
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(n_out, n_in):
     layer = layer_of(n_out, n_in, torch.float32)
     x = torch.randn(300, n_in)
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         whole = layer(x)
         for rows in NUMBERS:
             for first in (0, 300 - rows):
@@ -89,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_batch_of_its_size(n_out, n_in, dtype):
     sums bfloat16 in an order that depends on it."""
     layer = layer_of(n_out, n_in, dtype)
     x = torch.randn(300, n_in).to(dtype)
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         whole = layer(x)
         for rows in NUMBERS:
             part, order = layer(x[:rows]), torch.randperm(rows)
@@ -113,7 +119,7 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
     @torch.no_grad()
     def logits(rows):
         n = len(rows)
-        with packed(network_of(model), "all"):
+        with prepacked(network_of(model), "all"):
             state = open_rows(model)
             with augmented(model, Augmentation(alpha=0.5), layout):
                 found = [state.prompt_pass([layout])[[0] * n]]
@@ -131,7 +137,7 @@ def test_other_padding_moves_logits_by_rounding_only():
     model = load("tiny-llama")
     short = Layout.of(model.tokenizer, "Very positive:", "The lake")
     long = Layout.of(model.tokenizer, "Very positive:", "The lake in the summer of that year")
-    with torch.no_grad(), packed(network_of(model), "all"):
+    with torch.no_grad(), prepacked(network_of(model), "all"):
         alone = open_rows(model).prompt_pass([short])[0]
         padded = open_rows(model).prompt_pass(left_pad([short, long]))[0]
     torch.testing.assert_close(alone, padded, atol=1e-5, rtol=0)
@@ -150,7 +156,7 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
     texts = plain.samples["tokens"].tolist()
     logits = {}
     for each in CHOICES:
-        with packed(network_of(model), each), torch.no_grad():
+        with prepacked(network_of(model), each), torch.no_grad():
             state = open_rows(model)
             state.prompt_pass([layout])
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
@@ -203,10 +209,10 @@ def with_packing(model, packing, monkeypatch):
 def test_a_changed_weight_is_seen(change):
     layer = layer_of(96, 64, torch.float32)
     x = torch.randn(6, 64)
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         before = layer(x)
     change(layer)
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         after = layer(x)
     torch.testing.assert_close(after, linear(x, layer.weight, layer.bias), atol=1e-5, rtol=0)
     assert not torch.allclose(after, before, atol=1e-5)
@@ -216,7 +222,7 @@ def test_a_changed_weight_is_seen(change):
 def test_a_weight_that_changes_inside_the_block_is_seen_by_the_next_product():
     layer = layer_of(96, 64, torch.float32)
     x = torch.randn(6, 64)
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         layer(x)
         layer.weight.mul_(2)
         assert torch.allclose(layer(x), linear(x, layer.weight, layer.bias), atol=1e-5)
@@ -227,7 +233,7 @@ def test_a_weight_that_changes_inside_the_block_is_seen_by_the_next_product():
 def test_gradients_other_dtypes_and_replaced_products_are_as_without():
     layer = layer_of(96, 64, torch.float32)
     x = torch.randn(6, 64, requires_grad=True)
-    with packed(net_of(layer), "all"):
+    with prepacked(net_of(layer), "all"):
         layer(x).sum().backward()
         assert torch.allclose(x.grad[0], layer.weight.sum(0))
         assert layer.weight.grad is not None
@@ -235,7 +241,7 @@ def test_gradients_other_dtypes_and_replaced_products_are_as_without():
             assert layer(x).shape == (6, 96)
     mine = layer_of(96, 64, torch.float32)
     mine.forward = lambda x: x * 0
-    with torch.no_grad(), packed(net_of(mine), "all"):
+    with torch.no_grad(), prepacked(net_of(mine), "all"):
         assert not mine(x).any()
     assert "forward" in vars(mine)
 
@@ -248,7 +254,7 @@ def test_nothing_of_it_is_left_behind():
     plain = copy.deepcopy(layer)(x)
     layer.register_forward_hook(lambda module, given, out: seen.append(out))
     keys = list(vars(layer))
-    with pytest.raises(ZeroDivisionError), packed(network, "all"), packed(network, "all"):
+    with pytest.raises(ZeroDivisionError), prepacked(network, "all"), prepacked(network, "all"):
         assert torch.allclose(layer(x), plain, atol=1e-5)
         raise ZeroDivisionError
     assert (len(seen), list(vars(layer))) == (1, keys)
@@ -261,7 +267,7 @@ def test_hooks_and_run_with_cache_inside_the_block():
     ids = torch.arange(8)[None]
     with torch.no_grad():
         _, plain = model.run_with_cache(ids)
-        with packed(network_of(model), "all"):
+        with prepacked(network_of(model), "all"):
             logits, cache = model.run_with_cache(ids)
             zeroed = model.run_with_hooks(
                 ids, fwd_hooks=[("blocks.1.mlp.hook_out", lambda act, hook: act * 0)]
@@ -279,7 +285,7 @@ def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
 
     def choice(memory, **asked):
         monkeypatch.setattr("lapa2_interp.models.prepacked.memory", lambda: memory)
-        return choose_packing(network, **asked)
+        return choose_prepacking(network, **asked)
 
     assert choice(10 * weights) == "all"
     assert choice(2 * (weights + head)) == "lm_head"
@@ -288,7 +294,7 @@ def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
     assert choice(weights, pack="on") == "all"
     assert choice(10 * weights, pack="off") == "none"
     with pytest.raises(ModelError, match="unknown pack 'maybe'; allowed: auto, on, off"):
-        choose_packing(network, "maybe")
+        choose_prepacking(network, "maybe")
 
 
 def test_nothing_is_packed_in_float64():
@@ -303,7 +309,7 @@ def test_only_the_output_layer():
     ids, network = torch.arange(8)[None], network_of(model)
     plain = model(ids)
     head = output_layer(network)
-    with packed(network, "lm_head"):
+    with prepacked(network, "lm_head"):
         found = model(ids)
         assert [name for name, each in network.named_modules() if "forward" in vars(each)] == [
             next(name for name, each in network.named_modules() if each is head)
@@ -315,8 +321,8 @@ def test_without_the_operations_nothing_is_packed(monkeypatch):
     """A PyTorch without oneDNN, or one whose private operations have gone."""
     monkeypatch.setattr("lapa2_interp.models.prepacked._works", lambda dtype: False)
     layer, x = layer_of(96, 64, torch.float32), torch.randn(6, 64)
-    assert choose_packing(net_of(layer)) == "none"
-    with torch.no_grad(), packed(net_of(layer), "all"):
+    assert choose_prepacking(net_of(layer)) == "none"
+    with torch.no_grad(), prepacked(net_of(layer), "all"):
         assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
 
 

@@ -22,8 +22,8 @@ from lapa2_interp._util.errors import GridError, LayoutError, ModelError, Scorin
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.cases import Case
-from lapa2_interp.circuits.question import Question
+from lapa2_interp.circuits.cases import ContrastExample
+from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import generate, run_plan
 from lapa2_interp.generation.plan import plan
@@ -37,7 +37,7 @@ from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.training import check_context
 from lapa2_interp.runs.checks import check_grids
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.scoring.adapter import open_reader
 from lapa2_interp.scoring.scorer import Item, run_scorer
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
@@ -216,7 +216,7 @@ def test_a_method_that_reads_the_prompt_needs_it_on_one_side(model):
 
 def test_drafts_that_cross_are_refused(model):
     with pytest.raises(LayoutError, match="drafts of 30 tokens: .* draft fewer"):
-        ModelKit(model)._draft(find("none")(), "abc", 1, 30, 0)
+        ModelContext(model)._draft(find("none")(), "abc", 1, 30, 0)
 
 
 def test_teacher_forcing_is_decoding_on_each_side(model):
@@ -326,11 +326,11 @@ def test_soft_prefixes_are_of_short_texts(model):
 
 def test_circuits_stay_within_the_switch(model):
     prefixes = {"good": "good:", "bad": "bad0:"}
-    case = Case.of(model.tokenizer, prefixes, "abcd", [5] * 20)
-    near = Case.of(model.tokenizer, prefixes, "abcd", [5] * 10)
-    Question.of(model, near)
+    case = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
+    near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
+    ContrastSet.of(model, near)
     with pytest.raises(LayoutError, match="the text behind 'abcd': passes of"):
-        Question.of(model, case)
+        ContrastSet.of(model, case)
     with pytest.raises(LayoutError, match="beyond 24"):
         measure_fading(model, [case], filler=(10,), tokens=4, metric="js")
     with pytest.raises(LayoutError, match="texts read in one pass"):

@@ -17,8 +17,8 @@ from lapa2_interp.generation.loop import generate
 from lapa2_interp.models import weights
 from lapa2_interp.models.card import TransformersModel, hash_in_memory
 from lapa2_interp.models.load import check_hub, load_transformers, provenance
-from lapa2_interp.models.prepacked import choose_packing, packed
-from lapa2_interp.runs.method_context import ModelKit
+from lapa2_interp.models.prepacked import choose_prepacking, prepacked
+from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.scoring import adapter
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 
@@ -137,7 +137,7 @@ def test_files_that_change_while_they_are_read_are_refused(folder, tmp_path, mon
         os.utime(path / "model.safetensors", ns=(1, 1))
         return before(place)
 
-    monkeypatch.setattr("lapa2_interp.models.folder_hash", while_written)
+    monkeypatch.setattr("lapa2_interp.models.load.folder_hash", while_written)
     with pytest.raises(ModelError, match="changed while they were read"):
         load_transformers(path)
 
@@ -242,13 +242,13 @@ def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
     with pytest.raises(
         ModelError, match="embedding is read from the weights themselves, and those"
     ):
-        ModelKit(model).embedding()
+        ModelContext(model).embedding()
     monkeypatch.setattr(adapter, "load_transformers", lambda base: (network, tokenizer, ""))
     with pytest.raises(ModelError, match="adapters are added to the weights themselves"):
         adapter.open_reader("mine", 1, 2)
     bridge = bridge_of(network, tokenizer, "mine", "w")
-    question = circuits.Question.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
-    for call in (lambda: circuits.writes(bridge, question, along="text"),
+    question = circuits.ContrastSet.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
+    for call in (lambda: circuits.head_logit_attribution(bridge, question, along="text"),
                  lambda: circuits.attribution(bridge, question)):  # fmt: skip
         with pytest.raises(
             (ModelError, CircuitError), match="are quantised; load the model without"
@@ -266,8 +266,8 @@ def test_weights_of_another_make_are_not_packed():
     for each in network.modules():
         if type(each) is torch.nn.Linear:
             each.weight = torch.nn.Parameter(each.weight.detach().as_subclass(Other), False)
-    assert choose_packing(network) == "none"
-    with packed(network, "all"), torch.no_grad():
+    assert choose_prepacking(network) == "none"
+    with prepacked(network, "all"), torch.no_grad():
         assert torch.equal(network(IDS).logits, wanted)
 
 

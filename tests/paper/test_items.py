@@ -32,13 +32,13 @@ from lapa2_interp.bias.recipes import RECIPES
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.paper import output, reported, tables
-from lapa2_interp.paper.bench import Bench
+from lapa2_interp.paper.bench import ItemTables
 from lapa2_interp.paper.claims import (
     Claim,
     Findings,
-    behind,
     compare,
     counted_once,
+    deciding_p_values,
     disputed,
     read_claims,
     shown_claims,
@@ -606,7 +606,7 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     traceback."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     reports = []
-    page = importlib.import_module("lapa2_interp.report")
+    page = importlib.import_module("lapa2_interp.report.run_page")
     monkeypatch.setattr(page, "write_report", lambda *given: reports.append(given) or SCORES)
     copy = shutil.copytree(run, tmp_path / "copy")
     asked = [
@@ -636,7 +636,7 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
     monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: ["quick/alpha"])
     monkeypatch.setattr("lapa2_interp.paper.estimates.scoring_seconds", lambda *_: 1.0)
     monkeypatch.setattr(
-        "lapa2_interp.cli.main", lambda words: answers[0]() if words[0] == "sweep" else 0
+        "lapa2_interp.cli.app.main", lambda words: answers[0]() if words[0] == "sweep" else 0
     )
     copy = shutil.copytree(run, tmp_path / "copy")
     key = next(iter(load_run(copy).plan))
@@ -665,7 +665,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     """What this run has no grid for is left out, and comes from the results beside it; what it
     makes takes the place of theirs, but for what an item of several grids shows of the others."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    page = importlib.import_module("lapa2_interp.report")
+    page = importlib.import_module("lapa2_interp.report.run_page")
     monkeypatch.setattr(page, "write_report", lambda *given: SCORES)
     made = shutil.ignore_patterns("tables", "figures")
     copy = shutil.copytree(run, tmp_path / "copy", ignore=made)
@@ -931,7 +931,7 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
     assert same["raw"].tolist() == ["as in the paper", "against the paper"]
     assert same["p_within"].iloc[0] == pytest.approx(t.sf(1.3 / 0.4, 29))
     assert same["p"].iloc[1] == pytest.approx(2 * t.sf(1.5 / 0.4, 29))
-    assert behind(same)["p"].tolist() == [same["p_within"].iloc[0], same["p"].iloc[1]]
+    assert deciding_p_values(same)["p"].tolist() == [same["p_within"].iloc[0], same["p"].iloc[1]]
 
 
 def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
@@ -943,7 +943,7 @@ def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
     assert ours["holm"].tolist() == paper["holm"].tolist()
     same = noted((0.2, 0.4, 0.6), margin=1.5, expected="same", whose="ours")
     assert same["verdict"].item() == "as expected"
-    assert behind(same)["p"].item() == same["p_within"].item()
+    assert deciding_p_values(same)["p"].item() == same["p_within"].item()
     reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
     for item, table in (("half", paper), ("heads", ours)):
         table.assign(item=item).to_csv(tmp_path / f"{item}.claims.csv", index=False)
@@ -1043,7 +1043,7 @@ def test_attention_is_compared_at_the_steps_that_both_arms_have():
         ],
         note=lambda *given: told.append(given),
     )
-    Bench.attention(bench, pd.DataFrame())
+    ItemTables.attention(bench, pd.DataFrame())
     assert [given[3].mean for given in told] == [0, 0, 0, 0]
     steps = [given[0].split("step ")[1] for given in told[1::2]]
     assert steps == ["11: prefix, topic, b", "39: prefix, topic, a"], "arms in their order"
@@ -1162,7 +1162,7 @@ def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
         "lapa2_interp.paper.bench.pooled", lambda mass, name: np.full((1, 2, 3), mass)
     )
     kept = made[made["variant"] != "v2"]
-    _, shown = Bench.masses(fake, cells, kept, {"prefix": "attention"})
+    _, shown = ItemTables.masses(fake, cells, kept, {"prefix": "attention"})
     assert shown["attention"].tolist() == ["0.250 [0.250, 0.250]", "0.500 [0.500, 0.500]", ""]
 
 
@@ -1240,7 +1240,7 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
         {"model": "m", "task": "sentiment", "method": "prefix", "variant": "", "arm": list(gains), "attribute": "positive",
          "state": "finished", "profile": "", "alpha": 0.0, "max_length": 64}
     )  # fmt: skip
-    bench = Bench(ItemData(load_run(run), "scaling", ("scaling",)), "", run)
+    bench = ItemTables(ItemData(load_run(run), "scaling", ("scaling",)), "", run)
     found = bench.table(texts, cells)
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])

@@ -8,7 +8,7 @@ from scipy.stats import t as student
 from lapa2_interp._util.errors import DataError
 from lapa2_interp.cli.app import main
 from lapa2_interp.paper.claims import Findings
-from lapa2_interp.paper.power import detects, enough, plans, power, summary
+from lapa2_interp.paper.power import detects, power, required_prompts, sample_plans, summary
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.stats import Difference
 
@@ -58,10 +58,10 @@ def detected(level, prompts=10):
 
 
 def test_plans_are_prompts_and_texts_of_an_arm(grid):
-    assert plans(grid, "sentiment") == [(10, 6)]
-    assert plans(grid, "topic") == [(12, 4)]
-    assert plans(grid) == [(5, 4), (12, 4), (10, 6)]
-    assert plans(grid, "topic", "none") == []
+    assert sample_plans(grid, "sentiment") == [(10, 6)]
+    assert sample_plans(grid, "topic") == [(12, 4)]
+    assert sample_plans(grid) == [(5, 4), (12, 4), (10, 6)]
+    assert sample_plans(grid, "topic", "none") == []
 
 
 @pytest.mark.parametrize("expected", ["more", "same"])
@@ -96,7 +96,7 @@ def test_enough_prompts_decide_any_truth_in_simulated_runs(expected):
     rng = np.random.default_rng(0)
     n = 50_000
     truths = np.linspace(0, 6, 25) if expected == "more" else [0.0]
-    for prompts, earlier in zip(enough(asked), (9.0, 6.0), strict=True):
+    for prompts, earlier in zip(required_prompts(asked), (9.0, 6.0), strict=True):
         shares = {}
         for many in (prompts, round(0.8 * prompts)):
             error = earlier * np.sqrt(20 / many)
@@ -112,8 +112,8 @@ def test_enough_prompts_decide_any_truth_in_simulated_runs(expected):
 
 
 def test_no_number_of_prompts_decides_without_margin_or_spread(grid):
-    assert enough(claims((3.0, 1.5, 0.6), margin=0.0)).isna().all()
-    assert enough(claims((0.0, 0.0, np.nan))).isna().all()
+    assert required_prompts(claims((3.0, 1.5, 0.6), margin=0.0)).isna().all()
+    assert required_prompts(claims((0.0, 0.0, np.nan))).isna().all()
     assert power(grid, claims((3.0, 1.5, 0.6), margin=0.0))["enough"].isna().all()
 
 
@@ -121,7 +121,7 @@ def test_enough_is_the_same_whatever_the_plan_has(grid):
     """With as many texts of each prompt as the earlier run, that run and the plan tell one
     number."""
     asked = claims((3.0, 1.5, 0.0), (-0.5, 1.0, 0.0))  # without noise of texts
-    assert power(grid, asked)["enough"].tolist() == enough(asked).tolist()
+    assert power(grid, asked)["enough"].tolist() == required_prompts(asked).tolist()
 
 
 def test_five_prompts_decide_no_sign(tmp_path):

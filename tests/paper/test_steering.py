@@ -16,7 +16,7 @@ from lapa2_interp import load_task
 from lapa2_interp._util.errors import DataError, GridError, RunError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.recipes import families, read_recipes, recipe, strength_of
-from lapa2_interp.paper.equal_perplexity import qualified, telling
+from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
 from lapa2_interp.paper.steering_prompts import chosen, read_neutral
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
@@ -232,11 +232,11 @@ def test_verdicts_say_what_speaks_against_them():
             ends = {"difference": gap, "difference_low": low, "difference_high": high}
             rows.append(at | {"metric": metric, "verdict": said} | ends)
     names = ("acc", "acc (linear)", "acc masked")
-    found = qualified(pd.DataFrame(rows), *names)
+    found = add_caveats(pd.DataFrame(rows), *names)
     assert found["verdict"][found["metric"] == "acc"].tolist() == list(cases.values())
     assert set(found["verdict"][found["metric"] != "acc"]) == {"not decided"}
     alone = pd.DataFrame([row for row in rows if row["metric"] == "acc"])
-    assert qualified(alone, *names)["verdict"].tolist() == alone["verdict"].tolist()
+    assert add_caveats(alone, *names)["verdict"].tolist() == alone["verdict"].tolist()
 
 
 def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypatch):
@@ -296,9 +296,9 @@ def test_the_figure_shows_the_tables(run):
 
 def test_columns_that_the_others_decide_are_not_shown():
     rows = pd.DataFrame({"task": ["a", "b"], "words": ["x", "x"], "variant": ["", "hard"]})
-    assert telling(rows, ["task", "words", "variant"]) == ["task"]
+    assert distinguishing_columns(rows, ["task", "words", "variant"]) == ["task"]
     two = pd.concat([rows, rows.assign(variant="mle")])
-    assert telling(two, ["task", "words", "variant"]) == ["task", "variant"]
+    assert distinguishing_columns(two, ["task", "words", "variant"]) == ["task", "variant"]
 
 
 def test_a_run_without_lapa2_says_what_is_missing(run, tmp_path, capsys, monkeypatch):
@@ -354,7 +354,7 @@ def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, ca
     asked = []
     grids = ["quick/heads", "quick/steering"]
     monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: grids)
-    monkeypatch.setattr("lapa2_interp.cli.main", lambda words: asked.append(words) or 130)
+    monkeypatch.setattr("lapa2_interp.cli.app.main", lambda words: asked.append(words) or 130)
     before = sys.argv
     sys.argv = ["reproduce.py", "--out", str(tmp_path / "run")]
     try:

@@ -14,7 +14,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper import drawings
-from lapa2_interp.paper.study import Study, as_text, draw, run_study
+from lapa2_interp.paper.study import PropositionStudy, as_text, draw, run_study
 from lapa2_interp.runs.store import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
@@ -122,7 +122,7 @@ def test_figures_are_drawn_from_their_tables(folder):
 
 
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
-    study = Study(
+    study = PropositionStudy(
         model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
     )
     assert study.alphas == ()
@@ -130,8 +130,8 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
     assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
     assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
     assert "prefix attention falls" in as_text(found.tables["verdicts"])
-    assert Study(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
-    assert Study(dtype="auto").dtype in ("float32", "bfloat16")
+    assert PropositionStudy(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
+    assert PropositionStudy(dtype="auto").dtype in ("float32", "bfloat16")
 
 
 def test_texts_that_do_not_fit_side_by_side():
@@ -175,7 +175,7 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "read a text: give it with --text FILE" in fails("--long-alphas", "0.5")
     assert "read a text: give it with --text FILE" in fails("--long-dtype", "float64")
     with pytest.raises(TraceError, match="prompts must be at most 15, found 99"):
-        Study(prompts=99)
+        PropositionStudy(prompts=99)
     assert "--long-alphas needs an alpha above 0" in fails(
         "--text", str(short), "--long-alphas", "0"
     )

@@ -18,7 +18,7 @@ from lapa2_interp._util.progress import no_progress
 from lapa2_interp.models.load import load_tokenizer, load_transformers
 from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.prefixes.recipes import RECIPES, Recipe, recipe
+from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe, recipe
 from lapa2_interp.prefixes.soft_prefix import cards, kv_shape_of, load_prefix
 from lapa2_interp.prefixes.training import (
     Examples,
@@ -253,7 +253,9 @@ def test_folding_equals_the_formulas():
     def parts(flat):  # [slot, kv_head x d_head] -> [kv_head, slot, d_head]
         return flat.view(3, shape.n_kv_heads, shape.d_head).transpose(0, 1)
 
-    air = Parameters(2, shape, Recipe(parameterisation="air", start="random", slots=3, middle=6))
+    air = Parameters(
+        2, shape, TrainingRecipe(parameterisation="air", start="random", slots=3, middle=6)
+    )
     with torch.no_grad():
         air.bias.normal_()
         both = air()
@@ -267,7 +269,7 @@ def test_folding_equals_the_formulas():
                 assert torch.allclose(both[part, prefix, layer], parts(flat), atol=1e-6)
     for kind in ("mlp", "linear"):
         made = Parameters(
-            2, shape, Recipe(parameterisation=kind, start="random", slots=3, middle=6)
+            2, shape, TrainingRecipe(parameterisation=kind, start="random", slots=3, middle=6)
         )
         both = made()
         for prefix in range(2):

@@ -11,7 +11,7 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented, load_task
 from lapa2_interp._util.errors import LayoutError, PrefixError
-from lapa2_interp._util.files import sealed, unsealed
+from lapa2_interp._util.files import with_checksums, without_checksums
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.methods import registry as methods
@@ -287,9 +287,9 @@ def test_weights_that_match_their_card_but_hold_something_else(tmp_path):
     soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
     stored = save({"weight": torch.zeros(3)})
     (tmp_path / "positive.safetensors").write_bytes(stored)
-    card, _ = unsealed((tmp_path / "positive.json").read_text())
+    card, _ = without_checksums((tmp_path / "positive.json").read_text())
     card["sha256"] = sha256(stored).hexdigest()
-    (tmp_path / "positive.json").write_text(sealed(card))
+    (tmp_path / "positive.json").write_text(with_checksums(card))
     with pytest.raises(PrefixError, match="does not hold keys and values"):
         load_prefix(tmp_path, "positive")
 

@@ -13,7 +13,7 @@ import pytest
 from browsers import browser_page
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import unsealed
+from lapa2_interp._util.files import without_checksums
 from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.texts import pieces
@@ -336,7 +336,7 @@ def test_what_a_model_wrote_does_not_act(run):
         samples["tokens"] = [tokens[: int(n)] for n in samples["n_tokens"]]
         samples.loc[0, "finish"] = HOSTILE
         samples.to_parquet(file, index=False)
-        fields, _ = unsealed((file.parent / MANIFEST).read_text())
+        fields, _ = without_checksums((file.parent / MANIFEST).read_text())
         (file.parent / MANIFEST).write_text(
             json.dumps(fields)
         )  # without a seal, nothing is checked

@@ -263,7 +263,7 @@ def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
 
 def test_a_large_page_has_8_bits(shown, monkeypatch):
     assert shown.data["bits"] == 16
-    monkeypatch.setattr("lapa2_interp.viewer.SIZE", 1000)
+    monkeypatch.setattr("lapa2_interp.report.viewer.SIZE", 1000)
     small = dataclasses.replace(shown)
     assert small.data["bits"] == 8
     assert small.data["arrays"]["pattern0"]["type"] == "uint8"

@@ -16,7 +16,7 @@ from conftest import load, soft_set
 
 from lapa2_interp import load_task
 from lapa2_interp._util.errors import GridError, ModelError
-from lapa2_interp._util.progress import shown_time
+from lapa2_interp._util.progress import format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, name_of, read_recipes
 from lapa2_interp.cli.app import main
@@ -37,10 +37,10 @@ from lapa2_interp.runs.estimates import (
     Pace,
     cost,
     estimate,
+    format_bytes,
     pace,
     plan_seconds,
     seconds,
-    shown_size,
 )
 from lapa2_interp.runs.grid import EXAMPLE, GRIDS, Block, built_in, load_grid, parse_changes
 
@@ -117,7 +117,7 @@ def test_built_in_grids_have_the_cells_their_files_state(name):
     assert grid.name == name
     assert len(grid.cells) == len({cell.key for cell in grid.cells}) == product(name)
     assert grid.description == toml(name)["description"]
-    assert all(cell.where and cell.decoder for cell in grid.cells)
+    assert all(cell.description and cell.decoder for cell in grid.cells)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -264,7 +264,7 @@ def test_a_key_is_what_it_was():
     """A change here is a change of what runs mean: cells that exist would be made again, and FORMAT
     has to change with it."""
     cell = load_grid("quick/heads", {"dtype": "bfloat16"}).cells[0]
-    assert (cell.where, cell.key) == (
+    assert (cell.description, cell.key) == (
         "smollm2-135m sentiment/positive prefix, baseline",
         "fb2185dfc8bd5669",
     )
@@ -276,7 +276,7 @@ def test_a_cell_comes_back_from_json_with_its_key(name):
         again = CELL.validate_json(cell.model_dump_json())
         assert again == cell
         assert again.key == CELL.validate_python(cell.model_dump()).key == cell.key
-        assert (again.decoder, again.where) == (cell.decoder, cell.where)
+        assert (again.decoder, again.description) == (cell.decoder, cell.description)
 
 
 CHANGES = {
@@ -589,7 +589,7 @@ def test_cells_that_cannot_be_made_are_refused_before_anything_runs(
     assert lapa2("sweep g.toml --out run --workers 1 --device cpu") == 2
     error = capsys.readouterr().err
     cell = load_grid("g.toml").cells[0]
-    assert error.startswith(f"lapa2: grid g, cell {cell.key} ({cell.where}): ")
+    assert error.startswith(f"lapa2: grid g, cell {cell.key} ({cell.description}): ")
     import re
 
     assert re.search(message, error), error
@@ -766,7 +766,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                     else new - 1
                 )
                 total += len(found.ids) + cell.samples * each
-            assert cost(cell) == pytest.approx(total, rel=0.15), cell.where
+            assert cost(cell) == pytest.approx(total, rel=0.15), cell.description
             guessed, counted = guessed + cost(cell), counted + total
     assert guessed == pytest.approx(counted, rel=0.05)
 
@@ -887,7 +887,7 @@ def test_estimates_add_up(grid, own_cache):
 def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
     for changes, cache in (("", 1 << 31), ("max_rows = 3\n", 1 << 31), ("", 1 << 19)):
-        for module in ("decoding.plan", "runs.estimates"):
+        for module in ("generation.plan", "runs.estimates"):
             monkeypatch.setattr(f"lapa2_interp.{module}.CACHE_BYTES", cache)
         cell = grid(
             TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
@@ -1037,11 +1037,11 @@ def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_pa
     ],
 )
 def test_times_for_reading(given, text):
-    assert shown_time(given) == text
+    assert format_duration(given) == text
 
 
 def test_sizes_for_reading():
-    assert [shown_size(size) for size in (0, 140_000, 2_500_000, 3_100_000_000)] == [
+    assert [format_bytes(size) for size in (0, 140_000, 2_500_000, 3_100_000_000)] == [
         "0.0 MB",
         "0.1 MB",
         "2.5 MB",
@@ -1079,7 +1079,7 @@ def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
     assert lapa2("grids", tmp_path / "g.toml", "--set", "seed=[1,2]") == 0
     out = capsys.readouterr().out
     for cell in load_grid(str(tmp_path / "g.toml"), {"seed": [1, 2]}).cells:
-        assert f"{cell.key}  {cell.where}, 1 x 24" in out
+        assert f"{cell.key}  {cell.description}, 1 x 24" in out
 
 
 def test_grids_as_json_are_their_cells(capsys):

@@ -31,7 +31,15 @@ from conftest import MODEL_CLASSES, generate, load, start, warm
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError
-from lapa2_interp._util.files import ASIDE, LOCK, aside, sealed, unsealed, whole_folder, write_text
+from lapa2_interp._util.files import (
+    ASIDE,
+    LOCK,
+    temporary_folder,
+    whole_folder,
+    with_checksums,
+    without_checksums,
+    write_text,
+)
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.machine import kind_of
 from lapa2_interp.runs import launch as launching
@@ -39,7 +47,7 @@ from lapa2_interp.runs import local
 from lapa2_interp.runs import store as reading
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, unheard
+from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, ignore_progress
 from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.store import SAMPLES, TRACE, load_run, read_cell, read_file
@@ -85,7 +93,7 @@ class Recording(InProcess):
         super().__init__("cpu")
         self.made = {}
 
-    def wait(self, told=unheard):
+    def wait(self, told=ignore_progress):
         for job, outcome in super().wait(told):
             self.made[job.cell.key, job.group] = outcome
             yield job, outcome
@@ -106,7 +114,7 @@ class Replaying:
     def submit(self, job):
         self.jobs.append(job)
 
-    def wait(self, told=unheard):
+    def wait(self, told=ignore_progress):
         job = self.jobs.pop(0)
         self.done.append((job.cell.key, job.group))
         yield job, self.made[job.cell.key, job.group]
@@ -793,7 +801,7 @@ def test_a_run_folder_that_another_took_the_place_of_is_not_filled(undisturbed, 
     run = tmp_path / "run"
 
     class Replacing(Replaying):
-        def wait(self, told=unheard):
+        def wait(self, told=ignore_progress):
             if len(self.done) == 2:
                 run.rename(tmp_path / "before")
                 shutil.copytree(tmp_path / "before", run)
@@ -1005,8 +1013,8 @@ def copy(undisturbed, tmp_path):
     ],
 )
 def test_a_run_of_another_version_is_not_read(copy, files, change, message):
-    raw, _ = unsealed((copy / "run.json").read_text())
-    (copy / "run.json").write_text(sealed(raw | change))
+    raw, _ = without_checksums((copy / "run.json").read_text())
+    (copy / "run.json").write_text(with_checksums(raw | change))
     before = contents(copy)
     for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
         with pytest.raises(RunError, match=message):
@@ -1022,8 +1030,8 @@ def test_a_damaged_list_of_cells_is_refused(copy, text):
 
 
 def test_a_run_that_another_version_of_the_same_format_began_goes_on(copy, files):
-    raw, _ = unsealed((copy / "run.json").read_text())
-    (copy / "run.json").write_text(sealed(raw | {"lapa2_interp": "9.0"}))
+    raw, _ = without_checksums((copy / "run.json").read_text())
+    (copy / "run.json").write_text(with_checksums(raw | {"lapa2_interp": "9.0"}))
     assert len(load_run(copy).finished) == 4
     assert sweep(copy, grids_of(files), Replaying({})).before == 4
 
@@ -1239,7 +1247,7 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
 
 def hold_aside(folder):
     """Be killed with a temporary folder."""
-    with aside(folder) as beside:
+    with temporary_folder(folder) as beside:
         (beside / "half").write_text("made")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -1249,7 +1257,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_stays(
     process.join()
     (left,) = tmp_path.glob(f"{ASIDE}*")
     (tmp_path / f"{ASIDE}older").mkdir()  # without a lock nothing tells whether its owner lives
-    with aside(tmp_path) as mine, aside(tmp_path) as other:
+    with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as other:
         assert not left.exists()
         assert mine.exists()
         assert other.exists()
@@ -1262,7 +1270,7 @@ def test_a_stop_while_a_temporary_folder_is_removed_leaves_nothing_of_it(tmp_pat
         (place / "half").unlink()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), aside(tmp_path) as beside:
+    with pytest.raises(KeyboardInterrupt), temporary_folder(tmp_path) as beside:
         for name in ("half", "other"):
             (beside / "new" / name).parent.mkdir(exist_ok=True)
             (beside / "new" / name).write_text("made")
@@ -1336,8 +1344,8 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
         "models.load_model",
         "models.load_transformers",
         "models.load_tokenizer",
-        "decoding.loop.run_plan",
-        "decoding.plan.plan",
+        "generation.loop.run_plan",
+        "generation.plan.plan",
     ):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(traced[0])
@@ -1487,7 +1495,7 @@ def test_a_disk_that_fails_is_no_damage(copy, monkeypatch):
     reading._are_sound.cache_clear()
     with pytest.raises(OSError, match="Input/output"):
         whole.finished  # noqa: B018
-    monkeypatch.setattr("lapa2_interp.runs.store.unsealed", fails)
+    monkeypatch.setattr("lapa2_interp.runs.store.without_checksums", fails)
     with pytest.raises(OSError, match="Input/output"):
         load_run(copy)
 
@@ -1735,6 +1743,6 @@ def test_a_note_of_groups_that_is_no_text_is_made_anew(undisturbed, files, tmp_p
 def test_a_sweep_leaves_what_other_commands_write_in_its_folder(files, tmp_path):
     run = tmp_path / "run"
     sweep(run, grids_of(files)[:1], InProcess("cpu"))
-    with aside(run) as scores:  # as `lapa2 score RUN --out RUN/scores` does
+    with temporary_folder(run) as scores:  # as `lapa2 score RUN --out RUN/scores` does
         sweep(run, grids_of(files)[:1], InProcess("cpu"))
         assert scores.is_dir()
