@@ -30,8 +30,8 @@ cells = bench.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:
     cell, manifest = bench.run.plan[key], read_manifest(bench.run.place(key))
-    if cell.augmentation is not None and len(manifest.arms) == 1:
-        for branch, prefix in manifest.branches[cell.attribute].items():
+    if cell.augmentation is not None:
+        for branch, prefix in manifest.branches.items():
             kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"
             where = {
                 "model": cell.model,

@@ -65,8 +65,8 @@ cells = bench.cells
 # The family and the strength of an arm are read from its augmentations.
 
 # %%
-barred = [bench.run.plan[key].bar_prefix_words for key in cells["key"]]
-cells["words"] = np.where(barred, "prefix words barred", ALL_WORDS)
+banned = [bench.run.plan[key].ban_prefix_words for key in cells["key"]]
+cells["words"] = np.where(banned, "prefix words banned", ALL_WORDS)
 rules = {key: bench.run.plan[key].rules for key in cells["key"]}
 for _, part in cells.groupby([*SETTING], sort=False):
     names = families(rules[key] for key in part["key"])
@@ -150,7 +150,7 @@ if equal:
         (
             f"Each cell: the value, and its difference from {REFERENCE} with its 95 % interval over"
             " prompts and Holm's p. One family of tests is a metric with all tasks, perplexities"
-            " and ways to steer (of one model and method, texts with barred words apart); what is"
+            " and ways to steer (of one model and method, texts with banned words apart); what is"
             " not comparable, or not finished, counts in it as p = 1."
         ),
         (

@@ -50,7 +50,7 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
         _curves(left, part, same, looks, title)
         shown = same.loc[same["metric"].isin(list(SHOWN)), ["difference_low", "difference_high"]]
         reach = [-1.0, 1.0, *shown.to_numpy()[shown.notna().to_numpy()]]
-        there = list(dict.fromkeys(same["ratio"]))  # barred words are compared at one alone
+        there = list(dict.fromkeys(same["ratio"]))  # banned words are compared at one alone
         for panel, ratio in zip(right, there, strict=False):
             _differences(panel, same[same["ratio"] == ratio], looks)
             panel.set_xlim(min(reach) - 1, max(reach) + 1)

@@ -32,7 +32,7 @@ def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:
     return {
         "model": model.name, "weights": model.weights, "dtype": model.dtype, "machine": machine(),
         "commit": manifest.commit or "",
-        "versions": manifest.versions, "seed": manifest.seed, "command": command,
+        "versions": manifest.versions, "seed": manifest.cell.seed, "command": command,
     }  # fmt: skip
 
 
@@ -56,8 +56,8 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
     turns = [text for group in zip(*found, strict=False) for text in group]
     manifest = read_manifest(runs[0])
     command = (
-        f"lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length {manifest.length}"
-        f" --dtype {manifest.model.dtype} --seed {manifest.seed}"
+        "lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length"
+        f" {manifest.cell.length} --dtype {manifest.model.dtype} --seed {manifest.cell.seed}"
     )
     return _stamp(manifest, command) | {"texts": turns[:n]}
 

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
@@ -55,7 +55,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -98,10 +97,6 @@ LARGEST = 1e4
 the shares within a span, keep less than three digits."""
 EDGE = 80.0
 """Log-odds beyond +-EDGE are read as +-EDGE: float32 cannot hold the share."""
-WRITTEN = "length"
-"""Name of `length_rule` in JSON, and so in the keys of cells. Both names are read."""
-ADDED: dict[str, Any] = {"tau": None, "floor": False, "pooled": False, "steps": None}
-"""Fields that are left out of JSON, and so of keys, while they have these values."""
 FORMS = {
     "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or"
     " positions within the prefix ('prefix', (position, ...))",
@@ -187,20 +182,7 @@ class Augmentation(BaseModel):
             return fields
         if isinstance(given := fields.get("alpha"), bool):
             raise ValueError(f"alpha is a number, found {given}; 0 is off")
-        if WRITTEN in fields and "length_rule" not in fields:
-            fields = {
-                ("length_rule" if name == WRITTEN else name): value
-                for name, value in fields.items()
-            }
         return PROFILES.get(fields.get("profile", "paper"), {}) | fields
-
-    @model_serializer(mode="wrap")
-    def _as_written(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return {
-            (WRITTEN if name == "length_rule" else name): value
-            for name, value in write(self).items()
-            if not (name in ADDED and value == ADDED[name])
-        }
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:
@@ -410,19 +392,14 @@ class Augmentation(BaseModel):
     def label(self) -> str:
         """Name among the arms of a run: alpha and profile, then every field that differs from the
         profile."""
-        usual = PROFILES[self.profile] | {
-            WRITTEN: PROFILES[self.profile]["length_rule"],
-            "law": "log",
-            "layers": "all",
-            "heads": "all",
-            **ADDED,
-        }
+        fields = type(self).model_fields
+        usual = {name: field.default for name, field in fields.items()} | PROFILES[self.profile]
         others = [
             f"{field} {shortened(value)}"
             for field, value in self.model_dump(
                 exclude={"alpha", "profile"}, exclude_none=True
             ).items()
-            if usual.get(field) != value
+            if usual[field] != value
         ]
         return ", ".join([f"alpha {self.alpha:g} {self.profile}", *others])
 

@@ -50,7 +50,7 @@ def generate(
     model_class: ModelClass = "TransformerBridge",
     max_rows: int | None = None,
     doubled_bos: bool = False,
-    bar_prefix_words: bool = False,
+    ban_prefix_words: bool = False,
     pack: Literal["auto", "on", "off"] = "auto",
     trust_remote_code: bool = False,
     yes: bool = False,
@@ -91,7 +91,7 @@ def generate(
             hooks, through transformers' attention interface.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
-        bar_prefix_words: Never draw a token that would say a word of the attribute's hard prefix,
+        ban_prefix_words: Never draw a token that would say a word of the attribute's hard prefix,
             or its name.
         pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
@@ -134,7 +134,7 @@ def generate(
         patterns=kept,
         max_rows=max_rows,
         doubled_bos=doubled_bos,
-        bar_prefix_words=bar_prefix_words,
+        ban_prefix_words=ban_prefix_words,
         dtype=dtype,
         device=device,
         model_class=model_class,

@@ -3,9 +3,6 @@
 `Cell.of` makes one from names; the fields are then resolved (every parameter of the method, the
 task's own texts, the precision) and hashed to the key. Equal keys mean equal texts on machines of
 one kind, so that a run never makes a cell twice.
-
-A field that is added later belongs to `LATER`: while it has its default it is left out of JSON and
-key, so that keys of earlier versions stay.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +24,6 @@ from pydantic import (
     StringConstraints,
     TypeAdapter,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -70,8 +66,6 @@ TOP_K = 200
 BUILT_IN_TASKS = ("detox", "sentiment", "topic")
 MISSING = "0" * 64
 """Stands for the sha256 of a file that is not there."""
-LATER = {"patterns": (), "bar_prefix_words": False, "label": ""}
-"""Fields that came after the first keys were made, with the defaults that leave them out."""
 
 
 class Cell(BaseModel):
@@ -112,11 +106,11 @@ class Cell(BaseModel):
     """Rows of a batch, which decides which samples share one; None for the default rule."""
     doubled_bos: bool
     """Two BOS tokens in front, as the released scripts feed LLaMA."""
-    patterns: tuple[tuple[int, int], ...] = ()
+    patterns: tuple[tuple[int, int], ...]
     """(layer, head) pairs whose whole attention rows are kept."""
-    bar_prefix_words: bool = False
+    ban_prefix_words: bool = False
     """The words of the attribute's hard prefix, and its name, are never drawn
-    (`generation.barring`)."""
+    (`generation.banned_words`)."""
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
     label: str = ""
@@ -145,7 +139,7 @@ class Cell(BaseModel):
         patterns: Sequence[tuple[int, int]] = (),
         max_rows: int | None = None,
         doubled_bos: bool = False,
-        bar_prefix_words: bool = False,
+        ban_prefix_words: bool = False,
         dtype: str = "auto",
         device: str | None = None,
         model_class: str = "TransformerBridge",
@@ -166,7 +160,7 @@ class Cell(BaseModel):
             alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
             label: What the arm is called; by default the recipe's name, or the augmentations'.
             length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos,
-                bar_prefix_words: As the fields of a cell. length counts the prompt's tokens where
+                ban_prefix_words: As the fields of a cell. length counts the prompt's tokens where
                 the task does (`Task.length_counts_prompt`: sentiment and topic): behind a prompt of
                 two tokens, 32 are 30 new ones.
             dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
@@ -280,7 +274,7 @@ class Cell(BaseModel):
                 patterns=tuple(patterns),
                 max_rows=max_rows,
                 doubled_bos=doubled_bos,
-                bar_prefix_words=bar_prefix_words,
+                ban_prefix_words=ban_prefix_words,
                 files=_files(facts["model"], chosen_task.name, branches, method, needs),
                 label=label,
             )
@@ -331,11 +325,6 @@ class Cell(BaseModel):
             )
         return self
 
-    @model_serializer(mode="wrap")
-    def _as_written(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        usual = {name for name, default in LATER.items() if getattr(self, name) == default}
-        return {name: value for name, value in write(self).items() if name not in usual}
-
     @cached_property
     def key(self) -> str:
         """16 hexadecimal digits of the sha256 of the cell's canonical JSON."""
@@ -365,9 +354,9 @@ class Cell(BaseModel):
         return self.decoder.branches(self.task, self.attribute)
 
     @property
-    def barred_words(self) -> tuple[str, ...]:
+    def banned_words(self) -> tuple[str, ...]:
         """The words that no text may say, in small letters; usually none."""
-        return self.task.words(self.attribute) if self.bar_prefix_words else ()
+        return self.task.words(self.attribute) if self.ban_prefix_words else ()
 
     @property
     def n_texts(self) -> int:
@@ -429,7 +418,7 @@ class Cell(BaseModel):
         if texts != (usual.methods.get(self.method, none).texts if built_in else {}):
             digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
             changed.append(f"texts {digest[:6]}")
-        changed += ["prefix words barred"] * self.bar_prefix_words
+        changed += ["prefix words banned"] * self.ban_prefix_words
         changed += [f"top-k {self.top_k}"] * (self.top_k != TOP_K)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")
         changed += ["BOS doubled"] * self.doubled_bos

@@ -34,7 +34,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import continuation
-from lapa2_interp.generation.barring import Barred
+from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Batch, Plan, plan
 from lapa2_interp.generation.sampling import NOTHING, draw
@@ -246,15 +246,17 @@ def _decode(
     logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
     del read
 
-    barred = None
-    if words := plan.cell.barred_words:
-        barred = Barred(model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs])
+    banned = None
+    if words := plan.cell.banned_words:
+        banned = BannedWords(
+            model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs]
+        )
 
     def refuse(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
         """Without the tokens that are never drawn: log-weight -inf."""
         if plan.cell.eos == "block":
             log_weights = log_weights.index_fill(1, ends.to(log_weights.device), -torch.inf)
-        return log_weights if barred is None else barred.refuse(log_weights)
+        return log_weights if banned is None else banned.refuse(log_weights)
 
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
@@ -271,8 +273,8 @@ def _decode(
             tokens = drawn.clamp(min=0)
             state = method.advance(state, log_probs, tokens)
             here = drawn.cpu()  # the step's one wait for the device
-            if barred is not None:
-                barred.advance(here.clamp(min=0).tolist())
+            if banned is not None:
+                banned.advance(here.clamp(min=0).tolist())
             if (nothing := here == NOTHING).any():
                 _check_numbers(model, logits, step)
             ending.stop(nothing, step, "empty")

@@ -113,8 +113,7 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     prefixes = {
         str(prefix): prefix.sha256
         for manifest in found
-        for branches in manifest.branches.values()
-        for prefix in branches.values()
+        for prefix in manifest.branches.values()
         if prefix is not None and not isinstance(prefix, str)
     }
     states = run.cells.set_index("key")["state"]
@@ -147,10 +146,10 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
         dtypes=_all(manifest.model.dtype for manifest in found),
         devices=_all(manifest.model.device for manifest in found),
         threads=tuple(sorted({manifest.threads for manifest in found if manifest.threads})),
-        seeds=tuple(sorted({manifest.seed for manifest in found})),
+        seeds=tuple(sorted({manifest.cell.seed for manifest in found})),
         prefixes=prefixes,
         scorers=tuple(sorted(scorers)),
-        texts=int(sum(len(manifest.prompts) * manifest.samples for manifest in found)),
+        texts=int(sum(manifest.cell.n_texts for manifest in found)),
         tokens=sum(manifest.new_tokens for manifest in found),
         seconds=round(sum(manifest.seconds for manifest in found), 1),
     )

@@ -345,7 +345,7 @@ def _without_traces(run: Run) -> Run:
         bare, made = cell.model_copy(update={"trace": "none"}), run.cell(key)
         # Cached properties of the cell it was copied from, its key among them, do not belong to it.
         bare = Cell.model_validate(bare.model_dump())
-        manifest = made.manifest.model_copy(update={"trace": "none", "cell": bare.key})
+        manifest = made.manifest.model_copy(update={"cell": bare})
         plan[bare.key], held[bare.key] = bare, FinishedCell(manifest, made.samples, None)
     return Run(None, Listing(grids={KIND: tuple(plan)}), plan, held)
 

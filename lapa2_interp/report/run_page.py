@@ -698,7 +698,7 @@ def text_column(
 
 def _prefix(manifest: Manifest, branch: str) -> str:
     """The text of a branch's prefix, or the name of a soft one."""
-    found = manifest.branches.get(manifest.attributes[0], {}).get(branch)
+    found = manifest.branches.get(branch)
     return f"“{found}”" if isinstance(found, str) else str(found)
 
 

@@ -72,7 +72,7 @@ def generate(
         announce: Called with the model and the plan after all checks, before the first token.
         yes: Start also what would take a year, or more memory than there is.
         settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
-            samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, bar_prefix_words,
+            samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, ban_prefix_words,
             dtype, model_class. length counts the prompt's tokens where the task does (sentiment and
             topic): behind a prompt of two tokens, length=32 makes 30 new ones.
 

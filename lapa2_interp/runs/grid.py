@@ -103,7 +103,7 @@ class Block(BaseModel):
     trace: Literal["none", "pooled", "full"] = "pooled"
     max_rows: Annotated[int, Field(ge=1)] | None = None
     doubled_bos: bool = False
-    bar_prefix_words: bool = False
+    ban_prefix_words: bool = False
 
 
 FORMS = {
@@ -402,7 +402,7 @@ def _cell(
 
 _SHARED = (
     "model_class", "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
-    "bar_prefix_words",
+    "ban_prefix_words",
 )  # fmt: skip
 
 

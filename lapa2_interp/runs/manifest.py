@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import DamagedError, RunError, first_problem
 from lapa2_interp._util.files import read_text, sha256_of, with_checksums, without_checksums
 from lapa2_interp._util.version import __version__
-from lapa2_interp.bias.augmentation import Augmentations
-from lapa2_interp.generation.cell import Cell, Key
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Plan
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.prefixes.soft_prefix import SoftName
@@ -29,18 +28,16 @@ OF_THE_DAY = ("created", "seconds", "commit")
 
 
 class Manifest(BaseModel):
-    """Everything that decided a run's texts and numbers."""
+    """The cell, and what else decided its texts and numbers."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    kind: Literal["run", "tables"] = "run"
-    """What the folder holds: a run's texts and trace, or tables and figures read off one."""
+    cell: Cell
+    """The settings, resolved."""
     lapa2_interp: str = __version__
     """Version of this package."""
-    cell: Key | None = None
-    """Key of the cell; None in folders that `lapa2 generate` wrote before its runs had cells."""
     created: datetime
-    """When the run finished, UTC."""
+    """Time at which the cell was finished, UTC."""
     commit: str | None
     """Git commit of the package's source, with "+changes" if it was modified; None outside a
     checkout."""
@@ -48,56 +45,20 @@ class Manifest(BaseModel):
     """Versions of the libraries that compute."""
     model: ModelCard
     """The model, its weights, precision and device."""
-    method: str
-    """Decoding method."""
-    parameters: dict[str, float | bool | str]
-    """The method's parameters, defaults included."""
-    task: str
-    """Control task."""
-    attributes: tuple[str, ...]
-    """Attributes steered towards."""
-    branches: dict[str, dict[str, str | SoftName | None]]
-    """By attribute, then branch: the text in front of the prompt (a form with {blanks} where each
-    prompt has its own words, see `prepared`), or the soft prefix; None on the raw model."""
-    prepared: dict[str, dict[str, dict[str, Any]]] = {}
-    """By attribute, then prompt ("all prompts" where it is the same): what the method worked out,
-    such as DATG's words."""
-    prompts: tuple[str, ...]
-    """What is continued."""
-    arms: dict[str, Augmentations]
-    """The augmentations compared, several where they act together; None is the base method. Column
-    `arm` of the samples names one."""
-    length: int
-    """Tokens of a text, the prompt's included where the task counts them."""
-    length_counts_prompt: bool
-    """Whether a text begins with its prompt and `length` counts it."""
-    samples: int
-    """Continuations per prompt."""
-    seed: int
-    """Seed of the random streams."""
-    top_k: int
-    """Tokens kept of the controlled weights."""
-    eos: str
-    """EOS policy: keep, stop or block."""
-    doubled_bos: bool = False
-    """Two BOS tokens in front, as the released scripts feed LLaMA."""
-    bar_prefix_words: bool = False
-    """The words of the attribute's hard prefix, and its name, were never drawn."""
-    max_rows: int | None
-    """Rows of a batch, which decides who shares one; None is the default rule."""
-    trace: str
-    """none, pooled or full."""
-    patterns: tuple[tuple[int, int], ...] = ()
-    """(layer, head) pairs whose whole attention rows were kept."""
+    branches: dict[str, str | SoftName | None]
+    """By branch: the text in front of the prompt (a form with {blanks} where each prompt has its
+    own words, see `prepared`), or the soft prefix; None on the raw model."""
+    prepared: dict[str, dict[str, Any]] = {}
+    """By prompt ("all prompts" where it is equal for all): the method's preparation, such as DATG's
+    words."""
     merged: tuple[str, ...] = ()
-    """Tokens that cross the seam between a prefix and a prompt."""
+    """Tokens that span the boundary between a prefix and a prompt."""
     threads: int | None = None
-    """CPU threads that computed it, which may decide last bits; None on an accelerator, and where
-    they were not noted."""
+    """CPU threads that computed it, which may decide last bits; None on an accelerator."""
     seconds: float
     """Seconds spent generating; those of a cell include loading and preparing."""
     new_tokens: int
-    """Tokens generated."""
+    """Number of generated tokens."""
     problems: tuple[str, ...] = ()
     """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
 
@@ -117,25 +78,8 @@ class Manifest(BaseModel):
             facts: From `facts_of`.
         """
         return cls(
+            cell=cell,
             created=datetime.now(UTC),
-            cell=cell.key,
-            method=cell.method,
-            parameters=cell.parameters,
-            task=cell.task.name,
-            attributes=(cell.attribute,),
-            prompts=cell.prompts,
-            arms={cell.arm: cell.augmentation},
-            length=cell.length,
-            length_counts_prompt=cell.task.length_counts_prompt,
-            samples=cell.samples,
-            seed=cell.seed,
-            top_k=cell.top_k,
-            eos=cell.eos,
-            doubled_bos=cell.doubled_bos,
-            bar_prefix_words=cell.bar_prefix_words,
-            max_rows=cell.max_rows,
-            trace=cell.trace,
-            patterns=cell.patterns,
             seconds=round(seconds, 3),
             new_tokens=new_tokens,
             problems=tuple(problems),
@@ -149,12 +93,12 @@ def facts_of(model: Model, plan: Plan, threads: int | None) -> dict[str, Any]:
     Args:
         threads: CPU threads; None on an accelerator.
     """
-    card, attribute = model_card(model), plan.cell.attribute
+    card = model_card(model)
     return {
         # Without the number of the GPU: workers with other GPUs make the cell's other groups.
         "model": card.model_copy(update={"device": card.device.partition(":")[0]}),
-        "branches": {attribute: plan.prefix_names},
-        "prepared": {attribute: plan.summaries} if plan.summaries else {},
+        "branches": plan.prefix_names,
+        "prepared": plan.summaries,
         "merged": tuple(plan.merged),
         "versions": library_versions(),
         "commit": source_commit(),

@@ -130,12 +130,12 @@ def score(
     found = [each for each in found if len(each[0])]
     if not found:
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
-    if short := _short(lengths, [manifest.length for _, manifest, _ in found if manifest]):
+    if short := _short(lengths, [manifest.cell.length for _, manifest, _ in found if manifest]):
         notify(short)
     sets = []
     for samples, manifest, own in found:
         if lengths:
-            reached = [each for each in lengths if manifest is None or each <= manifest.length]
+            reached = [each for each in lengths if manifest is None or each <= manifest.cell.length]
             if not reached:
                 continue
             samples = at_lengths(samples, manifest, reached)

@@ -7,8 +7,7 @@
     RUN/parts/KEY/N/                a finished group
     RUN/failed/KEY.json             a cell that raised, with its traceback
 
-`lapa2 sweep` and `lapa2 generate` write it, `load_run` reads it. A folder that holds one cell by
-itself (manifest.json without run.json, as `lapa2 generate` wrote before) is read as a run, too.
+`lapa2 sweep` and `lapa2 generate` write it, `load_run` reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -51,9 +50,8 @@ from lapa2_interp._util.files import (
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.generation.cell import BUILT_IN_TASKS, CELL, Cell, Key, same_label
+from lapa2_interp.generation.cell import CELL, Cell, Key, same_label
 from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import (
     MANIFEST,
@@ -63,7 +61,6 @@ from lapa2_interp.runs.manifest import (
     read_manifest,
     write_manifest,
 )
-from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,7 +68,7 @@ if TYPE_CHECKING:
 SAMPLES, TRACE, LISTING = "samples.parquet", "trace.nc", "run.json"
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish", "arm")
 """What the samples of a cell have, at least."""
-FORMAT = 1
+FORMAT = 2
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
 
@@ -129,11 +126,7 @@ def read_cell(folder: Path) -> FinishedCell:
         RunError: Not a cell's folder, or a file in it is missing or damaged.
     """
     manifest = read_manifest(folder)
-    if manifest.kind != "run":
-        raise RunError(
-            f"{folder} holds tables read off a run, not a run; give the run's own folder"
-        )
-    trace = None if manifest.trace == "none" else read_file(folder, TRACE)
+    trace = None if manifest.cell.trace == "none" else read_file(folder, TRACE)
     return FinishedCell(manifest, read_file(folder, SAMPLES), trace)
 
 
@@ -172,8 +165,6 @@ class Listing(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    kind: Literal["sweep"] = "sweep"
-    """What the file is; the word is older than runs of `lapa2 generate`."""
     format: int = FORMAT
     """As `FORMAT`."""
     lapa2_interp: str = __version__
@@ -643,7 +634,7 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 
     try:
         if (
-            read_manifest(folder).cell != key
+            read_manifest(folder).cell.key != key
             or pq.read_metadata(folder / SAMPLES).num_rows != texts
         ):
             return False
@@ -659,7 +650,6 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 OWN = (
     LISTING, "plan", "cells", "parts", "failed", ".lock", f"{ASIDE}*", "view.html", "report.html",
     "scores",
-    MANIFEST, SAMPLES, TRACE,
 )  # fmt: skip
 """What is in the folder of a run."""
 
@@ -696,25 +686,18 @@ def is_run(folder: Path) -> bool:
             return True
         with suppress(ValueError):
             raw = parse_json(read_text(folder / LISTING))
-            return isinstance(raw, dict) and raw.get("kind") == "sweep"
-        return False
-    try:
-        read_manifest(folder)
-    except RunError:
-        return False
-    return True
+            return isinstance(raw, dict) and "grids" in raw
+    return False
 
 
 def load_run(folder: str | Path) -> Run:
-    """A run's folder, finished or not; also that of one cell by itself.
+    """A run in its folder, finished or not.
 
     Raises:
         RunError: Not one, of another format, or damaged.
     """
     folder = Path(folder)
     check_name(folder)
-    if (folder / MANIFEST).is_file() and not (folder / LISTING).is_file():
-        return _lone(folder)
     listing, plan = read_listing(folder), {}
     for key in dict.fromkeys(key for keys in listing.grids.values() for key in keys):
         try:
@@ -766,7 +749,7 @@ def read_listing(folder: Path) -> Listing:
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}; {WRITES_ANEW}") from error
     try:
-        if raw.get("kind") != "sweep":
+        if "grids" not in raw:
             raise DamagedError(
                 f"{folder} is not a run: its {LISTING} is something else's; give a run's folder"
             )
@@ -782,82 +765,3 @@ def read_listing(folder: Path) -> Listing:
             f"{file} is damaged or of another version: {first_problem(error)}; if it is damaged,"
             f" {WRITES_ANEW}"
         ) from error
-
-
-# --- one cell by itself, and what `lapa2 generate` wrote before its runs had cells
-
-
-def _lone(folder: Path) -> Run:
-    """The run of a folder with a manifest and no run.json.
-
-    One manifest may be about several arms and attributes: each becomes a cell.
-    """
-    whole = read_cell(folder)
-    manifest, plan, held = whole.manifest, {}, {}
-    table = whole.samples.reset_index(drop=True)
-    for (arm, attribute), rows in table.groupby(["arm", "attribute"], sort=False):
-        try:
-            cell = _cell_of(manifest, str(arm), str(attribute))
-            cell.variant  # noqa: B018
-        except (Lapa2Error, ValidationError, KeyError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            raise RunError(f"{folder / MANIFEST}: {reason}") from error
-        key = manifest.cell or cell.key
-        trace = None
-        if whole.trace is not None:
-            trace = whole.trace.isel(sample=rows.index.to_numpy()).assign_coords(
-                sample=range(len(rows))
-            )
-        own = manifest.model_copy(
-            update={
-                "cell": key,
-                "attributes": (attribute,),
-                "arms": {arm: cell.augmentation},
-                "branches": {attribute: manifest.branches[str(attribute)]},
-                "new_tokens": int(rows["n_tokens"].sum()),
-            }
-        )
-        plan[key], held[key] = cell, FinishedCell(own, rows.reset_index(drop=True), trace)
-    return Run(
-        folder,
-        Listing(lapa2_interp=manifest.lapa2_interp, grids={folder.name: tuple(plan)}),
-        plan,
-        held,
-    )
-
-
-def _cell_of(manifest: Manifest, arm: str, attribute: str) -> Cell:
-    """The settings that a manifest states for one of its arms and attributes; the wording of other
-    attributes is the task's."""
-    names = {name: Attribute(prefix=name) for name in manifest.attributes}
-    if manifest.task in BUILT_IN_TASKS:
-        names = load_task(manifest.task).attributes | {}
-    task = Task(
-        name=manifest.task,
-        length_counts_prompt=manifest.length_counts_prompt,
-        lengths=(),
-        attributes=names,
-        prompts=Prompts(texts=manifest.prompts),
-    )
-    found = Cell.model_construct(
-        model=manifest.model.name,
-        dtype=manifest.model.dtype,  # type: ignore[arg-type]
-        model_class=manifest.model.model_class,
-        method=manifest.method,
-        parameters=manifest.parameters,
-        task=task,
-        attribute=attribute,
-        augmentation=manifest.arms[arm],
-        length=manifest.length,
-        samples=manifest.samples,
-        seed=manifest.seed,
-        top_k=manifest.top_k,
-        eos=manifest.eos,
-        trace=manifest.trace,
-        max_rows=manifest.max_rows,
-        doubled_bos=manifest.doubled_bos,
-        bar_prefix_words=manifest.bar_prefix_words,
-        patterns=manifest.patterns,
-        files={},
-    )
-    return found if arm == found.plain_arm else found.model_copy(update={"label": arm})

@@ -127,9 +127,11 @@ def at_lengths(
         )
     if least := [length for length in lengths if length < 1]:
         raise ScoringError(f"a length is at least 1 token; found {least[0]}")
-    long = [length for length in lengths if length > manifest.length]
+    long = [length for length in lengths if length > manifest.cell.length]
     if long:
-        raise ScoringError(f"the run's texts have {manifest.length} tokens; {long[0]} is longer")
+        raise ScoringError(
+            f"the run's texts have {manifest.cell.length} tokens; {long[0]} is longer"
+        )
     tokenizer = reading_tokenizer(manifest.model.name)
     frames = []
     for length in sorted(set(lengths)):
@@ -137,12 +139,12 @@ def at_lengths(
         for prompt, tokens in zip(samples["prompt"], samples["tokens"], strict=True):
             counted = (
                 len(tokenizer(prompt, add_special_tokens=False).input_ids)
-                if manifest.length_counts_prompt
+                if manifest.cell.task.length_counts_prompt
                 else 0
             )
             kept = [int(token) for token in tokens[: max(0, length - counted)]]
             text = continuation(tokenizer, prompt, kept)
-            texts.append(prompt + text if manifest.length_counts_prompt else text)
+            texts.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
         frames.append(samples.assign(text=texts, length=length))
     return pd.concat(frames, ignore_index=True)
 

@@ -502,8 +502,8 @@ def test_a_grid_may_lack_arms_or_have_others(mine):
     assert mine("hard_prefix_robustness", **worded, arm=["alpha 0.5 paper"]).empty
     claims = mine("hard_prefix_robustness", **worded, task=["sentiment"], alpha=[0.0, 0.25, 0.5])
     assert len(claims) == 2
-    barred = mine("hard_prefix_robustness", method=["air-decoding"], variant=["pro_aug=False"])
-    assert barred.empty
+    banned = mine("hard_prefix_robustness", method=["air-decoding"], variant=["pro_aug=False"])
+    assert banned.empty
 
 
 @pytest.mark.parametrize("item", ["hard_prefix_robustness", "cases"])
@@ -1284,7 +1284,7 @@ def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart,
     [
         ("", ("", "")),
         ("omega=60.0, prefix A, {attribute}:", ("omega=60.0, prefix A, {attribute}:", "")),
-        ("prefix words barred, eos block", ("prefix words barred", "eos block")),
+        ("prefix words banned, eos block", ("prefix words banned", "eos block")),
         ("top-k 50, BOS doubled", ("", "top-k 50, BOS doubled")),
     ],
 )

@@ -42,7 +42,7 @@ task = "sentiment"
 augmentation = ["none", "lapa2:alpha=0.5", "lapa2:alpha=4", "set-point:tau=0.3", "set-point:tau=0.8"]
 [[block]]
 task = "sentiment"
-bar_prefix_words = true
+ban_prefix_words = true
 augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
 """
 
@@ -93,15 +93,15 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
     texts = {}
     for cell in grid.cells:
         name = families([cell.rules])[cell.rules]
-        key = (cell.task.name, cell.bar_prefix_words, name, strength_of(cell.rules))
+        key = (cell.task.name, cell.ban_prefix_words, name, strength_of(cell.rules))
         texts[key] = texts.get(key, 0) + cell.n_texts
         assert (cell.length, cell.trace) == (64, "pooled")
     barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}
     assert barred_sentiment == {1150}
     assert {n for key, n in texts.items() if key[:2] != ("sentiment", True)} == {2300}
     for task in ("sentiment", "topic"):
-        for barred, strengths in ((False, 3), (True, 2)):
-            arms = [key for key in texts if key[:2] == (task, barred)]
+        for banned, strengths in ((False, 3), (True, 2)):
+            arms = [key for key in texts if key[:2] == (task, banned)]
             assert len(arms) == 1 + 4 * strengths
             assert {key[2] for key in arms} == FAMILIES | {"baseline"}
     small = load_grid("quick/steering", {"prompts": 4})
@@ -154,11 +154,11 @@ def test_tables_are_those_of_the_texts(run):
         "set-point 0.8",
     }
     assert set(equal["family"]) == {"lapa2", "set-point"}
-    assert len(equal) == (2 + 2 + 1) * 2 * len(metrics), "barred texts at one perplexity"
+    assert len(equal) == (2 + 2 + 1) * 2 * len(metrics), "banned texts at one perplexity"
     assert set(equal["verdict"].dropna()) <= {"more", "less", "not decided", "not comparable"}
     assert (equal["verdict"].isna() == (equal["family"] == "lapa2")).all()
     text = (folder / "tables" / "steering.equal.md").read_text()
-    assert "prefix words barred" in text
+    assert "prefix words banned" in text
     assert "counts in it as p = 1" in text
     assert (
         "not comparable"
@@ -202,12 +202,12 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
         script("analyses", *asked, "--beside", tmp_path / "bad")
 
 
-def test_texts_with_barred_words_are_told_apart(run):
+def test_texts_with_banned_words_are_told_apart(run):
     folder, found = run
     plan = load_run(folder).plan
     for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
-        assert (words == "prefix words barred") == plan[key].bar_prefix_words
-    assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words barred"}
+        assert (words == "prefix words banned") == plan[key].ban_prefix_words
+    assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words banned"}
 
 
 def test_verdicts_say_what_speaks_against_them():

@@ -297,7 +297,7 @@ CHANGES = {
     "max_rows": 7,
     "doubled_bos": True,
     "patterns": [(0, 1)],
-    "bar_prefix_words": True,
+    "ban_prefix_words": True,
     "files": {"prefix": "0" * 64},
 }
 
@@ -345,7 +345,7 @@ def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
         ("eos", "block"),
         ("trace", "none"),
         ("max_rows", 3),
-        ("bar_prefix_words", True),
+        ("ban_prefix_words", True),
     ],
 )
 def test_keys_of_a_grid_reach_its_cells(grid, key, value):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lapa2_interp import load_tokenizer
 from lapa2_interp._util.errors import TaskError
-from lapa2_interp.generation.barring import Barred
+from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.runs.texts import in_parts
 from lapa2_interp.scoring.agreement import LENGTHS
 from lapa2_interp.scoring.distinct import Repetition, distinct, token_lists
@@ -144,10 +144,10 @@ def test_a_word_is_found_in_its_script(word, says, says_not, hidden):
 def test_what_barring_cannot_read_is_refused():
     tokenizer = load_tokenizer("smollm2-135m")
     for word in ("积极", "अच्छा"):
-        with pytest.raises(TaskError, match=f"'{word}' cannot be barred.*bar_prefix_words"):
-            Barred(tokenizer, (word,), ["a"])
-    barred = Barred(tokenizer, ("very",), ["很", "e\u0301"])
-    refused = barred.refuse(torch.zeros(2, len(tokenizer))) < 0
+        with pytest.raises(TaskError, match=f"'{word}' cannot be banned.*ban_prefix_words"):
+            BannedWords(tokenizer, (word,), ["a"])
+    banned = BannedWords(tokenizer, ("very",), ["很", "e\u0301"])
+    refused = banned.refuse(torch.zeros(2, len(tokenizer))) < 0
     assert refused[:, tokenizer.convert_tokens_to_ids("very")].tolist() == [True, False]
 
 
@@ -156,8 +156,8 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
     spelled = [*map(chr, range(97, 123)), "\u0301", "\u00e9", " ", "\u200f", "e\u0301"]
     made = spelled + ["?"] * (len(tokenizer) - len(spelled))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lapa2_interp.generation.barring.token_texts", lambda _: tuple(made))
-        patch.setattr("lapa2_interp.generation.barring.REPLACEMENT", "no check of bytes")
+        patch.setattr("lapa2_interp.generation.banned_words.token_texts", lambda _: tuple(made))
+        patch.setattr("lapa2_interp.generation.banned_words.REPLACEMENT", "no check of bytes")
         before = [
             "cafe",
             "caf",
@@ -167,13 +167,13 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
             "Re\u0301sume",
             "r\u00e9sum",
         ]
-        barred = Barred(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
+        banned = BannedWords(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
         for _ in range(2):
-            refused = barred.refuse(torch.zeros(len(before), len(tokenizer))) < 0
+            refused = banned.refuse(torch.zeros(len(before), len(tokenizer))) < 0
             found = [{made[i] for i in row.nonzero()[:, 0].tolist()} for row in refused]
             whole = {"\u00e9", "e\u0301"}
             assert found == [{"\u0301"}, whole, set(), whole, set(), {"\u0301"}, whole]
-            barred.advance([spelled.index("\u200f")] * len(before))
+            banned.advance([spelled.index("\u200f")] * len(before))
 
 
 def test_word_lists_keep_marks_at_their_letters():

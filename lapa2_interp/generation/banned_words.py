@@ -2,7 +2,7 @@
 
 A word is a run of letters, marks, digits and "_" (`tasks.segmentation`), whole and in any letter
 case, as the scorer `echo` counts. Tokens are read as text behind what is there, so " positive" is
-barred, and "ive" where the text ends with " posit". A word is barred at the token that would finish
+banned, and "ive" where the text ends with " posit". A word is banned at the token that would finish
 it. So a longer word that begins with it ("positively") is left out too where its first token is the
 word.
 """
@@ -37,7 +37,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(text[len(head) :] for text in whole)
 
 
-class Barred:
+class BannedWords:
     """Keeps the samples of a batch from saying words.
 
     Args:
@@ -57,9 +57,9 @@ class Barred:
             spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
             if unspaced(word) or any(REPLACEMENT in self._text(token) for token in spelling):
                 raise TaskError(
-                    f"the word {word!r} cannot be barred: it has no spaces around it in its script,"
+                    f"the word {word!r} cannot be banned: it has no spaces around it in its script,"
                     " or letters that this tokenizer spells in several tokens; set"
-                    " bar_prefix_words = false, and see the scorer echo"
+                    " ban_prefix_words = false, and see the scorer echo"
                 )
         # A letter may come before its mark, in a token of its own.
         self.words = tuple(dict.fromkeys(each for word in words for each in _forms(word)))

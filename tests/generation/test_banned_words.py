@@ -1,4 +1,4 @@
-"""Words that are barred from the draw: never said, whatever the tokens, and nothing else changes."""
+"""Words that are banned from the draw: never said, whatever the tokens, and nothing else changes."""
 
 import re
 
@@ -10,7 +10,7 @@ from conftest import cell_of, generate, load, soft_set
 from lapa2_interp import load_task, load_tokenizer
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.generation import loop
-from lapa2_interp.generation.barring import Barred, token_texts
+from lapa2_interp.generation.banned_words import BannedWords, token_texts
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
@@ -48,8 +48,8 @@ def test_barred_are_all_words_of_the_hard_prefix_and_the_name(task, attribute, w
     assert load_task(task).words(attribute) == words
     method = methods.get("prefix", prefixes="hard")
     cell = cell_of("tiny-gpt2", method, task, attribute, ["The lake"], length=40)
-    assert cell.barred_words == ()
-    assert cell.model_copy(update={"bar_prefix_words": True}).barred_words == words
+    assert cell.banned_words == ()
+    assert cell.model_copy(update={"ban_prefix_words": True}).banned_words == words
 
 
 BEFORE = ["The lake", "It is posit", "It is POSITIV", "unposit", "ver", "Positiv", "a v", ""]
@@ -61,7 +61,7 @@ def test_a_token_is_barred_where_the_text_would_say_a_word_with_it(name):
     tokenizer = load_tokenizer(name)
     texts = token_texts(tokenizer)
     log_weights = torch.zeros(len(BEFORE), len(texts) + 3)
-    kept = Barred(tokenizer, WORDS, BEFORE).refuse(log_weights) == 0
+    kept = BannedWords(tokenizer, WORDS, BEFORE).refuse(log_weights) == 0
     word = re.compile(r"\b(very|positive)\b", re.IGNORECASE)
     # One search in all texts, a text in a line.
     whole = [before + text.replace("\n", " ") for before in BEFORE for text in texts]
@@ -79,25 +79,25 @@ def test_a_token_is_barred_where_the_text_would_say_a_word_with_it(name):
 def test_a_word_of_several_tokens_is_barred_at_its_last():
     tokenizer = load_tokenizer("smollm2-135m")
     words = ("antidisestablishment", "positive")
-    barred = Barred(tokenizer, words, ["The"] * 2)
+    banned = BannedWords(tokenizer, words, ["The"] * 2)
     rows = [tokenizer(f" {word}", add_special_tokens=False).input_ids for word in words]
     assert [len(row) > 2 for row in rows] == [True, False]
     for step, token in enumerate(rows[0]):
-        weights = barred.refuse(torch.zeros(2, len(tokenizer)))
+        weights = banned.refuse(torch.zeros(2, len(tokenizer)))
         assert torch.isneginf(weights[0, token]) == (step == len(rows[0]) - 1)
         assert torch.isneginf(weights[1, rows[1][0]])
-        barred.advance([token, tokenizer(" lake", add_special_tokens=False).input_ids[0]])
+        banned.advance([token, tokenizer(" lake", add_special_tokens=False).input_ids[0]])
 
 
 def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
     rng = torch.Generator().manual_seed(0)
     tokenizer = load_tokenizer("tiny-gpt2")
     log_weights = torch.randn(2000, len(tokenizer), generator=rng)[:1].repeat(2000, 1)
-    barred = Barred(tokenizer, ("e",), [" "] * 2000)
-    ids = barred.tokens("")
+    banned = BannedWords(tokenizer, ("e",), [" "] * 2000)
+    ids = banned.tokens("")
     assert sorted(token_texts(tokenizer)[i] for i in ids.tolist()) == ["E", "e"]
     numbers = torch.from_numpy(uniforms(1, "x", 0, 2000))
-    drawn = draw(barred.refuse(log_weights), numbers, top_k=len(tokenizer))
+    drawn = draw(banned.refuse(log_weights), numbers, top_k=len(tokenizer))
     assert not torch.isin(drawn, ids).any()
     left = torch.ones(len(tokenizer), dtype=torch.bool)
     left[ids] = False
@@ -108,7 +108,7 @@ def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
 
 def texts(method="prefix", attribute="a", bar=True, **settings):
     model = load("tiny-gpt2")
-    given = {"length": 36, "samples": 3, "trace": "none", "bar_prefix_words": bar} | settings
+    given = {"length": 36, "samples": 3, "trace": "none", "ban_prefix_words": bar} | settings
     return generate(model, method, LETTERS, attribute, ["The lake", "z"], **given).samples
 
 
@@ -140,10 +140,10 @@ def test_a_truncated_branch_is_not_filled_up_with_what_is_refused():
 def test_soft_prefixes_bar_the_words_of_the_hard_one(tmp_path):
     model = load("tiny-gpt2")
     method = methods.get("prefix", prefixes=soft_set(tmp_path / "set", model, LETTERS))
-    plain, barred = (texts(method, bar=bar, seed=3) for bar in (False, True))
+    plain, banned = (texts(method, bar=bar, seed=3) for bar in (False, True))
     words = LETTERS.words("a")
     assert any(said(text, words) for text in plain["text"])
-    assert not any(said(text, words) for text in barred["text"])
+    assert not any(said(text, words) for text in banned["text"])
 
 
 def test_end_tokens_do_what_they_did():
@@ -165,12 +165,12 @@ def test_a_text_does_not_depend_on_its_batch():
 
 def test_keys_stay_and_cells_are_told_apart():
     plain = cell_of("tiny-gpt2", "prefix", "sentiment", "positive", length=30)
-    assert "bar_prefix_words" not in plain.model_dump()
-    barred = CELL.validate_python(plain.model_dump() | {"bar_prefix_words": True})
-    assert barred.key != plain.key
-    assert CELL.validate_json(barred.model_dump_json()) == barred
-    assert (plain.variant, barred.variant) == ("", "prefix words barred")
-    assert plain.where != barred.where
+    assert "ban_prefix_words" not in plain.model_dump()
+    banned = CELL.validate_python(plain.model_dump() | {"ban_prefix_words": True})
+    assert banned.key != plain.key
+    assert CELL.validate_json(banned.model_dump_json()) == banned
+    assert (plain.variant, banned.variant) == ("", "prefix words banned")
+    assert plain.where != banned.where
 
 
 def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):
@@ -182,26 +182,26 @@ def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):
     weights[0, [each for row in ids for each in row]] = 0.0
     echo = Echo(prefix_words(SENTIMENT))
     for words, expected in (((), True), (SENTIMENT.words("positive"), False)):
-        barred = Barred(tokenizer, words, ["The lake"] * 9)
+        banned = BannedWords(tokenizer, words, ["The lake"] * 9)
         numbers = np.stack([uniforms(1, "The lake", i, 40) for i in range(9)])
         drawn = []
         for step in range(20):
             uniform = torch.from_numpy(numbers[:, step])
-            drawn.append(draw(barred.refuse(weights.repeat(9, 1)), uniform, top_k=200))
-            barred.advance(drawn[-1].tolist())
+            drawn.append(draw(banned.refuse(weights.repeat(9, 1)), uniform, top_k=200))
+            banned.advance(drawn[-1].tolist())
         made = tokenizer.batch_decode(torch.stack(drawn, 1))
         scores = echo.score([Item(f"The lake{text}", attribute="positive") for text in made])
         assert any(score[0] for score in scores) == expected
 
 
 def test_nothing_is_read_where_nothing_is_barred(monkeypatch):
-    monkeypatch.setattr(loop, "Barred", lambda *_: pytest.fail("words are barred"))
+    monkeypatch.setattr(loop, "BannedWords", lambda *_: pytest.fail("words are banned"))
     assert len(texts(bar=False, samples=1)) == 2
 
 
 def test_ids_that_pad_the_vocabulary_have_no_text():
     tokenizer = load("tiny-gpt2").tokenizer
-    barred = Barred(tokenizer, ("positive",), ["The lake"])
-    before = list(barred.ends)
-    barred.advance([len(tokenizer) + 3])
-    assert barred.ends == before
+    banned = BannedWords(tokenizer, ("positive",), ["The lake"])
+    before = list(banned.ends)
+    banned.advance([len(tokenizer) + 3])
+    assert banned.ends == before
