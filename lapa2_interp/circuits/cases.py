@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.texts import decode
-from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import generate
+from lapa2_interp.generation.loop import run_plan
+from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import takes_model
@@ -250,7 +251,7 @@ def write_texts(
         len(model.tokenizer(each, add_special_tokens=False).input_ids) for each in prompts
     )
     length = tokens + (longest if task.length_counts_prompt else 0)
-    cell = Cell.of(
+    cell = cell_of(
         model,
         method="none" if source == RAW else "prefix",
         task=task,
@@ -264,7 +265,7 @@ def write_texts(
         eos="block",
         trace="none",
     )
-    made = generate(model, cell).samples
+    made = run_plan(model, plan(model, cell)).samples
     found: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
     for prompt, ids in zip(made["prompt"], made["tokens"], strict=True):
         found[prompt].append(list(ids[:tokens]))
@@ -278,7 +279,7 @@ def attribute_words(
     behind a space, and no other attribute's.
 
     Args:
-        file: A word list of one's own (`lapa2 words`).
+        file: A word list of one's own (`lapa2 word-lists`).
 
     Raises:
         DataError: There is no list for the task.

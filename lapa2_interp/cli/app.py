@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CoercionError, CycloptsError, Group, Parameter, UnknownOptionError
 from rich.console import Console
 
 from lapa2_interp._util.errors import Lapa2Error, on_command_line
@@ -35,13 +35,15 @@ from lapa2_interp.cli.look import (
     models,
     probe,
 )
+from lapa2_interp.cli.options import name_of_setting
 from lapa2_interp.cli.paper import propositions, report
 from lapa2_interp.cli.prefix import app as prefix
 from lapa2_interp.cli.score import app as scorers
 from lapa2_interp.cli.score import score
 from lapa2_interp.cli.sweep import grids, power, runs, sweep
 from lapa2_interp.cli.view import view
-from lapa2_interp.cli.words import words
+from lapa2_interp.cli.word_lists import word_lists
+from lapa2_interp.generation.settings import CellSettings, read_value, unknown_setting
 
 app = App(
     name="lapa2",
@@ -58,15 +60,42 @@ they take).""",
     suppress_keyboard_interrupt=False,
 )
 
-for command in (
-    models, layout, probe, generate, chat, trace, score, scorers, prefix, words, grids, power,
-    sweep, runs, propositions, report, bench, circuits, select, fading, view,
-):  # fmt: skip
-    app.command(command)
-app.command(list_methods, name="methods")
-app.command(list_prefixes, name="prefixes")
-app.command(list_recipes, name="recipes")
-app.command(list_tasks, name="tasks")
+COMMANDS = {
+    "Steer and look": (layout, generate, chat, trace, view),
+    "Experiments": (grids, sweep, runs, power, report, propositions),
+    "Scores": (score, scorers, word_lists),
+    "Circuits": (circuits, select, fading),
+    "Models and prefixes": (models, probe, bench, prefix, list_prefixes),
+    "Lists": (list_methods, list_recipes, list_tasks),
+}
+"""Commands by group, as the help shows them."""
+for number, (title, commands) in enumerate(COMMANDS.items(), 1):
+    group = Group(title, sort_key=number)
+    for command in commands:
+        if isinstance(command, App):
+            command.group = group
+            app.command(command)
+        else:
+            name = command.__name__.removeprefix("list_").replace("_", "-")
+            app.command(command, name=name, group=group)
+
+
+def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
+    """The sentence about a setting of `lapa2 generate`, as Python and a grid say it; None where the
+    error is about something else."""
+    if list(words[:1]) != ["generate"]:
+        return None
+    token = getattr(error, "token", None)
+    if isinstance(error, UnknownOptionError):
+        return unknown_setting(name_of_setting(str(token.keyword if token else "")))
+    if isinstance(error, CoercionError) and token is not None:
+        name = name_of_setting(str(token.keyword))
+        if name in CellSettings.model_fields:
+            try:
+                CellSettings.of({name: read_value(token.value)})
+            except Lapa2Error as found:
+                return str(found)
+    return None
 
 
 def goes_on(words: Sequence[str]) -> bool:
@@ -118,7 +147,8 @@ def _run(words: list[str]) -> int:
     except Lapa2Error as error:
         print(f"lapa2: {one_line(str(error))}", file=sys.stderr)
     except CycloptsError as error:
-        print(f"lapa2: {one_line(' '.join(str(error).split()))} (see --help)", file=sys.stderr)
+        message = setting_problem(words, error) or " ".join(str(error).split())
+        print(f"lapa2: {one_line(message)} (see --help)", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if done else 128 + signal.SIGPIPE

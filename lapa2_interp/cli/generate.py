@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp._util.errors import EmptyDistributionError, TraceError, pluralize
+from lapa2_interp._util.errors import EmptyDistributionError, pluralize
 from lapa2_interp.cli.options import (
+    COMPUTING,
     AugmentationOptions,
-    ModelClass,
+    SettingOptions,
     Several,
-    Unshown,
     columns,
-    pairs,
-    settings,
+    given_settings,
 )
-from lapa2_interp.models.machine import DtypeOrAuto
 
 if TYPE_CHECKING:
     from lapa2_interp.generation.plan import Plan
@@ -30,115 +28,42 @@ if TYPE_CHECKING:
 def generate(
     *,
     out: Path,
-    model: str = "smollm2-135m",
-    method: str = "prefix",
-    parameters: Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)] = (),
-    task: str = "sentiment",
-    attribute: str,
-    prompt: Annotated[tuple[str, ...], Unshown] = (),
-    prompts: Path | None = None,
-    length: int = 128,
-    samples: int = 1,
-    seed: int = 1,
-    top_k: int = 200,
-    eos: Literal["keep", "stop", "block"] = "keep",
-    trace: Literal["none", "pooled", "full"] = "full",
-    patterns: str = "",
+    settings: Annotated[SettingOptions, Parameter(name="*")] = SettingOptions(),
     augmentation: AugmentationOptions = AugmentationOptions(),
-    dtype: DtypeOrAuto = "auto",
-    device: str | None = None,
-    model_class: ModelClass = "TransformerBridge",
-    max_rows: int | None = None,
-    doubled_bos: bool = False,
-    ban_prefix_words: bool = False,
-    pack: Literal["auto", "on", "off"] = "auto",
-    trust_remote_code: bool = False,
+    device: Annotated[str | None, Parameter(group=COMPUTING)] = None,
+    pack: Annotated[Literal["auto", "on", "off"], Parameter(group=COMPUTING)] = "auto",
+    trust_remote_code: Annotated[bool, Parameter(group=COMPUTING)] = False,
     yes: bool = False,
     force: bool = False,
 ) -> None:
     """Generate controlled text and record the attention on the prefix.
 
-    Writes a run of one cell (run.json; cells/KEY with manifest.json, samples.parquet, trace.nc).
-    For example
+    Writes a run (run.json; cells/KEY with manifest.json, samples.parquet, trace.nc). For example
 
-        lapa2 generate --attribute positive --prompt "The lake" \\
-            --alpha 0.5 --samples 4 --out results/lake
+        lapa2 generate --attribute positive --prompt "The lake" --alpha 0.5 --samples 4 --out run
+        lapa2 generate --prefix "Very formal:" --prompts "The lake" --out formal
 
     Args:
         out: The run's folder. It appears when the run is complete.
-        model: A name of `lapa2 models`, a hub id or a folder.
-        method: A decoding method of `lapa2 methods`.
-        parameters: A parameter of the method as NAME=VALUE, such as omega=60; repeat the option for
-            more.
-        task: A task of `lapa2 tasks`, or the path of a task file.
-        attribute: What to steer towards; the task's file has its prefix.
-        prompt: A prompt; repeat the option for more. By default the task's.
-        prompts: A file of prompts: plain lines, .jsonl with a field "prompt", or .csv with a column
-            "prompt".
-        length: Tokens of a text. Of tasks that count the prompt (`lapa2 tasks`: sentiment and topic
-            do, as the paper does) new are those that the prompt leaves: behind two tokens, 126.
-        samples: Continuations per prompt.
-        seed: Seed of the random streams. Every prompt and sample has one of its own, so that other
-            prompts and samples do not change a text.
-        top_k: How many tokens of largest controlled weight are kept; temperature is 1.
-        eos: keep an end token as any other (the paper), stop the text there, or block it.
-        trace: full (every layer and head), pooled (their mean) or none.
-        patterns: layer.head pairs whose whole attention rows are kept, such as 3.1,4.0.
-        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
-            machine computes faster.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
-            hooks, through transformers' attention interface.
-        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
-        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
-        ban_prefix_words: Never draw a token that would say a word of the attribute's hard prefix,
-            or its name.
-        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
-            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
+        pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
+            again: auto where it fits, on, or off. It may change the last bits of a logit, and so a
+            text.
         trust_remote_code: Run code that comes with the model.
         yes: Start also what would take a year, or more memory than there is.
         force: Replace a finished run.
     """
     from lapa2_interp._util.files import new_folder
-    from lapa2_interp.generation.cell import Cell
-    from lapa2_interp.methods.registry import for_task, load_task
-    from lapa2_interp.models.machine import tell_if_slow
+    from lapa2_interp.methods.registry import find
+    from lapa2_interp.models.machine import resolve_dtype, tell_if_slow
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
     from lapa2_interp.runs.store import is_finished_run, write_run
-    from lapa2_interp.tasks.task import read_prompts
 
-    chosen_task = load_task(task)
-    decided = augmentation.parameters(method)
-    chosen_method = for_task(method, chosen_task, **(decided | settings(parameters)))
-    kept = pairs("patterns", patterns, ".") if patterns else ()
-    if isinstance(kept, str):
-        raise TraceError(
-            f"--patterns {patterns!r} is not a list of layer.head pairs such as 3.1,4.0"
-        )
-    rules = augmentation.build(chosen_method.alpha)
-    cell = Cell.of(
-        model,
-        method=chosen_method,
-        task=chosen_task,
-        attribute=attribute,
-        prompts=[*prompt, *(read_prompts(prompts) if prompts else ())] or None,
-        augmentation=rules or None,
-        alpha=None if rules else 0.0,
-        length=length,
-        samples=samples,
-        seed=seed,
-        top_k=top_k,
-        eos=eos,
-        trace=trace,
-        patterns=kept,
-        max_rows=max_rows,
-        doubled_bos=doubled_bos,
-        ban_prefix_words=ban_prefix_words,
-        dtype=dtype,
-        device=device,
-        model_class=model_class,
-    )
+    fields = given_settings(settings)
+    method = fields["method"]
+    fields["parameters"] = augmentation.parameters(method) | fields["parameters"]
+    fields["augmentation"] = augmentation.build(find(method, True).alpha) or "none"
 
     def announce(loaded: Model, plans: Sequence[Plan]) -> None:
         augmentation.check(loaded)
@@ -148,11 +73,10 @@ def generate(
 
     problem = None
     with new_folder(out, force, is_finished_run) as folder:
-        tell_if_slow(cell.dtype, device)
+        tell_if_slow(resolve_dtype(fields["dtype"], device), device)
         try:
             run = make(
-                model,
-                cell,
+                **fields,
                 device=device,
                 trust_remote_code=trust_remote_code,
                 pack=pack,
@@ -168,8 +92,8 @@ def generate(
     for text in texts.head(3):
         print(f"---\n{text}")
     print(
-        f"---\n{len(texts)} texts in {out}"
-        + (f"; see `lapa2 trace {out}`" if trace != "none" else "")
+        f"---\n{pluralize(len(texts), 'text')} in {out}"
+        + (f"; see `lapa2 trace {out}`" if fields["trace"] != "none" else "")
     )
 
 

@@ -15,8 +15,8 @@ from lapa2_interp._util.errors import (
     PrefixError,
     unknown_choice,
 )
-from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelClass
-from lapa2_interp.models.machine import Dtype
+from lapa2_interp.cli.options import AsJson, AugmentationOptions
+from lapa2_interp.models.machine import Dtype, ModelClass
 
 MOST_STEPS = 1_000_000
 """Rows that `lapa2 layout` shows: more than any context has positions."""

@@ -3,26 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
+from lapa2_interp.generation.settings import CellSettings
+from lapa2_interp.models.machine import DtypeOrAuto
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
     from lapa2_interp.models.card import Model
 
-ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)
 AsJson = Annotated[bool, Parameter(name="--json")]
 
 
-@Parameter(name="*")
+BIAS = Group("Bias", sort_key=2)
+COMPUTING = Group("Computing", sort_key=5)
+GROUPS = {
+    Group("Texts", sort_key=1): (
+        "model", "prompts", "attribute", "method", "parameters", "task", "prefix", "length",
+        "samples",
+    ),
+    Group("Sampling", sort_key=3): ("seed", "top_k", "eos", "ban_prefix_words", "doubled_bos"),
+    Group("Recording", sort_key=4): ("trace", "patterns", "label"),
+    COMPUTING: ("dtype", "model_class", "max_rows"),
+}  # fmt: skip
+"""Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
+AS_TEXT = ("model", "attribute", "method", "task", "prefix", "label", "patterns")
+OTHER_TYPES: dict[str, Any] = {
+    "prompts": tuple[str, ...],
+    "parameters": tuple[str, ...],
+    "dtype": DtypeOrAuto,
+    "max_rows": int | None,
+}
+OTHER_NAMES = {"parameters": "--set", "prompts": ("--prompts", "--prompt")}
+
+
+def _option(name: str, group: Group) -> tuple[str, Any, Any]:
+    """The option of a setting: its name, type, and default."""
+    setting = CellSettings.model_fields[name]
+    given = OTHER_TYPES.get(name, str if name in AS_TEXT else setting.annotation)
+    default = () if given == tuple[str, ...] else setting.default
+    shown = bool(default) and not isinstance(default, bool)
+    parameter = Parameter(
+        name=OTHER_NAMES.get(name), help=setting.description, group=group, show_default=shown,
+        consume_multiple=name == "prompts",
+    )  # fmt: skip
+    return name, Annotated[given, parameter], field(default=default)
+
+
+SettingOptions: Any = make_dataclass(
+    "SettingOptions",
+    [_option(name, group) for group, names in GROUPS.items() for name in names],
+    frozen=True,
+    namespace={"__module__": __name__},  # cyclopts looks into no class of the standard library
+)
+"""The settings of a cell as options of the command line, made from `CellSettings`."""
+
+
+def given_settings(options: Any) -> dict[str, Any]:
+    """Settings by name, of `SettingOptions`."""
+    found = {name: getattr(options, name) for name in map(str, options.__dataclass_fields__)}
+    prompts = found["prompts"]
+    if not prompts:
+        del found["prompts"]
+    elif len(prompts) == 1 and prompts[0].isdigit():
+        found["prompts"] = int(prompts[0])
+    elif prompts == ("task",):
+        found["prompts"] = "task"
+    return found | {"parameters": settings(found["parameters"])}
+
+
+def name_of_setting(option: str) -> str:
+    """The setting that an option is of; the option itself, as a name, where it is of none."""
+    for name, options in OTHER_NAMES.items():
+        if option in options:
+            return name
+    return option.lstrip("-").replace("-", "_")
+
+
+@Parameter(name="*", group=BIAS)
 @dataclass(frozen=True)
 class AugmentationOptions:
     """Which bias is added, to which keys, for which queries, where."""

@@ -1,8 +1,8 @@
 """A cell: everything that decides a set of texts, as one frozen value with a key.
 
-`Cell.of` makes one from names; the fields are then resolved (every parameter of the method, the
-task's own texts, the precision) and hashed to the key. Equal keys mean equal texts on machines of
-one kind, so that a run never makes a cell twice.
+`resolve` makes cells from settings: every parameter of the method, the task's own texts and the
+precision are filled in, and hashed to the key. Equal keys mean equal texts on machines of one kind,
+so that a run never makes a cell twice.
 """
 
 from __future__ import annotations
@@ -12,60 +12,46 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     StringConstraints,
     TypeAdapter,
-    ValidationError,
     model_validator,
 )
 
 from lapa2_interp._util.errors import (
     AugmentationError,
-    Lapa2Error,
     LayoutError,
     MethodError,
-    PrefixError,
-    TaskError,
     TraceError,
-    first_problem,
-    unknown_choice,
 )
-from lapa2_interp._util.files import sha256_of
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     Augmentations,
-    Rules,
     active_augmentations,
-    normalize_augmentations,
 )
-from lapa2_interp.bias.recipes import Named, named_rules
-from lapa2_interp.bias.texts import check_long
-from lapa2_interp.methods.base import Branch, Method, Soft
-from lapa2_interp.methods.registry import assign, find, for_task, load_task, name_of
+from lapa2_interp.generation.settings import (
+    CellSettings,
+    Count,
+    EosPolicy,
+    Head,
+)
+from lapa2_interp.methods.base import Branch, Method
+from lapa2_interp.methods.registry import find, for_task, load_task
 from lapa2_interp.methods.registry import get as get_method
-from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import name_of as model_name
-from lapa2_interp.models.machine import Dtype, resolve_dtype
-from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
-from lapa2_interp.tasks.task import MethodSettings, Prompts, Task
+from lapa2_interp.models.machine import Dtype, ModelClass
+from lapa2_interp.tasks.task import MethodSettings, Task
 
-EosPolicy = Literal["keep", "stop", "block"]
-"""What an end token does: it is kept as any other, ends the text, or is never drawn."""
 Key = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{16}\z")]
 """A cell's key. It names files, so a key that is read is nothing else."""
-TOP_K = 200
 BUILT_IN_TASKS = ("detox", "sentiment", "topic")
-MISSING = "0" * 64
-"""Stands for the sha256 of a file that is not there."""
 
 
 class Cell(BaseModel):
@@ -77,7 +63,7 @@ class Cell(BaseModel):
     """A name of `lapa2 models`, a hub id or a folder."""
     dtype: Dtype
     """Precision of weights and computation."""
-    model_class: str
+    model_class: ModelClass
     """TransformerBridge, HookedTransformer or TransformersModel."""
     method: str
     """The decoding method, as `methods.find` takes it."""
@@ -90,23 +76,23 @@ class Cell(BaseModel):
     """What the texts are steered towards."""
     augmentation: Augmentations
     """The bias on attention scores, or several that act together; None for the base method."""
-    length: int
+    length: Count
     """Tokens of a text, its prompt's included where the task counts them."""
-    samples: int
+    samples: Count
     """Continuations per prompt."""
     seed: int
     """Seed of the random streams: there is one stream per seed, prompt and sample."""
-    top_k: int
+    top_k: Count
     """How many tokens of largest controlled weight are kept."""
-    eos: str
-    """One of `EosPolicy`."""
-    trace: str
-    """One of `TraceKind`."""
-    max_rows: int | None
+    eos: EosPolicy
+    """`EosPolicy`."""
+    trace: TraceKind
+    """`TraceKind`."""
+    max_rows: Count | None
     """Rows of a batch, which decides which samples share one; None for the default rule."""
     doubled_bos: bool
     """Two BOS tokens in front, as the released scripts feed LLaMA."""
-    patterns: tuple[tuple[int, int], ...]
+    patterns: tuple[Head, ...]
     """(layer, head) pairs whose whole attention rows are kept."""
     ban_prefix_words: bool = False
     """The words of the attribute's hard prefix, and its name, are never drawn
@@ -117,185 +103,10 @@ class Cell(BaseModel):
     """What its arm is called; by default after the augmentations. It decides no text, so it is not
     part of the key."""
 
-    @classmethod
-    def of(
-        cls,
-        model: str | Path | Model,
-        *,
-        method: str | Method = "prefix",
-        parameters: Mapping[str, Any] | None = None,
-        task: str | Path | Task = "sentiment",
-        attribute: str,
-        prompts: Iterable[str] | None = None,
-        augmentation: Rules | str = None,
-        alpha: float | int | None = None,
-        label: str = "",
-        length: int = 128,
-        samples: int = 1,
-        seed: int = 1,
-        top_k: int = TOP_K,
-        eos: EosPolicy = "keep",
-        trace: TraceKind = "full",
-        patterns: Sequence[tuple[int, int]] = (),
-        max_rows: int | None = None,
-        doubled_bos: bool = False,
-        ban_prefix_words: bool = False,
-        dtype: str = "auto",
-        device: str | None = None,
-        model_class: str = "TransformerBridge",
-        needs: list[str] | None = None,
-    ) -> Cell:
-        """A cell from names and values, with the defaults of `lapa2 generate`.
-
-        Args:
-            model: A model's name or folder; or a loaded model, which then decides dtype and
-                model_class.
-            method: A name of `lapa2 methods`, or a method from `methods.get`.
-            parameters: Parameters of a method given by name; by default the task's values.
-            task: A name of `lapa2 tasks`, the path of a task file, or a task.
-            attribute: What to steer towards.
-            prompts: What to continue; the task's prompts by default.
-            augmentation: The bias, or several; by default LaPA2 at `alpha`. A text names recipes of
-                published methods, such as "instaboost:M=5" (`bias.recipes.recipe`).
-            alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
-            label: What the arm is called; by default the recipe's name, or the augmentations'.
-            length, samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos,
-                ban_prefix_words: As the fields of a cell. length counts the prompt's tokens where
-                the task does (`Task.length_counts_prompt`: sentiment and topic): behind a prompt of
-                two tokens, 32 are 30 new ones.
-            dtype: float32, bfloat16, float16, float64; or auto: what the device computes faster.
-            device: Where the texts will be made, which decides what dtype "auto" is.
-            model_class: TransformerBridge, HookedTransformer or TransformersModel.
-            needs: If a list is given, missing files are noted in it instead of refused.
-
-        Raises:
-            Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
-        """
-        if prompts is not None:
-            listed = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
-            given = tuple(prompts) if listed else ()
-            if not given:
-                raise LayoutError(
-                    f"prompts must be a list of at least one text, found {str(prompts)!r}; a file's"
-                    " come from lapa2_interp.tasks.read_prompts(PATH)"
-                )
-        if not isinstance(task, str | Path | Task):
-            raise TaskError(f"task must be a name, a path or a Task, found {task!r}")
-        if not isinstance(attribute, str):
-            raise TaskError(f"attribute must be one name, found {attribute!r}")
-        chosen_task = task if isinstance(task, Task) else load_task(task)
-        if isinstance(method, str):
-            method = for_task(method, chosen_task, **(parameters or {}))
-        elif not isinstance(method, Method):
-            raise MethodError(
-                f"method must be a name, or come from methods.get or for_task, found {method!r}"
-            )
-        elif parameters:
-            raise MethodError(
-                f"{method!r} has its parameters already; give it by name, or without parameters"
-            )
-        rules: Rules = named_rules(augmentation)
-        for each in rules if isinstance(rules, Sequence) else (rules,):
-            if each is not None and not isinstance(each, Augmentation):
-                raise AugmentationError(
-                    "augmentation must be an Augmentation, several of them, recipes as one text"
-                    f" such as 'lapa2 + instaboost:M=5', or None; found {rules!r}"
-                )
-        if rules is None:
-            rules = Augmentation(alpha=method.alpha if alpha is None else alpha)
-        elif alpha is not None:
-            raise AugmentationError(
-                f"give alpha {alpha:g}, or an augmentation that has its own, not both"
-            )
-        if not label and isinstance(rules, Named) and active_augmentations(rules):
-            label = rules.label
-        if isinstance(model, str | Path):
-            facts = {
-                "model": model_name(model),
-                "dtype": resolve_dtype(dtype, device),
-                "model_class": model_class,
-            }
-        else:
-            card = model_card(model)
-            facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
-        chosen_task.prefix(attribute)
-        branches = method.branches(chosen_task, attribute)
-        names = [branch.name for branch in branches]
-        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise MethodError(
-                f"{method.name} has two branches {twice[0]!r} for {attribute!r}; give its text in"
-                f" task {chosen_task.name!r} another name"
-            )
-        assign(method, branches, rules)
-        settings = chosen_task.methods.get(method.name, MethodSettings())
-        texts = chosen_task.prompts.texts if prompts is None else given
-        for text in texts:
-            if not isinstance(text, str):
-                raise LayoutError(f"prompts must be texts, found {text!r}")
-            check_long("prompt", text)
-            if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
-                raise LayoutError(
-                    f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"
-                    " have; give whole characters"
-                )
-            if "\0" in text:
-                raise LayoutError(
-                    f"the prompt {text[:40]!r} has a NUL, which a trace cannot name; leave it out"
-                )
-        if "" in texts:
-            raise LayoutError(
-                "the prompt '' tokenises to nothing of its own; give at least one token of text"
-            )
-        try:
-            return cls(
-                **facts,
-                method=name_of(method),
-                parameters=asdict(method),  # type: ignore[call-overload]
-                task=Task(
-                    name=chosen_task.name,
-                    length_counts_prompt=chosen_task.length_counts_prompt,
-                    lengths=(),
-                    attributes=chosen_task.attributes,
-                    prompts=Prompts(texts=texts),
-                    methods=(
-                        {method.name: MethodSettings(texts=settings.texts)}
-                        if settings.texts
-                        else {}
-                    ),
-                ),
-                attribute=attribute,
-                augmentation=normalize_augmentations(rules),
-                length=length,
-                samples=samples,
-                seed=seed,
-                top_k=top_k,
-                eos=eos,
-                trace=trace,
-                patterns=tuple(patterns),
-                max_rows=max_rows,
-                doubled_bos=doubled_bos,
-                ban_prefix_words=ban_prefix_words,
-                files=_files(facts["model"], chosen_task.name, branches, method, needs),
-                label=label,
-            )
-        except ValidationError as error:
-            raise Lapa2Error(first_problem(error)) from error
-
     @model_validator(mode="after")
     def _refuse(self) -> Cell:
         """Refuse what can be refused without tokenizer and model; `generation.arrange` refuses the
         rest."""
-        for name in ("length", "samples", "top_k"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise LayoutError(f"max_rows must be at least 1, found {self.max_rows}")
-        for kind, found, allowed in (
-            ("eos policy", self.eos, get_args(EosPolicy)),
-            ("trace", self.trace, get_args(TraceKind)),
-        ):
-            if found not in allowed:
-                raise Lapa2Error(unknown_choice(kind, found, allowed))
         for rule in self.rules:
             if type(rule) is not Augmentation:
                 raise AugmentationError(
@@ -419,7 +230,8 @@ class Cell(BaseModel):
             digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
             changed.append(f"texts {digest[:6]}")
         changed += ["prefix words banned"] * self.ban_prefix_words
-        changed += [f"top-k {self.top_k}"] * (self.top_k != TOP_K)
+        usual_top_k = CellSettings.model_fields["top_k"].default
+        changed += [f"top-k {self.top_k}"] * (self.top_k != usual_top_k)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")
         changed += ["BOS doubled"] * self.doubled_bos
         changed += [self.model_class] * (self.model_class != "TransformerBridge")
@@ -485,38 +297,3 @@ def same_label(cells: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
 
 
 CELL = TypeAdapter(Cell)
-
-
-def _files(
-    model: str,
-    task: str,
-    branches: Sequence[Branch],
-    method: Method,
-    needs: list[str] | None,
-) -> dict[str, str]:
-    """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
-    found = {}
-    for branch in branches:
-        if isinstance(branch.prefix, Soft):
-            try:
-                folder = set_folder(model, task, branch.prefix.set)
-                found[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
-            except PrefixError as error:
-                if needs is None:
-                    raise
-                needs.append(str(error))
-                found[branch.name] = MISSING
-    return found | digests(method)
-
-
-def digests(method: Method) -> dict[str, str]:
-    """sha256 of the files that decide a method's texts; of a folder, of the files in it."""
-    found = {}
-    for name, place in method.deciding_files().items():
-        if place.is_file():
-            found[name] = sha256_of(place)
-        elif place.is_dir():
-            files = sorted(each for each in place.iterdir() if each.is_file())
-            listed = json.dumps([[each.name, sha256_of(each)] for each in files])
-            found[name] = hashlib.sha256(listed.encode()).hexdigest()
-    return found

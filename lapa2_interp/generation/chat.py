@@ -22,8 +22,8 @@ from lapa2_interp.bias.augmentation import Rules, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.recipes import named_rules
 from lapa2_interp.bias.texts import decode
-from lapa2_interp.generation.cell import TOP_K
 from lapa2_interp.generation.sampling import draw, uniforms
+from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.card import (
     Model,
     check_one_side,
@@ -64,7 +64,7 @@ def continue_chats(
     length: int = 64,
     samples: int = 1,
     seed: int = 1,
-    top_k: int = TOP_K,
+    top_k: int = CellSettings.model_fields["top_k"].default,
     eos: Literal["keep", "stop", "block"] = "stop",
     trace: Literal["pooled", "full"] = "pooled",
 ) -> list[ChatTexts]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -31,14 +31,12 @@ from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import with_neurons_set
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import continuation
 from lapa2_interp.generation.banned_words import BannedWords
-from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import Batch, Plan, plan
+from lapa2_interp.generation.plan import Batch, Plan
 from lapa2_interp.generation.sampling import NOTHING, draw
-from lapa2_interp.methods.base import LogProbs, MethodContext, Start
+from lapa2_interp.methods.base import LogProbs, Start
 from lapa2_interp.models.card import Model, keys_seen, model_card, prepacked_model
 from lapa2_interp.models.load import takes_model
 
@@ -95,23 +93,6 @@ class Ending:
                 self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"
             ):
                 self.n_tokens[i], self.finish[i] = at, how
-
-
-@takes_model
-def generate(
-    model: Model, cell: Cell, kit: MethodContext | None = None, progress: tqdm | None = None
-) -> Generation:
-    """Continue a cell's prompts with its model, and record where the attention went.
-
-    Args:
-        model: The cell's, from `load_model`.
-        kit: As in `plan`.
-        progress: As in `run_plan`.
-
-    Raises:
-        Lapa2Error: As `plan` and `run_plan`.
-    """
-    return run_plan(model, plan(model, cell, kit), progress=progress)
 
 
 @takes_model
@@ -174,7 +155,7 @@ def _made(
 ) -> tuple[pd.DataFrame, xr.Dataset | None]:
     """The texts of a group and their trace; those that the method does not accept are drawn
     again."""
-    size, kind = (model.cfg.n_layers, model.cfg.n_heads), cast(TraceKind, plan.cell.trace)
+    size, kind = (model.cfg.n_layers, model.cfg.n_heads), plan.cell.trace
     places = list(range(len(group)))
     order, tables, traces = [], [], []
     for trial in range(plan.method.trials):

@@ -134,8 +134,8 @@ class FreeCtrl(Method):
         gated_neurons: Neurons per keyword in gated MLPs, instead of neurons.
         noise: Smallest noise ratio of a keyword (how much nearer to the word of its class than to
             those of the others it is).
-        words: A word list (JSON) of your own from `lapa2 words`; by default the package's for the
-            task.
+        words: A word list (JSON) of your own from `lapa2 word-lists`; by default the package's for
+            the task.
         at: Where a neuron's value is set: "pre", before its activation function, or "post", after
             it; in gated MLPs always after.
         sampler: "official" (one of the 25 likeliest tokens, by its rank; no end token), or
@@ -248,7 +248,7 @@ class FreeCtrl(Method):
         if empty:
             raise MethodError(
                 f"freectrl: the word list has no words for {empty[0]!r}; it has"
-                f" {', '.join(lists) or 'none'}; make one with `lapa2 words` and give --set"
+                f" {', '.join(lists) or 'none'}; make one with `lapa2 word-lists` and give --set"
                 " words=FILE"
             )
         return lists

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import GenerationConfig
 
-ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 Model = Any
 """A TransformerLens model (TransformerBridge, or HookedTransformer under transformer-lens 3.9), or
 a `TransformersModel`."""

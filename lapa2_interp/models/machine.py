@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from time import perf_counter, thread_time
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
@@ -33,6 +33,7 @@ from lapa2_interp._util.files import (
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
 DtypeOrAuto = Literal["auto", Dtype]
+ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
 ISA = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -132,8 +133,10 @@ def _all() -> dict[str, dict[str, tuple[float, ...]]]:
 # --- precision
 
 
-def resolve_dtype(dtype: str, device: str | None = None) -> str:
-    """A dtype by name; "auto" is bfloat16 where this device computes faster in it, else float32.
+def resolve_dtype(dtype: object, device: str | None = None) -> Dtype:
+    """The name of a dtype, given as a name or as torch's; "auto" is bfloat16 where this device
+    computes faster in it, else float32.
+    faster in it, else float32.
 
     Args:
         device: Where it will be computed; CUDA when there is one, by default.
@@ -141,11 +144,12 @@ def resolve_dtype(dtype: str, device: str | None = None) -> str:
     Raises:
         ModelError: Unknown dtype.
     """
-    if dtype == AUTO:
-        return faster_dtype(device)
-    if dtype not in get_args(Dtype):
-        raise ModelError(unknown_choice("dtype", dtype, (AUTO, *get_args(Dtype))))
-    return dtype
+    name: Any = str(dtype).removeprefix("torch.")
+    if name == AUTO:
+        name = faster_dtype(device)
+    if name not in get_args(Dtype):
+        raise ModelError(unknown_choice("dtype", name, (AUTO, *get_args(Dtype))))
+    return name
 
 
 def faster_dtype(device: str | None = None) -> str:

@@ -31,6 +31,7 @@ from lapa2_interp.bias.synthetic import as_dataset, draw_log_odds, lengths_up_to
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.plan import Plan
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model, model_card, short_context_of
@@ -269,7 +270,7 @@ def _trace_tables(
 def _generate(model: Model, study: PropositionStudy) -> Run:
     task = load_task("sentiment")
     cells = [
-        Cell.of(
+        cell_of(
             model,
             attribute=attribute,
             prompts=task.prompts.texts[: study.prompts],

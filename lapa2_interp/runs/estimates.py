@@ -27,6 +27,7 @@ from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model, short_context_of
 from lapa2_interp.models.load import load_model
@@ -186,7 +187,7 @@ def estimate(
     for cell in cells:
         size, texts = model_size(cell.model), cell.n_texts
         rows = texts * len(cell.branches)
-        trace = trace_bytes(cell.trace, rows, cell.length, size.n_layers, size.n_heads, 0, 0)  # type: ignore[arg-type]
+        trace = trace_bytes(cell.trace, rows, cell.length, size.n_layers, size.n_heads, 0, 0)
         disk += CELL_BYTES + texts * cell.length * TEXT_BYTES + trace
     return Estimate(
         cells=len(cells),
@@ -392,7 +393,7 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
     room = short_context_of(model) or model.cfg.n_ctx
     prompt = model.tokenizer.decode(ids[: min(keys, room // 2)])
     task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
-    cell = Cell.of(
+    cell = cell_of(
         model,
         task=task,
         attribute="positive",

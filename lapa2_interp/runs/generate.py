@@ -1,6 +1,6 @@
-"""One call from names to texts: `generate` makes a run of one cell, in memory.
+"""One call from settings to texts: `generate` makes a run in memory.
 
-run = generate("smollm2-135m", attribute="positive", prompts=["The lake"], alpha=0.5)
+run = generate("smollm2-135m", "The lake", attribute="positive", alpha=0.5)
 run.samples()           # one row per text
 run.trace()             # the recorded attention
 run.save("results/lake")
@@ -8,25 +8,37 @@ run.save("results/lake")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from inspect import signature
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
-from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError, unknown_choice
+from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
+from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, join_traces, run_plan
 from lapa2_interp.generation.plan import Plan, plan
-from lapa2_interp.methods.base import MethodContext
+from lapa2_interp.generation.resolve import cells_of
+from lapa2_interp.generation.settings import (
+    AugmentationLike,
+    CellSettings,
+    Count,
+    EosPolicy,
+    Head,
+    PromptFile,
+    TorchDtype,
+    names_checked,
+)
+from lapa2_interp.methods.base import Method, MethodContext
 from lapa2_interp.models.blocks import check_closed
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model, model_of, takes_model
-from lapa2_interp.models.machine import is_out_of_memory
+from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
 from lapa2_interp.runs.estimates import (
     LONG,
     TEXT_BYTES,
@@ -40,67 +52,122 @@ from lapa2_interp.runs.estimates import (
 from lapa2_interp.runs.manifest import Manifest, facts_of
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.store import FinishedCell, Listing, Run
+from lapa2_interp.tasks.task import Task
 
-SETTINGS = tuple(
-    name for name in signature(Cell.of).parameters if name not in ("model", "device", "needs")
-)
 GRID = "generate"
 """The name of the grid of a run that `generate` makes."""
 
 
+@names_checked
 def generate(
-    model: str | Path | Model,
-    cell: Cell | None = None,
+    model: str | Path | Model = "smollm2-135m",
+    prompts: int | str | Sequence[str] | PromptFile = "task",
     *,
+    attribute: str | list[str] = "all",
+    method: str | Mapping[str, Any] | Method | list[str | Mapping[str, Any] | Method] = "prefix",
+    parameters: Mapping[str, Any] | list[Mapping[str, Any]] = MappingProxyType({}),
+    task: str | Path | Task | list[str | Path | Task] = "sentiment",
+    prefix: str | list[str] = "task",
+    alpha: float | list[float | None] | None = None,
+    augmentation: AugmentationLike | list[AugmentationLike] = None,
+    label: str = "",
+    length: Count | list[Count] = 128,
+    samples: Count | list[Count] = 1,
+    seed: int | list[int] = 1,
+    top_k: Count | list[Count] = 200,
+    eos: EosPolicy | list[EosPolicy] = "keep",
+    ban_prefix_words: bool | list[bool] = False,
+    trace: TraceKind | list[TraceKind] = "full",
+    patterns: str | Sequence[Head] = (),
+    dtype: DtypeOrAuto | TorchDtype = "auto",
+    model_class: ModelClass = "TransformerBridge",
+    max_rows: Count | list[Count | None] | None = None,
+    doubled_bos: bool | list[bool] = False,
     device: str | None = None,
     trust_remote_code: bool = False,
     pack: str = "auto",
     announce: Callable[[Model, Sequence[Plan]], None] | None = None,
     yes: bool = False,
-    **settings: Any,
 ) -> Run:
-    """Continue prompts with a controlled model, and record where the attention went.
+    """Continue prompts with a controlled model, and record where the attention goes.
+
+    A list of values gives a cell for each, and several lists the cells of all combinations: one run
+    compares them.
+
+    Example:
+        >>> from lapa2_interp import generate
+        >>> run = generate(
+        ...     "tiny-gpt2", "The lake", prefix="Very formal:", alpha=[0, 0.5], length=20
+        ... )
+        >>> list(run.samples()["arm"])
+        ['baseline', 'alpha 0.5 paper']
+        >>> run.steps()[["arm", "step", "name", "mean"]].columns.tolist()
+        ['arm', 'step', 'name', 'mean']
 
     Args:
-        model: A model's name or folder, or a loaded model: of `load_model`, a TransformerLens model
-            made elsewhere, or TransformersModel(network, tokenizer, name).
-        cell: What to generate; or give its settings by name, as `Cell.of` takes them.
-        device: Where a model is loaded that is given by name: cpu, cuda, cuda:1; CUDA when there is
-            one, by default.
+        model: A model's name or folder, or a loaded model (which decides dtype and model_class): of
+            `load_model`, a TransformerLens model made elsewhere, or TransformersModel(network,
+            tokenizer, name).
+        prompts: One text, or several; "task": those of the task; a number: so many; or a file.
+        attribute: Attribute to steer towards; "all": a cell for each attribute of the task.
+        method: A name of `lapa2 methods`, {"name": ..., PARAMETER: VALUE}, or a method of
+            `methods.get`.
+        parameters: Parameters of a method given by name.
+        task: A name of `lapa2 tasks`, the path of a task file, or a task.
+        prefix: The hard prefix instead of the task's; without an attribute it needs no task.
+        alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
+        augmentation: The bias instead of alpha: an `Augmentation`, a tuple of those that act
+            together, recipes such as "instaboost:M=5", fields, or "none".
+        label: Name of the arm; by default the recipe's, or made of the fields.
+        length: Tokens of a text. It counts the prompt's tokens where the task does (sentiment and
+            topic): after a prompt of two tokens, length=32 makes 30 new ones.
+        samples: Continuations per prompt.
+        seed: Seed of the random streams.
+        top_k: Number of tokens of largest controlled weight that are kept; 1 is greedy.
+        eos: "keep" an end token as any other, "stop" the text there, or "block" it.
+        ban_prefix_words: Never draw a token that would say a word of the prefix.
+        trace: Recorded attention: "full" (every layer and head), "pooled" (their mean) or "none".
+        patterns: (layer, head) pairs whose whole attention rows are kept.
+        dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two.
+        model_class: Class of a model given by name.
+        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
+        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        device: Device of a model given by name: cpu, cuda, cuda:1; CUDA when there is one, by
+            default.
         trust_remote_code: Run code that comes with a model given by name.
         pack: As in `load_model`, of a model given by name.
-        announce: Called with the model and the plan after all checks, before the first token.
+        announce: Called with the model and the plans after all checks, before the first token.
         yes: Start also what would take a year, or more memory than there is.
-        settings: method, parameters, task, attribute, prompts, alpha or augmentation, length,
-            samples, seed, top_k, eos, trace, patterns, max_rows, doubled_bos, ban_prefix_words,
-            dtype, model_class. length counts the prompt's tokens where the task does (sentiment and
-            topic): behind a prompt of two tokens, length=32 makes 30 new ones.
 
     Returns:
-        A run of one cell: `samples()`, `trace()`, `manifest()`, `save(FOLDER)`.
+        A run in memory: `samples()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
 
     Raises:
-        Lapa2Error: As `Cell.of`, `load_model` and `plan`.
+        Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
         RunError: It would take a year, or more memory than there is.
         EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run`
             holds them.
     """
-    if cell is not None and settings:
-        raise Lapa2Error(
-            f"give a cell, or settings, not both; found {', '.join(settings)} beside a cell"
-        )
-    if unknown := [name for name in settings if name not in SETTINGS]:
-        raise Lapa2Error(unknown_choice("setting", unknown[0], SETTINGS))
+    given = locals()
+    fields = {name: given[name] for name in CellSettings.model_fields}
     if not isinstance(model, str | Path):
-        model = model_of(model)
-    if cell is None:
-        cell = Cell.of(model, device=device, **settings)
+        model = fields["model"] = model_of(model)
+    for name in ("prompts", "patterns"):  # lists of these are one value
+        fields[name] = tuple(fields[name]) if isinstance(fields[name], list) else fields[name]
+    for name in ("model", "dtype", "model_class"):
+        if isinstance(fields[name], list):
+            raise Lapa2Error(
+                f"{name} takes one value, found {fields[name]}; `lapa2 sweep` takes several"
+            )
+    cells = cells_of(fields, device=device)
     if isinstance(model, str | Path):
-        model = load_model(model, cell.dtype, device, cell.model_class, trust_remote_code, pack)
-    check_reason(_estimate(model, cell), yes)
-    run = make_cells(model, [cell], announce=announce)
-    if problems := run.manifest().problems:
-        raise UnfinishedTextsError(problems[0], run)
+        first = cells[0]
+        model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
+    check_reason(_estimate(model, cells), yes)
+    run = make_cells(model, cells, announce=announce)
+    for key in run.plan:
+        if problems := run.manifest(key).problems:
+            raise UnfinishedTextsError(problems[0], run)
     return run
 
 
@@ -205,7 +272,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
             len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps))
         )
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
-        size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)  # type: ignore[arg-type]
+        size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
 
 
@@ -215,19 +282,23 @@ def _time(model: Model, plans: Sequence[Plan]) -> str:
     return f"; about {format_duration(told)} ({at.basis})" if told > LONG else ""
 
 
-def _estimate(model: Model, cell: Cell) -> Estimate:
-    """What a cell takes at least, without a plan of it, which has an entry for every text: the
+def _estimate(model: Model, cells: Sequence[Cell]) -> Estimate:
+    """Least time and memory of cells, without their plans, which have an entry for every text: the
     texts and the trace are kept in memory."""
-    rows, at = cell.n_texts * len(cell.branches), _pace(model, 0)
-    trace = trace_bytes(cell.trace, rows, cell.length, model.cfg.n_layers, model.cfg.n_heads, 0, 0)  # type: ignore[arg-type]
+    at, needs = _pace(model, 0), 0
+    for cell in cells:
+        rows = cell.n_texts * len(cell.branches)
+        layers, heads = model.cfg.n_layers, model.cfg.n_heads
+        needs += trace_bytes(cell.trace, rows, cell.length, layers, heads, 0, 0)
+        needs += cell.n_texts * cell.length * TEXT_BYTES
     return Estimate(
-        cells=1,
-        texts=cell.n_texts,
-        row_tokens=cost(cell),
-        seconds=cost(cell) * at.row,
+        cells=len(cells),
+        texts=sum(cell.n_texts for cell in cells),
+        row_tokens=sum(map(cost, cells)),
+        seconds=sum(map(cost, cells)) * at.row,
         disk=0,
         basis=at.basis,
-        needs=trace + cell.n_texts * cell.length * TEXT_BYTES,
+        needs=needs,
         packed=0,
     )
 

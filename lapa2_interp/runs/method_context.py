@@ -32,9 +32,9 @@ from lapa2_interp._util.files import (
 from lapa2_interp._util.progress import no_progress
 from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.bias.texts import continuation, decode
-from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, check_weights_read, identity, model_card
 from lapa2_interp.models.machine import kind_of
@@ -96,7 +96,7 @@ class ModelContext:
             attributes={"none": Attribute(prefix="none")},
             prompts=Prompts(texts=(prompt,)),
         )
-        cell = Cell.of(
+        cell = cell_of(
             self.model,
             method=method,
             task=bare,

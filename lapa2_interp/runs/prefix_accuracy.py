@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp._util.errors import PrefixError
-from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import for_task, load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import tell_if_slow
@@ -76,7 +76,7 @@ def prefix_accuracy(
         its_task = load_task(task or first.task)
         method = for_task("prefix", its_task, prefixes=str(folder.resolve()))
         cells = [
-            Cell.of(
+            cell_of(
                 model,
                 method=method,
                 task=its_task,

@@ -64,8 +64,8 @@ from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation import loop
-from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import (
@@ -675,7 +675,7 @@ def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:
     task = load_task("sentiment")
     text = TEXT + MORE * setting.context
     ids = model.tokenizer(text, add_special_tokens=False).input_ids[: setting.context]
-    cell = Cell.of(
+    cell = cell_of(
         model,
         method=setting.method,
         task=task.model_copy(update={"length_counts_prompt": False}),
@@ -684,7 +684,7 @@ def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:
         alpha=ALPHA,
         length=length or setting.length,
         samples=setting.samples,
-        trace=setting.trace,  # type: ignore[arg-type]
+        trace=setting.trace,
         max_rows=3 * setting.samples,
     )
     return plan(model, cell)

@@ -9,9 +9,10 @@ from time import perf_counter
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.progress import Counter, is_stop
 from lapa2_interp._util.version import __version__
-from lapa2_interp.generation.cell import Cell, digests
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, run_plan
 from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model

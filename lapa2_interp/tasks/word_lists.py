@@ -124,7 +124,7 @@ def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
     except OSError:
         where = f"cannot read {file}" if file else f"the package has no words for task {task!r}"
         raise DataError(
-            f"{where}; `lapa2 words --task {task} --data CORPUS --out FILE` makes a list"
+            f"{where}; `lapa2 word-lists --task {task} --data CORPUS --out FILE` makes a list"
         ) from None
     except ValidationError as error:
         raise DataError(f"{source} is not a word list: {first_problem(error)}") from None

@@ -297,7 +297,7 @@ def test_probe_and_lists(capsys):
         ),
         (
             f"{GENERATE} --method freectrl --set words=no.json --out OUT",
-            "cannot read no.json; `lapa2 words",
+            "cannot read no.json; `lapa2 word-lists",
         ),
         (
             f"{GENERATE} --method datg --alpha 0.5 --out OUT",

@@ -53,7 +53,17 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     rows = [{"text": text, "label": label} for label, texts in TEXTS.items() for text in texts]
     data, out = tmp_path / "films.jsonl", tmp_path / "lists" / "words.json"
     data.write_text("\n".join(map(json.dumps, rows)))
-    line = ["words", "--task", "sentiment", "--data", str(data), "--out", str(out), "--sure", "0"]
+    line = [
+        "word-lists",
+        "--task",
+        "sentiment",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--sure",
+        "0",
+    ]
     assert main([*line, "--least", "1"]) == 0
     assert "positive   2 words" in capsys.readouterr().out
     stored = json.loads(out.read_text())
@@ -74,7 +84,7 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     assert f"{tmp_path} is a folder; give another --out" in capsys.readouterr().err
     assert main([*line[:-3], "/proc/none/words.json", "--least", "1", "--sure", "0"]) == 2
     assert "cannot write /proc/none/words.json" in capsys.readouterr().err
-    assert main(["words", "--task", "topic", *line[3:], "--force"]) == 2
+    assert main(["word-lists", "--task", "topic", *line[3:], "--force"]) == 2
     assert (
         "has no text with label 'world' (blank ones and repetitions left out); its labels are"
         " 'positive', 'negative'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command that derives word lists: `lapa2 words`."""
+"""The command that derives word lists: `lapa2 word-lists`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 
-def words(
+def word_lists(
     *,
     task: str,
     data: Annotated[tuple[str, ...], Parameter(name="--data")],
@@ -24,7 +24,7 @@ def words(
     Quinn 2008); function words are left out. For
     example
 
-        lapa2 words --task sentiment --data sst2 --data imdb --out words.json
+        lapa2 word-lists --task sentiment --data sst2 --data imdb --out words.json
         lapa2 generate --method freectrl --set words=words.json --attribute positive --out results/run
 
     Args:

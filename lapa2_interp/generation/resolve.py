@@ -1,0 +1,412 @@
+"""From settings to cells: names become values, and every default is filled in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    PrefixError,
+    TaskError,
+    TraceError,
+    first_problem,
+    unknown_choice,
+)
+from lapa2_interp._util.files import sha256_of
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    Rules,
+    active_augmentations,
+    normalize_augmentations,
+)
+from lapa2_interp.bias.recipes import RECIPES, Named, named_rules
+from lapa2_interp.bias.texts import check_long
+from lapa2_interp.generation.cell import Cell, same_label
+from lapa2_interp.generation.settings import (
+    FORMS,
+    PROMPT_FILES,
+    CellSettings,
+    PromptFile,
+    product,
+    size_of_product,
+)
+from lapa2_interp.methods.base import Branch, Method, Soft
+from lapa2_interp.methods.registry import assign, find, for_task, load_task, name_of
+from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.load import name_of as model_name
+from lapa2_interp.models.machine import resolve_dtype
+from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
+from lapa2_interp.tasks.task import (
+    Attribute,
+    MethodSettings,
+    Prompts,
+    Task,
+    more_prompts,
+    read_prompts,
+)
+
+MISSING = "0" * 64
+"""Stands for the sha256 of a file that is not there."""
+CUSTOM = "custom"
+"""Task and attribute of a prefix that belongs to no task."""
+
+
+def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
+    """Cells of a block: the product over fields that are lists, each cell once.
+
+    Args:
+        fields: Settings by name, each a value or a list of values.
+        options: As `resolve`.
+
+    Raises:
+        Lapa2Error: As `CellSettings.of` and `resolve`; or one label for two arms.
+    """
+    size_of_product(fields)
+    label = fields.get("label", "")
+    cells: dict[str, Cell] = {}
+    for point in product({name: value for name, value in fields.items() if name != "label"}):
+        for cell in resolve(CellSettings.of(point), **options):
+            if label and cell.rules and not cell.label:
+                cell = Cell.model_validate(cell.model_dump() | {"label": label})
+            cells.setdefault(cell.key, cell)
+    if label and not any(cell.rules for cell in cells.values()):
+        raise AugmentationError(
+            f"label {label!r} is for an augmentation, and there is none; 'baseline' is the arm"
+            " without one"
+        )
+    for one, other in same_label(cells.values()):
+        raise AugmentationError(
+            f"the label {other.label!r} names two arms ({one.plain_arm}; {other.plain_arm}); give"
+            " each its own: { alpha = ..., label = ... }"
+        )
+    return list(cells.values())
+
+
+def cell_of(model: str | Path | Model, **fields: Any) -> Cell:
+    """The only cell of these settings.
+
+    Raises:
+        Lapa2Error: As `cells_of`; or attribute is "all", and the task has several.
+    """
+    device = fields.pop("device", None)
+    found = cells_of({"model": model, **fields}, device=device)
+    if len(found) > 1:
+        names = ", ".join(cell.description for cell in found)
+        raise Lapa2Error(f"these settings give {len(found)} cells, and one is asked for: {names}")
+    return found[0]
+
+
+def resolve(
+    settings: CellSettings,
+    *,
+    device: str | None = None,
+    needs: list[str] | None = None,
+    allow_code: bool = True,
+) -> list[Cell]:
+    """Cells from settings: one, or one for each attribute.
+
+    Args:
+        settings: A loaded model in them decides dtype and model_class.
+        device: Device that will make the texts, which decides what dtype "auto" is.
+        needs: If a list is given, missing files are noted in it instead of refused.
+        allow_code: Import the module of a method that is named as MODULE:CLASS. Of a name from a
+            file this is for the user to allow.
+
+    Raises:
+        Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
+    """
+    task = _task(settings, needs)
+    method = _method(settings, task, allow_code)
+    rules, label = _rules(settings, method)
+    model = settings.model
+    if isinstance(model, str | Path):
+        facts = {
+            "model": model_name(model),
+            "dtype": resolve_dtype(settings.dtype, device),
+            "model_class": settings.model_class,
+        }
+    else:
+        card = model_card(model)
+        facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
+    attributes = [settings.attribute]
+    if settings.attribute == "all" and "all" not in task.attributes:
+        attributes = list(task.attributes)
+    cells = []
+    for attribute in attributes:
+        task.prefix(attribute)
+        branches = method.branches(task, attribute)
+        names = [branch.name for branch in branches]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise MethodError(
+                f"{method.name} has two branches {twice[0]!r} for {attribute!r}; give its text in"
+                f" task {task.name!r} another name"
+            )
+        _check_prefix(settings, task, method, attribute)
+        assign(method, branches, rules)
+        texts = task.methods.get(method.name, MethodSettings()).texts
+        try:
+            cells.append(
+                Cell(
+                    **facts,
+                    method=name_of(method),
+                    parameters=asdict(method),  # type: ignore[call-overload]
+                    task=Task(
+                        name=task.name,
+                        length_counts_prompt=task.length_counts_prompt,
+                        lengths=(),
+                        attributes=task.attributes,
+                        prompts=Prompts(texts=task.prompts.texts),
+                        methods={method.name: MethodSettings(texts=texts)} if texts else {},
+                    ),
+                    attribute=attribute,
+                    augmentation=normalize_augmentations(rules),
+                    patterns=_patterns(settings.patterns),
+                    files=_files(facts["model"], task.name, branches, method, needs),
+                    label=label,
+                    **{name: getattr(settings, name) for name in _UNCHANGED},
+                )
+            )
+        except ValidationError as error:
+            raise Lapa2Error(first_problem(error)) from error
+    return cells
+
+
+_UNCHANGED = (
+    "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
+    "ban_prefix_words",
+)  # fmt: skip
+
+
+def _task(settings: CellSettings, needs: list[str] | None) -> Task:
+    """The task with the prefix and prompts of the settings."""
+    if not isinstance(settings.task, str | Path | Task):
+        raise TaskError(f"task must be a name, a path or a Task, found {settings.task!r}")
+    task = settings.task if isinstance(settings.task, Task) else load_task(settings.task)
+    changes: dict[str, Any] = {"prompts": Prompts(texts=_prompts(settings.prompts, task, needs))}
+    form = settings.prefix
+    if form != "task" and not form:
+        raise LayoutError("prefix '' is empty; give a text, or method none for no prefix")
+    if "{attribute}" in form or "{Attribute}" in form:
+        changes["attributes"] = {
+            name: Attribute(
+                prefix=form.replace("{attribute}", name).replace("{Attribute}", name.capitalize())
+            )
+            for name in task.attributes
+        }
+    elif form != "task" and settings.attribute == "all":
+        changes |= {"name": CUSTOM, "attributes": {CUSTOM: Attribute(prefix=form)}, "methods": {}}
+    elif form != "task":
+        task.prefix(settings.attribute)
+        changes["attributes"] = task.attributes | {settings.attribute: Attribute(prefix=form)}
+    return task.model_copy(update=changes)
+
+
+def _prompts(
+    given: int | str | Sequence[str] | PromptFile, task: Task, needs: list[str] | None
+) -> tuple[str, ...]:
+    own = task.prompts.texts
+    if isinstance(given, int):
+        others = more_prompts(task.name) if given > len(own) else ()
+        return (*own, *(text for text in others if text not in own))[:given]
+    if isinstance(given, PromptFile):
+        if not Path(given.file).is_file():
+            missing = (
+                f"no file {given.file} ({given.n} prompts: {given.what}) in the folder you are in"
+            )
+            if needs is None:
+                raise LayoutError(missing)
+            needs.append(missing)
+            return tuple(
+                f"prompt {i} of a file that is not there yet, as long as most"
+                for i in range(given.n)
+            )
+        found = read_prompts(Path(given.file))
+        if len(found) != given.n:
+            raise LayoutError(f"{given.file} has {len(found)} prompts, and not {given.n}")
+        return found
+    if given == "task":
+        return own
+    texts: list[str] = []
+    for each in (given,) if isinstance(given, str) else given:
+        if not isinstance(each, str):
+            raise LayoutError(f"prompts must be texts, found {each!r}")
+        if each.endswith(PROMPT_FILES):
+            if not Path(each).is_file():
+                raise LayoutError(f"prompts: takes {FORMS['prompts']}; there is no file {each!r}")
+            texts += read_prompts(Path(each))
+        else:
+            texts.append(each)
+    if not texts:
+        raise LayoutError("prompts is an empty list; give at least one text, or 'task'")
+    for text in texts:
+        _check_prompt(text)
+    return tuple(texts)
+
+
+def _check_prompt(text: str) -> None:
+    check_long("prompt", text)
+    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+        raise LayoutError(
+            f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not have; give"
+            " whole characters"
+        )
+    if "\0" in text:
+        raise LayoutError(
+            f"the prompt {text[:40]!r} has a NUL, which a trace cannot name; leave it out"
+        )
+    if not text:
+        raise LayoutError(
+            "the prompt '' tokenises to nothing of its own; give at least one token of text"
+        )
+
+
+def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
+    given, parameters = settings.method, dict(settings.parameters)
+    if isinstance(given, Mapping):
+        name = given.get("name")
+        if not isinstance(name, str):
+            raise MethodError(f"a method is a name or {{ name = ... }}, found {dict(given)!r}")
+        parameters |= {key: value for key, value in given.items() if key != "name"}
+        given = name
+    if isinstance(given, str):
+        find(given, allow_code)
+        return for_task(given, task, **parameters)
+    if not isinstance(given, Method):
+        raise MethodError(
+            f"method must be a name, or come from methods.get or for_task, found {given!r}"
+        )
+    if parameters:
+        raise MethodError(
+            f"{given!r} has its parameters already; give it by name, or without parameters"
+        )
+    return given
+
+
+def _rules(settings: CellSettings, method: Method) -> tuple[Rules, str]:
+    """The augmentations, and the label of their arm."""
+    given, label = settings.augmentation, settings.label
+    if given is None:
+        return Augmentation(alpha=method.alpha if settings.alpha is None else settings.alpha), label
+    if settings.alpha is not None:
+        raise AugmentationError(
+            f"give alpha {settings.alpha:g}, or an augmentation that has its own, not both"
+        )
+    if isinstance(given, Mapping):
+        fields = dict(given)
+        own = fields.pop("label", "")
+        if not isinstance(own, str):
+            raise AugmentationError(f"the label of an augmentation is a text, found {own!r}")
+        label = own or label
+        if "recipe" in fields:
+            if beside := [name for name in fields if name != "recipe"]:
+                raise AugmentationError(
+                    "a recipe has its parameters in its text, such as instaboost:M=5; leave out"
+                    f" {beside[0]}"
+                )
+            given = str(fields["recipe"])
+        else:
+            given = _with_profile(fields, method)
+    if isinstance(given, str):
+        if given == "none":
+            return None, ""
+        if given in ("paper", "released"):
+            given = _with_profile({"profile": given}, method)
+        elif re.split("[+:]", given)[0].strip() not in RECIPES:
+            allowed = ("none", "paper", "released", *RECIPES)
+            raise AugmentationError(
+                f"{unknown_choice('augmentation', given, allowed)}; or a table of fields"
+            )
+    rules: Rules = named_rules(given)
+    for each in rules if isinstance(rules, Sequence) else (rules,):
+        if each is not None and not isinstance(each, Augmentation):
+            raise AugmentationError(
+                "augmentation must be an Augmentation, several of them, recipes as one text such as"
+                f" 'lapa2 + instaboost:M=5', or None; found {rules!r}"
+            )
+    if not label and isinstance(rules, Named) and active_augmentations(rules):
+        label = rules.label
+    return rules, label
+
+
+def _with_profile(fields: dict[str, Any], method: Method) -> Augmentation:
+    """An augmentation from its fields, at the method's alpha where they name none."""
+    fields = {"alpha": method.alpha} | fields
+    return Augmentation(**{name: _tuples(value) for name, value in fields.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _patterns(given: str | Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    if not isinstance(given, str):
+        return tuple((layer, head) for layer, head in given)
+    try:
+        return tuple(
+            (int(layer), int(head))
+            for layer, head in (pair.split(".") for pair in given.split(",") if given)
+        )
+    except ValueError:
+        raise TraceError(
+            f"patterns {given!r} is not a list of layer.head pairs such as 3.1,4.0"
+        ) from None
+
+
+def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute: str) -> None:
+    """Refuse a prefix that the method does not read: its cells would have other keys and the same
+    texts."""
+    if settings.prefix == "task":
+        return
+    others = {name: Attribute(prefix=f"?{each.prefix}") for name, each in task.attributes.items()}
+    other = task.model_copy(update={"attributes": others})
+    if method.branches(task, attribute) == method.branches(other, attribute):
+        raise MethodError(
+            f"prefix {settings.prefix!r} changes nothing for {method.name}, which puts no prefix of"
+            f" {task.name}'s attributes in front; leave it out"
+        )
+
+
+def _files(
+    model: str,
+    task: str,
+    branches: Sequence[Branch],
+    method: Method,
+    needs: list[str] | None,
+) -> dict[str, str]:
+    """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
+    found = {}
+    for branch in branches:
+        if isinstance(branch.prefix, Soft):
+            try:
+                folder = set_folder(model, task, branch.prefix.set)
+                found[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
+            except PrefixError as error:
+                if needs is None:
+                    raise
+                needs.append(str(error))
+                found[branch.name] = MISSING
+    return found | digests(method)
+
+
+def digests(method: Method) -> dict[str, str]:
+    """sha256 of the files that decide a method's texts; of a folder, of the files in it."""
+    found = {}
+    for name, place in method.deciding_files().items():
+        if place.is_file():
+            found[name] = sha256_of(place)
+        elif place.is_dir():
+            files = sorted(each for each in place.iterdir() if each.is_file())
+            listed = json.dumps([[each.name, sha256_of(each)] for each in files])
+            found[name] = hashlib.sha256(listed.encode()).hexdigest()
+    return found

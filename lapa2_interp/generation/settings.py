@@ -1,0 +1,231 @@
+"""Settings of a cell: everything that a user may give, under the names that Python, a grid file and
+the command line share.
+
+`CellSettings` is the one declaration of names, types, defaults, bounds and help. `cell.resolve`
+turns it into cells. This module loads no torch: the command line's help reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from lapa2_interp._util.errors import Lapa2Error, first_problem, unknown_choice
+from lapa2_interp._util.files import parse_toml
+from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
+
+if TYPE_CHECKING:
+    import torch
+
+    from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.methods.base import Method
+    from lapa2_interp.models.card import Model
+    from lapa2_interp.tasks.task import Task
+
+    TorchDtype = torch.dtype
+    AugmentationLike = str | Mapping[str, Any] | Augmentation | tuple[Augmentation, ...] | None
+else:  # `resolve` refuses what is none of these, in a sentence of its own
+    AugmentationLike = Method = Model = Task = TorchDtype = Any
+
+EosPolicy = Literal["keep", "stop", "block"]
+"""An end token is kept as any other, ends the text, or is never drawn."""
+Count = Annotated[int, Field(ge=1)]
+Head = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+PROMPT_FILES = (".txt", ".jsonl", ".csv")
+"""Endings of files of prompts."""
+FORMS = {
+    "method": "a name, or { name = ..., PARAMETER = VALUE }",
+    "prompts": (
+        "task, a number of at least 1, one text, a list of texts, the path of a file that ends in"
+        f" {', '.join(PROMPT_FILES)}, or {{ file = ..., n = ... }}"
+    ),
+    "augmentation": (
+        'none, paper, released, a recipe such as "instaboost:M=5", or { alpha = ..., law = ... }'
+        " with a label = ..."
+    ),
+    "patterns": 'pairs (layer, head), or a text such as "3.1,4.0"',
+}
+"""Forms of the settings that take several."""
+HINTS = {
+    "max_new_tokens": "length is the number of tokens of a text, which in sentiment and topic"
+    " counts the prompt's",
+    "max_length": "length is the number of tokens of a text",
+    "temperature": "temperature is 1, as in the paper; top_k=1 always takes the likeliest token",
+    "do_sample": "texts are sampled; top_k=1 always takes the likeliest token",
+    "greedy": "top_k=1 always takes the likeliest token",
+    "num_return_sequences": "samples is the number of continuations of each prompt",
+    "n_samples": "samples is the number of continuations of each prompt",
+    "prompt": "prompts takes one text or a list",
+    "text": "prompts takes one text or a list",
+    "strength": "alpha is the strength of the bias",
+    "wording": "prefix takes a form such as 'A {attribute} text:'",
+    "record": "trace is 'full', 'pooled' or 'none'",
+}
+"""Settings by names that other libraries give them."""
+
+
+class PromptFile(BaseModel):
+    """Prompts in a file of the current folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    file: str
+    n: Count
+    """Number of prompts that the file must hold."""
+    what: str = ""
+    """Description for messages."""
+
+
+class CellSettings(BaseModel):
+    """Settings of one cell; of several cells if `attribute` is "all"."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
+    )
+
+    model: str | Path | Model = "smollm2-135m"
+    """A name of `lapa2 models`, a hub id or a folder."""
+    prompts: int | str | Sequence[str] | PromptFile = "task"
+    """Prompts to continue: one text, or several; task: those of the task; a number: so many of the
+    task's and, beyond them, of this package's; or a file with one on each line (.txt, .jsonl with a
+    field "prompt", .csv with a column "prompt")."""
+    attribute: str = "all"
+    """Attribute to steer towards; all: a cell for each attribute of the task."""
+    method: str | Mapping[str, Any] | Method = "prefix"
+    """A decoding method of `lapa2 methods`."""
+    parameters: Mapping[str, Any] = MappingProxyType({})
+    """Parameters of the method, such as omega=60."""
+    task: str | Path | Task = "sentiment"
+    """A task of `lapa2 tasks`, or the path of a task file."""
+    prefix: str = "task"
+    """The hard prefix; task: that of the task. A form with {attribute} or {Attribute} is the prefix
+    of every attribute. Other text is the prefix of the attribute, or without one needs no task
+    file."""
+    alpha: float | None = None
+    """Strength of LaPA2, >= 0; 0 is the base method. By default the method's own, which `lapa2
+    methods` shows."""
+    augmentation: AugmentationLike = None
+    """The bias instead of alpha: recipes of `lapa2 recipes` such as instaboost:M=5; none; a profile
+    (paper, released) or fields such as { law = "sqrt" } at the method's alpha."""
+    label: str = ""
+    """Name of the arm in tables and figures; by default the recipe's, or made of the fields. It
+    decides no text."""
+    length: Count = 128
+    """Tokens of a text. Of tasks that count the prompt (sentiment and topic do, as the paper does)
+    new are those that the prompt leaves: after two tokens, 126."""
+    samples: Count = 1
+    """Continuations per prompt."""
+    seed: int = 1
+    """Seed of the random streams. Every prompt and sample has its own, so that other prompts and
+    samples do not change a text."""
+    top_k: Count = 200
+    """Number of tokens of largest controlled weight that are kept; temperature is 1."""
+    eos: EosPolicy = "keep"
+    """keep an end token as any other (the paper), stop the text there, or block it."""
+    ban_prefix_words: bool = False
+    """Never draw a token that would say a word of the attribute's hard prefix, or its name."""
+    trace: TraceKind = "full"
+    """Recorded attention: full (every layer and head), pooled (their mean) or none."""
+    patterns: str | Sequence[Head] = ()
+    """Heads, as layer.head pairs such as 3.1,4.0, whose whole attention rows are kept."""
+    dtype: DtypeOrAuto | TorchDtype = "auto"
+    """Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
+    computes faster."""
+    model_class: ModelClass = "TransformerBridge"
+    """HookedTransformer needs transformer-lens 3.9; TransformersModel works without hooks, through
+    transformers' attention interface."""
+    max_rows: Count | None = None
+    """Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB."""
+    doubled_bos: bool = False
+    """Two BOS tokens, as the released scripts feed LLaMA."""
+
+    @field_validator("model", "method", "task", "augmentation", "dtype", mode="plain")
+    @classmethod
+    def _as_given(cls, value: Any) -> Any:
+        return value  # names and values of many kinds, which `resolve` reads and refuses
+
+    @field_validator("seed", "length", "samples", "top_k", "max_rows", "prompts", mode="before")
+    @classmethod
+    def _no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(f"{info.field_name}: input should be a number, found {value}")
+        return value
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> CellSettings:
+        """Settings by name.
+
+        Raises:
+            Lapa2Error: An unknown name, or a value of another type or out of bounds.
+        """
+        for name in fields:
+            if name not in cls.model_fields:
+                raise Lapa2Error(unknown_setting(name))
+        try:
+            return cls.model_validate(dict(fields))
+        except ValidationError as error:
+            raise Lapa2Error(first_problem(error, FORMS, cls.model_fields)) from None
+
+
+def unknown_setting(name: str) -> str:
+    """The sentence for a setting that does not exist."""
+    sentence = unknown_choice("setting", name, CellSettings.model_fields)
+    return f"{sentence}; {HINTS[name]}" if name in HINTS else sentence
+
+
+def read_value(text: str) -> Any:
+    """A value as a grid file has it, or the text where that is not TOML."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Points of a block, of which each field is a value or a list of values."""
+    axes = [value if isinstance(value, list) else [value] for value in fields.values()]
+    for point in itertools.product(*axes):
+        yield dict(zip(fields, point, strict=True))
+
+
+def size_of_product(fields: Mapping[str, Any]) -> int:
+    """Number of points of `product`.
+
+    Raises:
+        Lapa2Error: A list is empty.
+    """
+    for name, value in fields.items():
+        if isinstance(value, list) and not value:
+            raise Lapa2Error(f"{name} is an empty list, so there is no cell")
+    return math.prod(len(value) for value in fields.values() if isinstance(value, list))
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def names_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose unknown keyword arguments are refused by the sentence for settings."""
+    known = list(signature(function).parameters)
+
+    @wraps(function)
+    def call(*arguments: P.args, **given: P.kwargs) -> T:
+        for name in given:
+            if name not in known:
+                raise Lapa2Error(unknown_setting(name))
+        return function(*arguments, **given)
+
+    return call
