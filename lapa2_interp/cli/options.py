@@ -50,6 +50,8 @@ def _option(name: str, group: Group) -> tuple[str, Any, Any]:
     setting = CellSettings.model_fields[name]
     given = OTHER_TYPES.get(name, str if name in AS_TEXT else setting.annotation)
     default = () if given == tuple[str, ...] else setting.default
+    if given is str:  # no patterns
+        default = default or ""
     shown = bool(default) and not isinstance(default, bool)
     parameter = Parameter(
         name=OTHER_NAMES.get(name), help=setting.description, group=group, show_default=shown,

@@ -272,7 +272,7 @@ def _check_prompt(text: str) -> None:
 
 
 def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
-    given, parameters = settings.method, dict(settings.parameters)
+    given, parameters = settings.method, dict(settings.parameters or {})
     if isinstance(given, Mapping):
         name = given.get("name")
         if not isinstance(name, str):

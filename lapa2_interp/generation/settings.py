@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -106,7 +105,7 @@ class CellSettings(BaseModel):
     """Attribute to steer towards; all: a cell for each attribute of the task."""
     method: str | Mapping[str, Any] | Method = "prefix"
     """A decoding method of `lapa2 methods`."""
-    parameters: Mapping[str, Any] = MappingProxyType({})
+    parameters: Mapping[str, Any] | None = None
     """Parameters of the method, such as omega=60."""
     task: str | Path | Task = "sentiment"
     """A task of `lapa2 tasks`, or the path of a task file."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -65,7 +64,7 @@ def generate(
     *,
     attribute: str | list[str] = "all",
     method: str | Mapping[str, Any] | Method | list[str | Mapping[str, Any] | Method] = "prefix",
-    parameters: Mapping[str, Any] | list[Mapping[str, Any]] = MappingProxyType({}),
+    parameters: Mapping[str, Any] | None | list[Mapping[str, Any] | None] = None,
     task: str | Path | Task | list[str | Path | Task] = "sentiment",
     prefix: str | list[str] = "task",
     alpha: float | list[float | None] | None = None,
