@@ -91,7 +91,7 @@ model = load_model(name, dtype=bench.data.dtype, device=bench.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
     for key, cell in zip(finished["key"], map(bench.run.plan.get, finished["key"]), strict=True)
-    for made in bench.run.cell(key).samples.itertuples()
+    for made in bench.run.finished_cell(key).samples.itertuples()
 ]
 edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))
 rows = []

@@ -121,7 +121,7 @@ runs = {
     arm: (
         generate(
             model, attribute="positive", prompts=prompts, alpha=alpha, length=64, samples=2
-        ).cell()
+        ).finished_cell()
     )
     for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }

@@ -48,7 +48,7 @@ from lapa2_interp.paper.power import required_prompts
 from lapa2_interp.paper.results import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
-from lapa2_interp.runs.store import load_run
+from lapa2_interp.runs.run import load_run
 
 HERE = Path(__file__).resolve().parent
 ITEMS = (

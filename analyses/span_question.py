@@ -166,7 +166,7 @@ run = load_run(folder)
 
 def of_arm(arm):
     """The texts of an arm, and their trace."""
-    made = [run.cell(cell.key) for cell in cells[arm]]
+    made = [run.finished_cell(cell.key) for cell in cells[arm]]
     samples = pd.concat([each.samples for each in made], ignore_index=True).assign(arm=arm)
     return samples, join_traces([each.trace for each in made], samples)
 

@@ -70,6 +70,6 @@ if TYPE_CHECKING:
     from lapa2_interp.prefixes.soft_prefix import find_prefix
     from lapa2_interp.report.viewer import view
     from lapa2_interp.runs.generate import generate
-    from lapa2_interp.runs.store import Run, load_run
+    from lapa2_interp.runs.run import Run, load_run
 
 __getattr__, __dir__ = lazy_names(__name__)

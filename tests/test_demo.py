@@ -178,7 +178,7 @@ def test_the_page_loads_nothing_and_escapes_what_models_write(made):
 
 def test_numbers_are_those_of_the_run_folder(made):
     """Attention and accuracy, from the stored files alone."""
-    from lapa2_interp.runs.store import load_run
+    from lapa2_interp.runs.run import load_run
     from lapa2_interp.scoring.adapter import AdapterScorer
     from lapa2_interp.scoring.linear import LinearScorer
     from lapa2_interp.scoring.scorer import Item
@@ -193,7 +193,7 @@ def test_numbers_are_those_of_the_run_folder(made):
         name = names[alpha, layers]
         right, masses, echoes = {place: [] for place in scorers}, [], []
         for key, attribute in cells[["key", "attribute"]].to_numpy():
-            cell = run.cell(key)
+            cell = run.finished_cell(key)
             for place, scorer in scorers.items():
                 scores = scorer.score([Item(text) for text in cell.samples["text"]])
                 right[place] += [

@@ -17,7 +17,7 @@ from lapa2_interp._util import plots
 from lapa2_interp._util.files import keep_file
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
-from lapa2_interp.runs.store import Run, load_run
+from lapa2_interp.runs.run import Run, load_run
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -443,7 +443,9 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
     attributes = list(dict.fromkeys(each.attribute for each in grid.cells))
     columns = {
-        (each.attribute, arms[each.key]): text_column(run.cell(each.key), prompts, tokenizer)
+        (each.attribute, arms[each.key]): text_column(
+            run.finished_cell(each.key), prompts, tokenizer
+        )
         for each in grid.cells
         if "half" not in arms[each.key]
     }

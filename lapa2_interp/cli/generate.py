@@ -58,7 +58,7 @@ def generate(
     from lapa2_interp.models.machine import resolve_dtype, tell_if_slow
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
-    from lapa2_interp.runs.store import is_finished_run, write_run
+    from lapa2_interp.runs.run import is_finished_run, write_run
 
     fields = given_settings(settings)
     method = fields["method"]
@@ -117,7 +117,7 @@ def trace(
         force: Replace an earlier such folder.
     """
     from lapa2_interp.runs.attention import read_attention
-    from lapa2_interp.runs.store import load_run
+    from lapa2_interp.runs.run import load_run
 
     found = read_attention(load_run(run), columns(only), branch)
     _show(found)

@@ -98,7 +98,7 @@ def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None)
         out: The file; by default RUN/report.html. One that is there is replaced.
     """
     from lapa2_interp.report.run_page import write_report
-    from lapa2_interp.runs.store import load_run
+    from lapa2_interp.runs.run import load_run
 
     file = write_report(load_run(run), tables, out)
     print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

@@ -275,7 +275,7 @@ def runs(
         as_json: Print JSON, one object per cell.
     """
     from lapa2_interp._util.progress import one_line
-    from lapa2_interp.runs.store import STATES, load_run
+    from lapa2_interp.runs.run import STATES, load_run
 
     if as_json and traceback:
         raise RunError("--traceback prints texts, which --json has no place for; give one of them")

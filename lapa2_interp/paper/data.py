@@ -21,7 +21,7 @@ from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, samples_re
 from lapa2_interp.paper.reported import METRICS
 from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
-from lapa2_interp.runs.store import Run, each_once
+from lapa2_interp.runs.run import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
 from lapa2_interp.scoring.named import Options, make_scorer, score_by
 from lapa2_interp.scoring.scorer import Cache, Item, chosen_scorers, run_scorer, split_scorer
@@ -227,7 +227,7 @@ class ItemData:
         The trace has only the branch behind the steered attribute's prefix.
         """
         for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
-            runs = [self.run.cell(key) for key in group["key"]]
+            runs = [self.run.finished_cell(key) for key in group["key"]]
             found = [run.trace for run in runs if run.trace is not None]
             traces = [
                 each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"])

@@ -15,7 +15,7 @@ from lapa2_interp._util.files import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
-from lapa2_interp.runs.store import Run
+from lapa2_interp.runs.run import Run
 
 
 class Results(BaseModel):

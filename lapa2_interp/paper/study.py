@@ -54,7 +54,8 @@ from lapa2_interp.paper.propositions import (
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import MANIFEST, library_versions, source_commit
-from lapa2_interp.runs.store import FinishedCell, Listing, Run, write_run
+from lapa2_interp.runs.run import Run, write_run
+from lapa2_interp.runs.store import FinishedCell, Listing
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -302,7 +303,7 @@ def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     """A run's texts and their traces by alpha, attribute after attribute."""
     found: dict[float, list[FinishedCell]] = {}
     for key, cell in run.plan.items():
-        found.setdefault(cell.columns["alpha"], []).append(run.cell(key))
+        found.setdefault(cell.columns["alpha"], []).append(run.finished_cell(key))
     joined = {}
     for alpha, cells in found.items():
         samples = pd.concat([each.samples for each in cells], ignore_index=True)
@@ -343,7 +344,7 @@ def _without_traces(run: Run) -> Run:
     whole."""
     plan, held = {}, {}
     for key, cell in run.plan.items():
-        bare, made = cell.model_copy(update={"trace": "none"}), run.cell(key)
+        bare, made = cell.model_copy(update={"trace": "none"}), run.finished_cell(key)
         # Cached properties of the cell it was copied from, its key among them, do not belong to it.
         bare = Cell.model_validate(bare.model_dump())
         manifest = made.manifest.model_copy(update={"cell": bare})

@@ -34,7 +34,9 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.prepacked import memory
 from lapa2_interp.runs.method_context import ModelContext
-from lapa2_interp.runs.store import ALIKE, FinishedCell, Run, shown_only
+from lapa2_interp.runs.run import Run, shown_only
+from lapa2_interp.runs.store import FinishedCell
+from lapa2_interp.runs.tables import ALIKE
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Task
@@ -226,7 +228,7 @@ def read_again(
         todo = plan(model, one, ModelContext(model))
         check_files(cell, todo)
         plans.append(todo)
-        texts.append(_text(run.cell(cell.key), chosen))
+        texts.append(_text(run.finished_cell(cell.key), chosen))
     names = plans[0].branches
     number = _branch(plans[0], branch)
     layouts = [todo.layouts[number][0] for todo in plans]
@@ -257,7 +259,9 @@ def read_again(
     if not all(np.isfinite(trace[mass].to_numpy()[0, i, : len(tokens)]).all()
                for i, tokens in enumerate(rows) for mass in MASSES):  # fmt: skip
         raise TraceError("attention is not a number here; the model or its dtype overflows")
-    lengths = [run.cell(cell.key).samples["tokens"].map(len) for cell in chosen.cells.values()]
+    lengths = [
+        run.finished_cell(cell.key).samples["tokens"].map(len) for cell in chosen.cells.values()
+    ]
     shared_steps = min(int(each[each > 0].min()) for each in lengths)
     readings, gaps, why = [], [], ""
     part = "prefix" if layouts[0].l_pre else "prompt"
@@ -271,7 +275,7 @@ def read_again(
         )
         masses = np.stack([trace[mass].to_numpy()[0, i, : len(tokens)] for mass in MASSES])
         off = None
-        made = run.cell(cell.key)
+        made = run.finished_cell(cell.key)
         if made.trace is not None and not (same_text and i):
             off = _off(made.trace, trace, names[number], row, masses)
             if not off <= SAME.get(cell.dtype, SAME_IN_HALF):

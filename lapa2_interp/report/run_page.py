@@ -44,8 +44,9 @@ from lapa2_interp.paper.claims import (
 )
 from lapa2_interp.paper.results import read_gallery
 from lapa2_interp.runs.manifest import Manifest
+from lapa2_interp.runs.run import STATES, Run
 from lapa2_interp.runs.score import score_notes
-from lapa2_interp.runs.store import STATES, FinishedCell, Run
+from lapa2_interp.runs.store import FinishedCell
 from lapa2_interp.scoring.tables import APART, KEYS, shown_scores, told_keys
 
 if TYPE_CHECKING:
@@ -617,7 +618,7 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         columns = []
         for arm, cell in arms.items():
             tokenizer = reading_tokenizer(cell.model)
-            shown_texts = text_column(run.cell(cell.key), prompts, tokenizer)
+            shown_texts = text_column(run.finished_cell(cell.key), prompts, tokenizer)
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})

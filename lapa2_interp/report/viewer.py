@@ -31,7 +31,7 @@ from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import Model
 from lapa2_interp.report.packing import FLOOR, Bits, pack, precision, quantised
 from lapa2_interp.report.reading import MASSES, Found, HeadValues, choose, read_again, read_study
-from lapa2_interp.runs.store import Run, load_run
+from lapa2_interp.runs.run import Run, load_run
 
 HERE = Path(__file__).parent
 MODULE, STYLE = HERE / "view.js", HERE / "view.css"

@@ -23,7 +23,8 @@ from lapa2_interp.attention.tables import (
 )
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.runs.store import ALIKE, Run, begun, shown_only
+from lapa2_interp.runs.run import Run, begun, shown_only
+from lapa2_interp.runs.tables import ALIKE
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -105,7 +106,7 @@ def read_attention(
     if not len(cells):
         raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
     for key in cells["key"][cells["state"] == "damaged"]:
-        run.cell(key)  # which refuses it
+        run.finished_cell(key)  # which refuses it
     cells = cells[cells["state"] == "finished"]
     if not len(cells):
         raise TraceError(
@@ -122,7 +123,7 @@ def read_attention(
             f" {mixed[0]}={cells[mixed[0]].iloc[0]}"
         )
     kinds = {run.plan[key].trace for key in cells["key"]}
-    made = [run.cell(key) for key in cells["key"]]
+    made = [run.finished_cell(key) for key in cells["key"]]
     all_samples = run.samples(list(cells["key"]))
     joined = join_traces([each.trace for each in made if each.trace is not None], all_samples)
     samples, trace = begun(all_samples, joined)

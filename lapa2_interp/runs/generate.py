@@ -50,7 +50,8 @@ from lapa2_interp.runs.estimates import (
 )
 from lapa2_interp.runs.manifest import Manifest, facts_of
 from lapa2_interp.runs.method_context import ModelContext
-from lapa2_interp.runs.store import FinishedCell, Listing, Run
+from lapa2_interp.runs.run import Run
+from lapa2_interp.runs.store import FinishedCell, Listing
 from lapa2_interp.tasks.task import Task
 
 GRID = "generate"
@@ -64,7 +65,7 @@ def generate(
     *,
     attribute: str | list[str] = "all",
     method: str | Mapping[str, Any] | Method | list[str | Mapping[str, Any] | Method] = "prefix",
-    parameters: Mapping[str, Any] | None | list[Mapping[str, Any] | None] = None,
+    parameters: Mapping[str, Any] | list[Mapping[str, Any] | None] | None = None,
     task: str | Path | Task | list[str | Path | Task] = "sentiment",
     prefix: str | list[str] = "task",
     alpha: float | list[float | None] | None = None,

@@ -21,7 +21,8 @@ from lapa2_interp.runs.estimates import check_reason, estimate, format_bytes
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
 from lapa2_interp.runs.ray import Cluster
-from lapa2_interp.runs.store import as_list, finished_of, is_any_of
+from lapa2_interp.runs.run import as_list, is_any_of
+from lapa2_interp.runs.store import finished_of
 from lapa2_interp.runs.sweep import Swept, load_grids, sweep
 
 ENGINES = ("local", "ray")

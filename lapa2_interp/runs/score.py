@@ -25,7 +25,7 @@ from lapa2_interp._util.progress import format_duration
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
-from lapa2_interp.runs.store import load_run, shown_only
+from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
 from lapa2_interp.scoring.adapter import ADAPTER

@@ -49,6 +49,7 @@ from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.locks import locked, writing
 from lapa2_interp.runs.manifest import Manifest
+from lapa2_interp.runs.run import Run, is_run, load_run
 from lapa2_interp.runs.store import (
     LISTING,
     SAMPLES,
@@ -56,10 +57,7 @@ from lapa2_interp.runs.store import (
     Failure,
     FinishedCell,
     Listing,
-    Run,
-    is_run,
     is_whole,
-    load_run,
     lost_listing,
     read_listing,
     read_plan,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lapa2_interp.cli.app import main
-from lapa2_interp.runs.store import load_run
+from lapa2_interp.runs.run import load_run
 
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
 
@@ -27,7 +27,7 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
         " --seed 1 --patterns 0.1"
     )
     assert lapa2(line, "--out", out) == 0
-    run = load_run(out).cell()
+    run = load_run(out).finished_cell()
     assert run.manifest.arms["alpha 0.5 paper"].alpha == 0.5
     assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
     assert run.manifest.patterns == ((0, 1),)
@@ -41,7 +41,7 @@ def test_generation_from_the_shell_is_reproducible(tmp_path):
     texts = []
     for place, rows in (("a", 120), ("b", 1)):
         assert lapa2(f"{GENERATE} --samples 3 --max-rows {rows}", "--out", tmp_path / place) == 0
-        texts.append(load_run(tmp_path / place).cell().samples["text"].tolist())
+        texts.append(load_run(tmp_path / place).finished_cell().samples["text"].tolist())
     assert texts[0] == texts[1]
 
 
@@ -52,7 +52,7 @@ def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
         ("--method negprompt", "alpha 1 paper"),
     ):
         assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
-        assert list(load_run(tmp_path / "run").cell().manifest.arms) == [arm]
+        assert list(load_run(tmp_path / "run").finished_cell().manifest.arms) == [arm]
 
 
 def test_augmentation_flags_reach_the_manifest(tmp_path):
@@ -61,7 +61,7 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     )
     flags += " --layers 0,2 --heads 0.1,2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
-    (found,) = load_run(tmp_path / "run").cell().manifest.arms.values()
+    (found,) = load_run(tmp_path / "run").finished_cell().manifest.arms.values()
     assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
     assert (found.law, found.l0, found.length_rule, found.phase) == (
         "constant",
@@ -71,12 +71,12 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     )
     flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
-    (found,) = load_run(tmp_path / "other").cell().manifest.arms.values()
+    (found,) = load_run(tmp_path / "other").finished_cell().manifest.arms.values()
     assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
     assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
     flags = "--law ratio --tau 0.3 --pooled"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
-    (found,) = load_run(tmp_path / "pooled").cell().manifest.arms.values()
+    (found,) = load_run(tmp_path / "pooled").finished_cell().manifest.arms.values()
     assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
 
 
@@ -84,7 +84,7 @@ def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
     line = f"{GENERATE} --method air-decoding"
     assert lapa2(line, "--out", tmp_path / "a") == 0
     assert lapa2(line, "--set", "omega=20", "--set", "pro_aug=false", "--out", tmp_path / "b") == 0
-    a, b = (load_run(tmp_path / name).cell().manifest for name in "ab")
+    a, b = (load_run(tmp_path / name).finished_cell().manifest for name in "ab")
     assert (a.parameters["omega"], a.parameters["pro_aug"]) == (140, True)
     assert (b.parameters["omega"], b.parameters["pro_aug"]) == (20, False)
     assert a.branches["positive"] == {
@@ -100,7 +100,7 @@ def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys)
     error = capsys.readouterr().err.splitlines()[-1]
     assert "no token has positive weight for 'The lake' sample 0 at step" in error
     assert "lower omega" in error
-    run = load_run(tmp_path / "run").cell()
+    run = load_run(tmp_path / "run").finished_cell()
     assert run.samples["finish"].tolist() == ["empty"]
     assert run.manifest.problems[0] in error
 
@@ -128,7 +128,7 @@ def test_trace_never_writes_over_a_run(tmp_path, capsys):
     for force in ((), ("--force",)):
         assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "run", *force) == 2
         assert "not a folder of this command's making" in capsys.readouterr().err
-    load_run(tmp_path / "run").cell()
+    load_run(tmp_path / "run").finished_cell()
     assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
     assert lapa2("trace", tmp_path / "look") == 2
     assert "is not a run: it has no run.json" in capsys.readouterr().err

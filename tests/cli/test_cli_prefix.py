@@ -9,7 +9,7 @@ import pytest
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes import soft_prefix
 from lapa2_interp.prefixes.soft_prefix import load_prefix
-from lapa2_interp.runs.store import load_run
+from lapa2_interp.runs.run import load_run
 
 TRAIN = (
     "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set"
@@ -227,7 +227,7 @@ def test_a_trained_set_generates(trained, tmp_path):
     )
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
     assert lapa2(line, "--out", tmp_path / "hard") == 0
-    soft, hard = (load_run(tmp_path / name).cell() for name in ("soft", "hard"))
+    soft, hard = (load_run(tmp_path / name).finished_cell() for name in ("soft", "hard"))
     assert soft.samples["text"][0] != hard.samples["text"][0]
     assert (
         soft.manifest.branches["positive"]["prefix"] == load_prefix(trained, "positive").card.name

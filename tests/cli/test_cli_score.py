@@ -14,7 +14,7 @@ from lapa2_interp._util.files import without_checksums
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.paper.data import ItemData
-from lapa2_interp.runs.store import load_run
+from lapa2_interp.runs.run import load_run
 from lapa2_interp.tasks.task import Task
 
 

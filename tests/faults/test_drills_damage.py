@@ -120,7 +120,7 @@ def run(home, tmp_path):
 
 
 def of_cell(run, key):
-    made = load_run(run).cell(key)
+    made = load_run(run).finished_cell(key)
     return (
         made.manifest,
         made.samples.to_json(),

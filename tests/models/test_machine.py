@@ -21,7 +21,7 @@ from lapa2_interp.models.machine import (
     slowness,
 )
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.store import load_run
+from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.sweep import load_grids
 
 GRID = """

@@ -139,7 +139,7 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
     1e-6, and bfloat16 by 1e-2."""
     opened = load_run(run)
     samples = opened.samples(list(opened.cells.drop_duplicates("task")["key"]))
-    weights = opened.cell(opened.cells["key"].iloc[0]).manifest.model.weights
+    weights = opened.finished_cell(opened.cells["key"].iloc[0]).manifest.model.weights
     scorer = transformer.Perplexity("smollm2-135m", generator=weights)
     assert scorer.version.startswith("smollm2-135m float32 self, sha256 ")
     texts = samples.drop_duplicates("task").set_index("task")["text"]

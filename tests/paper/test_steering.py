@@ -20,7 +20,7 @@ from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_colu
 from lapa2_interp.paper.steering_prompts import chosen, read_neutral
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.store import load_run, write_run
+from lapa2_interp.runs.run import load_run, write_run
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]

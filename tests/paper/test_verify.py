@@ -15,7 +15,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper import drawings
 from lapa2_interp.paper.study import PropositionStudy, as_text, draw, run_study
-from lapa2_interp.runs.store import load_run
+from lapa2_interp.runs.run import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
 SMALL = ["--model", "tiny-llama", "--length", "40", "--synthetic-length", "1000"]

@@ -217,7 +217,7 @@ def test_cards_name_the_run(tmp_path):
     method = methods.get("air-decoding", prefixes=soft_set(tmp_path, model, SENTIMENT))
     run = run_of(
         model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1
-    ).cell()
+    ).finished_cell()
     branches = run.manifest.branches["negative"]
     assert branches["base"] is None
     assert branches["target"] == load_prefix(tmp_path, "negative").card.name

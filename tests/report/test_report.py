@@ -26,7 +26,8 @@ from lapa2_interp.report.run_page import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST
-from lapa2_interp.runs.store import SAMPLES, Failure, is_finished_run, load_run
+from lapa2_interp.runs.run import is_finished_run, load_run
+from lapa2_interp.runs.store import SAMPLES, Failure
 from lapa2_interp.runs.sweep import sweep
 
 GRID = """model = "tiny-gpt2"
@@ -293,7 +294,7 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
     seen = 0
     for group in data["groups"]:
         for arm in group["arms"]:
-            cell = run.cell(arm["cell"])
+            cell = run.finished_cell(arm["cell"])
             branch = list(cell.trace["branch"].values).index(branch_name(cell.trace))
             assert arm["branch"] == branch_name(cell.trace)
             for prompt, text in zip(group["prompts"], arm["texts"], strict=True):

@@ -10,7 +10,7 @@ from lapa2_interp._util.errors import RunError, TraceError
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.runs.store import Run
+from lapa2_interp.runs.run import Run
 
 ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "float32"}
 
@@ -32,7 +32,9 @@ def test_a_selection_is_a_run_of_its_own(run, tmp_path):
     assert list(part.plan) == list(run.plan)[:2]
     assert part.cells["method"].tolist() == ["prefix"] * 2
     assert part.listing.grids == {"mine": tuple(part.plan)}
-    assert part.select(alpha=0.5).cell().manifest.arms.keys() == {Augmentation(alpha=0.5).label}
+    assert part.select(alpha=0.5).finished_cell().manifest.arms.keys() == {
+        Augmentation(alpha=0.5).label
+    }
     again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
     assert again.samples()["text"].equals(part.samples()["text"])
     saved = load_run(again.save(tmp_path / "part").folder)
@@ -85,7 +87,7 @@ def test_traces_of_several_cells_are_one_with_coordinates(run):
         assert trace["prompt_text"].to_numpy().tolist() == samples["prompt"].tolist()
         assert "manifest" not in trace.attrs
         for key in set(samples["cell"]):
-            alone, at = run.cell(key).trace, (samples["cell"] == key).to_numpy()
+            alone, at = run.finished_cell(key).trace, (samples["cell"] == key).to_numpy()
             part = trace["prefix"].isel(sample=at).sel(branch=alone["branch"], step=alone["step"])
             np.testing.assert_array_equal(part, alone["prefix"])
     both = run.trace(method="air-decoding", alpha=[0, 0.5])

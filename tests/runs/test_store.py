@@ -31,16 +31,8 @@ from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import OF_THE_DAY
-from lapa2_interp.runs.store import (
-    FinishedCell,
-    Listing,
-    Run,
-    each_once,
-    is_run,
-    read_cell,
-    write_cell,
-    write_run,
-)
+from lapa2_interp.runs.run import Run, each_once, is_run, write_run
+from lapa2_interp.runs.store import FinishedCell, Listing, read_cell, write_cell
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.tasks.task import Attribute, Task
 
@@ -69,7 +61,7 @@ def test_a_run_reads_back_equal(run, tmp_path):
     assert again.plan == run.plan
     assert again.finished == run.plan
     for key in run.plan:
-        same(again.cell(key), run.cell(key))
+        same(again.finished_cell(key), run.finished_cell(key))
         manifest = run.manifest(key).model_dump_json(indent=1, exclude=set(OF_THE_DAY))
         assert again.trace(key).attrs["manifest"] == manifest
         place = again.place(key)
@@ -92,10 +84,10 @@ def test_a_run_holds_every_arm_and_attribute(run):
     assert list(run.select(arm=ONE_HEAD.label, attribute="negative").plan) == [list(run.plan)[3]]
     for key in run.plan:
         assert run.trace(key).sizes["sample"] == 4
-        assert run.manifest(key).new_tokens == run.cell(key).samples["n_tokens"].sum()
+        assert run.manifest(key).new_tokens == run.finished_cell(key).samples["n_tokens"].sum()
     assert run.manifest(list(run.plan)[2]).arms == {ONE_HEAD.label: ONE_HEAD}
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
-        run.cell()
+        run.finished_cell()
     with pytest.raises(RunError, match="in memory only; run.save"):
         run.home  # noqa: B018
 
@@ -113,7 +105,7 @@ def test_a_cell_by_itself_is_a_run(run, tmp_path):
     key = next(iter(run.plan))
     alone = load_run(run.save(tmp_path / "run").place(key))
     assert list(alone.plan) == [key]
-    same(alone.cell(), run.cell(key))
+    same(alone.finished_cell(), run.finished_cell(key))
     assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
 
 
@@ -121,7 +113,7 @@ def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
     """The old kind had all arms and attributes in one table, one trace and one manifest."""
     from lapa2_interp.generation.loop import join_traces
 
-    cells = [run.cell(key) for key in run.plan]
+    cells = [run.finished_cell(key) for key in run.plan]
     table = pd.concat([each.samples for each in cells], ignore_index=True)
     manifest = cells[0].manifest.model_copy(
         update={
@@ -144,7 +136,10 @@ def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
         cell.attribute for cell in run.plan.values()
     ]
     for key, own in zip(old.plan, run.plan, strict=True):
-        assert old.cell(key).samples["text"].tolist() == run.cell(own).samples["text"].tolist()
+        assert (
+            old.finished_cell(key).samples["text"].tolist()
+            == run.finished_cell(own).samples["text"].tolist()
+        )
         xr.testing.assert_allclose(old.trace(key)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]),
                                    run.trace(own)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]))  # fmt: skip
         assert old.manifest(key).new_tokens == run.manifest(own).new_tokens
@@ -293,7 +288,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
 def test_texts_without_a_first_token_have_no_attention(run, capsys):
     """They are left out, and said."""
     key = next(iter(run.plan))
-    cell = run.cell(key)
+    cell = run.finished_cell(key)
     samples, trace = cell.samples.copy(), cell.trace.copy(deep=True)
     samples.loc[0, "n_tokens"] = 0
     for name in trace.data_vars:
@@ -359,7 +354,7 @@ def test_damaged_files_are_named(run, tmp_path, name, damage):
     with pytest.raises(
         RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"
     ):
-        load_run(tmp_path / "run").cell(key)
+        load_run(tmp_path / "run").finished_cell(key)
     with pytest.raises(RunError, match=f"{name} is (missing or )?damaged"):
         read_cell(file.parent)
     assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
@@ -445,7 +440,7 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     assert again.samples().equals(run.samples())
     assert again.manifest().cell == run.manifest().cell == cell.key
     saved = run.save(tmp_path / "run")
-    same(saved.cell(), run.cell())
+    same(saved.finished_cell(), run.finished_cell())
     with pytest.raises(RunError, match="is finished; force=True replaces it"):
         run.save(tmp_path / "run")
     assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]

@@ -50,7 +50,8 @@ from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, ignore_progress
 from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
-from lapa2_interp.runs.store import SAMPLES, TRACE, load_run, read_cell, read_file
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.store import SAMPLES, TRACE, read_cell, read_file
 from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.trained import WEIGHTS
@@ -1537,7 +1538,7 @@ def test_a_manifest_says_what_made_the_cell(traced):
 
     run = load_run(traced[0])
     for key, cell in run.plan.items():
-        found = run.cell(key).manifest
+        found = run.finished_cell(key).manifest
         assert (found.kind, found.cell, found.method, found.task) == (
             "run",
             key,
@@ -1588,7 +1589,10 @@ def test_a_manifest_has_the_sha_of_its_soft_prefixes(tmp_path):
     (cell,) = grid.cells
     sha = hashlib.sha256(Path(folder, "positive.safetensors").read_bytes()).hexdigest()
     assert (
-        load_run(tmp_path / "run").cell(cell.key).manifest.branches["positive"]["prefix"].sha256
+        load_run(tmp_path / "run")
+        .finished_cell(cell.key)
+        .manifest.branches["positive"]["prefix"]
+        .sha256
         == sha
     )
     assert cell.files == {"prefix": sha}
@@ -1628,7 +1632,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     done = sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail)
     assert done.made == 1
     run, (cell,) = load_run(tmp_path / "run"), grid.cells
-    found = run.cell(cell.key)
+    found = run.finished_cell(cell.key)
     assert (found.trace, run.trace(cell.key)) == (None, None)
     assert (found.manifest.model.model_class, found.manifest.model.dtype) == (
         model_class,

@@ -663,7 +663,7 @@ def test_lengths_are_cut_from_one_run():
         return run_of(
             load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake", "The sea"],
             length=length, samples=2, seed=4, trace="none",
-        ).cell()  # fmt: skip
+        ).finished_cell()  # fmt: skip
 
     long, short = run(40), run(20)
     cut = at_lengths(long.samples, long.manifest, [20, 40])
