@@ -49,10 +49,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lapa2_interp import Augmentation, Cell, Layout, load_run, load_task, load_tokenizer
+from lapa2_interp import Augmentation, Layout, load_run, load_task, load_tokenizer
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.machine import Dtype, tell_if_slow
 from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
@@ -140,7 +141,7 @@ if dtype == "auto" and (folder / "run.json").is_file():  # goes on as it was beg
     dtype = next(iter(load_run(folder).plan.values())).dtype
 cells = {
     arm: [
-        Cell.of(
+        cell_of(
             options.model,
             method="prefix",
             task=task,

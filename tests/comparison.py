@@ -34,7 +34,7 @@ WITHOUT = ("key", "cell")
 
 
 def make_texts(out: Path) -> None:
-    from lapa2_interp import Cell, load_model
+    from lapa2_interp import load_model
     from lapa2_interp.methods.registry import registry
     from lapa2_interp.runs.generate import make_cells
 
@@ -46,7 +46,7 @@ def make_texts(out: Path) -> None:
         for method, given in parameters:
             label = "-".join([name, method, *given.values()])
             try:
-                cell = Cell.of(
+                cell = cell_of(
                     model,
                     method=method,
                     parameters=given,

@@ -166,7 +166,7 @@ def soft_set(folder, model, task, **settings):
 
 def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **settings):
     """The cell of a loaded model; without an augmentation it is the base method."""
-    from lapa2_interp.generation.cell import Cell
+    from lapa2_interp.generation.resolve import cell_of as make_cell
 
     alpha = 0.0 if augmentation is None else None
     given = {
@@ -176,15 +176,25 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
         "prompts": prompts,
         "augmentation": augmentation,
     }
-    return Cell.of(model, alpha=alpha, **given, **settings)
+    return make_cell(model, alpha=alpha, **given, **settings)
 
 
 def generate(model, *cell, kit=None, **settings):
     """Texts and trace of a cell, from the decode loop itself."""
-    from lapa2_interp.generation.loop import generate
+    from lapa2_interp.generation.loop import run_plan
+    from lapa2_interp.generation.plan import plan
     from lapa2_interp.runs.method_context import ModelContext
 
-    return generate(model, cell_of(model, *cell, **settings), kit or ModelContext(model))
+    made = plan(model, cell_of(model, *cell, **settings), kit or ModelContext(model))
+    return run_plan(model, made)
+
+
+def decode(model, cell):
+    """Texts and trace of a cell that prepares nothing."""
+    from lapa2_interp.generation.loop import run_plan
+    from lapa2_interp.generation.plan import plan
+
+    return run_plan(model, plan(model, cell))
 
 
 def plan(

@@ -39,6 +39,7 @@ from lapa2_interp.generation.settings import (
     CellSettings,
     PromptFile,
     product,
+    python_values,
     size_of_product,
 )
 from lapa2_interp.methods.base import Branch, Method, Soft
@@ -100,7 +101,7 @@ def cell_of(model: str | Path | Model, **fields: Any) -> Cell:
         Lapa2Error: As `cells_of`; or attribute is "all", and the task has several.
     """
     device = fields.pop("device", None)
-    found = cells_of({"model": model, **fields}, device=device)
+    found = cells_of(python_values({"model": model, **fields}), device=device)
     if len(found) > 1:
         names = ", ".join(cell.description for cell in found)
         raise Lapa2Error(f"these settings give {len(found)} cells, and one is asked for: {names}")

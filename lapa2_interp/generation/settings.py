@@ -193,6 +193,15 @@ def read_value(text: str) -> Any:
         return text
 
 
+def python_values(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as Python gives them, where a list of prompts or patterns is one value, and no
+    axis."""
+    return {
+        name: tuple(value) if name in ("prompts", "patterns") and isinstance(value, list) else value
+        for name, value in fields.items()
+    }
+
+
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Points of a block, of which each field is a value or a list of values."""
     axes = [value if isinstance(value, list) else [value] for value in fields.values()]

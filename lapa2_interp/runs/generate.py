@@ -32,6 +32,7 @@ from lapa2_interp.generation.settings import (
     PromptFile,
     TorchDtype,
     names_checked,
+    python_values,
 )
 from lapa2_interp.methods.base import Method, MethodContext
 from lapa2_interp.models.blocks import check_closed
@@ -149,11 +150,9 @@ def generate(
             holds them.
     """
     given = locals()
-    fields = {name: given[name] for name in CellSettings.model_fields}
+    fields = python_values({name: given[name] for name in CellSettings.model_fields})
     if not isinstance(model, str | Path):
         model = fields["model"] = model_of(model)
-    for name in ("prompts", "patterns"):  # lists of these are one value
-        fields[name] = tuple(fields[name]) if isinstance(fields[name], list) else fields[name]
     for name in ("model", "dtype", "model_class"):
         if isinstance(fields[name], list):
             raise Lapa2Error(

@@ -4,9 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp import Cell, generate, load_run
+from lapa2_interp import generate, load_run
 from lapa2_interp._util.errors import Lapa2Error, LayoutError, RunError, in_python, on_command_line
 from lapa2_interp.cli.app import main
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.score import score
 
@@ -72,11 +73,11 @@ def test_one_name_stands_where_several_may(tmp_path):
     assert set(scored.table["metric"]) == {"distinct-1", "distinct-2", "distinct-3"}
     asked = {"task": tmp_path / "mood.toml", "attribute": "calm", "dtype": "float32", "length": 20}
     for prompts in (pd.Series(["The lake", "The sea"]), np.array(["The lake", "The sea"])):
-        assert Cell.of("tiny-gpt2", prompts=prompts, **asked).prompts == ("The lake", "The sea")
-    assert Cell.of("tiny-gpt2", **asked).prompts == ("The hill",)
+        assert cell_of("tiny-gpt2", prompts=prompts, **asked).prompts == ("The lake", "The sea")
+    assert cell_of("tiny-gpt2", **asked).prompts == ("The hill",)
     for prompts in ("The lake", [], {"The lake": 1}, grid):
         with pytest.raises(LayoutError, match=r"list of at least one text.*read_prompts\(PATH\)"):
-            Cell.of("tiny-gpt2", prompts=prompts, **asked)
+            cell_of("tiny-gpt2", prompts=prompts, **asked)
 
 
 def test_a_word_for_a_classifier_alone_scores_nothing(tmp_path):

@@ -492,8 +492,8 @@ calls = [
     lambda: generate(model, attribute="positive", alpha=1.0, augmentation=Augmentation(alpha=1)),
     lambda: generate(model, attribute="positive", trace="ful"),
     lambda: generate(model, attribute="positive", eos="Stop"),
-    lambda: generate(model, Cell.of(model, attribute="positive"), seed=3),
-    lambda: generate(model, Cell.of("tiny-llama", attribute="positive", dtype="float32")),
+    lambda: generate(model, cell_of(model, attribute="positive"), seed=3),
+    lambda: generate(model, cell_of("tiny-llama", attribute="positive", dtype="float32")),
 ]
 for call in calls:
     try:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from conftest import load
 
-from lapa2_interp import Augmentation, Cell, Layout, augmented
+from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError
+from lapa2_interp.generation.resolve import cell_of
 
 
 @pytest.mark.parametrize(
@@ -162,9 +163,9 @@ def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():
             return 2 * super().bias(l, n)
 
     given = {"attribute": "positive", "dtype": "float32"}
-    assert Cell.of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **given).augmentation
+    assert cell_of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **given).augmentation
     with pytest.raises(AugmentationError, match="key cannot tell Doubled from Augmentation"):
-        Cell.of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **given)
+        cell_of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **given)
 
 
 @pytest.mark.parametrize(

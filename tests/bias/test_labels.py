@@ -6,6 +6,7 @@ import torch
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, GridError
 from lapa2_interp.bias.recipes import read_recipes, recipe
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
@@ -51,8 +52,8 @@ def arms(found):
 def test_a_recipe_has_its_name(given, label):
     assert given.label == label
     assert read_recipes(label) == given
-    assert Cell.of("tiny-gpt2", augmentation=given, **ASKED).arm == label
-    assert Cell.of("tiny-gpt2", augmentation=label, **ASKED).arm == label
+    assert cell_of("tiny-gpt2", augmentation=given, **ASKED).arm == label
+    assert cell_of("tiny-gpt2", augmentation=label, **ASKED).arm == label
 
 
 def test_long_lists_are_short_in_a_label():
@@ -62,26 +63,26 @@ def test_long_lists_are_short_in_a_label():
 
 
 def test_a_label_is_no_part_of_the_key():
-    plain = Cell.of("tiny-gpt2", alpha=0.5, **ASKED)
-    named = Cell.of("tiny-gpt2", alpha=0.5, label="ours", **ASKED)
+    plain = cell_of("tiny-gpt2", alpha=0.5, **ASKED)
+    named = cell_of("tiny-gpt2", alpha=0.5, label="ours", **ASKED)
     assert (named.arm, plain.arm) == ("ours", "alpha 0.5 paper")
     assert named.key == plain.key
     assert named.sampling_key == plain.sampling_key
     assert Cell.model_validate_json(named.model_dump_json()).arm == "ours"
-    by_name = Cell.of("tiny-gpt2", augmentation="lapa2:alpha=0.5", **ASKED)
+    by_name = cell_of("tiny-gpt2", augmentation="lapa2:alpha=0.5", **ASKED)
     assert by_name.key == plain.key
 
 
 @pytest.mark.parametrize("label", ["baseline", " ours", "two\nlines", "x" * 201])
 def test_labels_that_are_refused(label):
     with pytest.raises(AugmentationError, match="label"):
-        Cell.of("tiny-gpt2", alpha=0.5, label=label, **ASKED)
+        cell_of("tiny-gpt2", alpha=0.5, label=label, **ASKED)
 
 
 def test_the_base_method_is_the_baseline():
     with pytest.raises(AugmentationError, match="label 'ours': 'baseline' is the arm without"):
-        Cell.of("tiny-gpt2", alpha=0, label="ours", **ASKED)
-    assert Cell.of("tiny-gpt2", augmentation="lapa2:alpha=0", **ASKED).arm == "baseline"
+        cell_of("tiny-gpt2", alpha=0, label="ours", **ASKED)
+    assert cell_of("tiny-gpt2", augmentation="lapa2:alpha=0", **ASKED).arm == "baseline"
 
 
 def test_recipes_by_name_do_what_their_augmentations_do():
@@ -111,7 +112,7 @@ def test_recipes_by_name_do_what_their_augmentations_do():
 @pytest.mark.parametrize("given", [["lapa2", "instaboost"], 3])
 def test_what_is_no_augmentation_is_told(given):
     with pytest.raises(AugmentationError, match="recipes as one text such as 'lapa2 . instaboost"):
-        Cell.of("tiny-gpt2", augmentation=given, **ASKED)
+        cell_of("tiny-gpt2", augmentation=given, **ASKED)
 
 
 def test_labels_of_a_grid(tmp_path):
@@ -170,7 +171,7 @@ def test_labels_of_two_grids_in_one_run(tmp_path):
 
 
 def test_a_label_survives_a_cell_that_lies_alone(tmp_path):
-    cell = Cell.of("tiny-gpt2", augmentation="instaboost:M=5", **ASKED)
+    cell = cell_of("tiny-gpt2", augmentation="instaboost:M=5", **ASKED)
     run = make_cells(load_model("tiny-gpt2", "float32"), [cell]).save(tmp_path / "run")
     alone = load_run(run.place(cell.key))
     assert alone.cells["arm"].tolist() == ["instaboost:M=5"]

@@ -34,7 +34,8 @@ from lapa2_interp._util.files import (
     without_checksums,
 )
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.cell import CELL, Cell
+from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import for_task, load_task
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Job, Opened
@@ -114,7 +115,7 @@ def precious(tmp_path):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A run of one cell."""
-    cell = Cell.of(
+    cell = cell_of(
         "tiny-gpt2", attribute="positive", prompts=["The lake"], length=20, dtype="float32"
     )
     folder = tmp_path_factory.mktemp("made") / "run"

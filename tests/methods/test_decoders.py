@@ -9,12 +9,13 @@ import torch
 from conftest import generate, load, real_once, soft_prefix
 from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
-from lapa2_interp import Augmentation, Cell, load_task
+from lapa2_interp import Augmentation, load_task
 from lapa2_interp._util.errors import MethodError
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Start, nucleus
 from lapa2_interp.models.card import model_card
@@ -589,7 +590,7 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
     """The end of the text is all that a method keeps; without it the draw is of the others, by
     their weights, and not of all tokens alike."""
     model = load("tiny-gpt2")
-    cell = Cell.of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
+    cell = cell_of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
                    length=14, samples=3, eos="block", alpha=0)  # fmt: skip
     ends = model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens))
     other = next(token for token in range(300) if token not in ends)

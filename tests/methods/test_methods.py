@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import generate, load, real_once, soft_set
 
-from lapa2_interp import Augmentation, Cell, load_task, model_card
+from lapa2_interp import Augmentation, load_task, model_card
 from lapa2_interp._util.errors import MethodError, TaskError
 from lapa2_interp.generation.loop import EmptyGenerationError
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import FLOOR
@@ -243,7 +244,7 @@ def test_a_text_of_a_task_does_not_replace_the_raw_model():
     texts = {"positive": {"main": "A happy text.", "base": "Another."}}
     other = task.model_copy(update={"methods": {"palette": MethodSettings(texts=texts)}})
     with pytest.raises(MethodError, match="two branches 'base' for 'positive'"):
-        Cell.of("tiny-gpt2", method="palette", task=other, attribute="positive")
+        cell_of("tiny-gpt2", method="palette", task=other, attribute="positive")
 
 
 def test_palettes_complementary_strength_cancels():

@@ -9,7 +9,6 @@ from conftest import load
 
 import lapa2_interp
 from lapa2_interp import (
-    Cell,
     Layout,
     TransformersModel,
     circuits,
@@ -19,6 +18,7 @@ from lapa2_interp import (
 )
 from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_transformers
 
 SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 14}
@@ -93,7 +93,7 @@ def calls(model):
 
 
 ONLY_LOADED = {
-    "Cell.of": lambda model: Cell.of(model, **SETTINGS),
+    "cell_of": lambda model: cell_of(model, **SETTINGS),
     "model_card": model_card,
     "probe": lapa2_interp.probe,
     "find_prefix": lambda model: lapa2_interp.find_prefix(model, "sentiment", "mle", "positive"),

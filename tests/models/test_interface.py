@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, load, plan, soft_set
+from conftest import cell_of, decode, load, plan, soft_set
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_task, model_card
@@ -12,7 +12,6 @@ from lapa2_interp.attention.cache import padded_ids
 from lapa2_interp.attention.neurons import assert_neurons_live
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.loop import generate
 from lapa2_interp.models.card import TransformersModel, network_of
 
 PLAIN = "TransformersModel"
@@ -63,7 +62,7 @@ def test_branches_and_soft_prefixes(name, method, tmp_path):
 def same(name, asked, **settings):
     hooked, plain = (load(name, "float64", each) for each in ("TransformerBridge", PLAIN))
     made = [
-        generate(each, cell_of(each, *asked, length=26, samples=2, trace="full", **settings))
+        decode(each, cell_of(each, *asked, length=26, samples=2, trace="full", **settings))
         for each in (hooked, plain)
     ]
     assert made[0].samples["tokens"].map(list).tolist() == (
@@ -123,7 +122,7 @@ def test_greedy_generate_is_our_loop(name):
     cell = cell_of(
         model, "prefix", load_task("sentiment"), "positive", PROMPTS, rule, length=30, top_k=1
     )
-    wanted = generate(model, cell).samples["tokens"].map(list).tolist()
+    wanted = decode(model, cell).samples["tokens"].map(list).tolist()
     padded = left_pad(plan_layouts(model, rule))
     ids = [[each.ids[0]] * each.pad + list(each.ids) for each in padded]
     mask = torch.tensor([[0] * each.pad + [1] * len(each.ids) for each in padded])

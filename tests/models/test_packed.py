@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, cell_of, load
+from conftest import TINY, cell_of, decode, load
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -16,7 +16,6 @@ from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.loop import generate
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import model_card, network_of
 from lapa2_interp.models.prepacked import (
@@ -152,7 +151,7 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
         model, "prefix", load_task("sentiment"), "positive", ["The lake"],
         Augmentation(alpha=0.5), length=14, samples=2, trace="full",
     )  # fmt: skip
-    plain, boosted = (generate(with_packing(model, each, monkeypatch), cell) for each in CHOICES)
+    plain, boosted = (decode(with_packing(model, each, monkeypatch), cell) for each in CHOICES)
     texts = plain.samples["tokens"].tolist()
     logits = {}
     for each in CHOICES:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, soft_prefix
+from conftest import cell_of, decode, soft_prefix
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +25,7 @@ from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.cases import ContrastExample
 from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.generation.loop import generate, run_plan
+from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import network_of, short_context
@@ -121,11 +121,11 @@ def fresh(model, layout, tokens, rule=RULE):
 def test_decoding_is_a_fresh_pass_at_every_step(model, first):
     """Below the switch, up to it, right behind it, and above."""
     prompt = prompt_of(model, first)
-    (tokens,) = tokens_of(generate(model, cell(model, [prompt])))
+    (tokens,) = tokens_of(decode(model, cell(model, [prompt])))
     layout = layout_of(model, prompt)
     assert len(layout.ids) == first
     assert tokens == fresh(model, layout, tokens)
-    (tokens,) = tokens_of(generate(model, cell(model, [prompt], None)))
+    (tokens,) = tokens_of(decode(model, cell(model, [prompt], None)))
     plain = network_of(model).generate(
         layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=8,
         do_sample=False, eos_token_id=None, pad_token_id=1,
@@ -151,7 +151,7 @@ def test_logits_behind_a_cache_are_those_of_a_whole_pass(model, first):
 @pytest.mark.parametrize("first", [10, LIMIT + 1])
 def test_every_phase_stays_on_its_side(model, phase, first):
     rule, prompt = Augmentation(alpha=1.0, phase=phase), prompt_of(model, first)
-    (tokens,) = tokens_of(generate(model, cell(model, [prompt], rule)))
+    (tokens,) = tokens_of(decode(model, cell(model, [prompt], rule)))
     assert tokens == fresh(model, layout_of(model, prompt), tokens, rule)
 
 
@@ -183,7 +183,7 @@ def test_a_batch_lies_on_one_side_and_equals_its_rows_alone(model):
     for part, (one, other) in ((near, prompts[::2]), (far, prompts[1::2])):
         assert tokens_of(run_plan(model, part)) == [made[one], made[other]]
         for prompt in (one, other):
-            assert tokens_of(generate(model, cell(model, [prompt]))) == [made[prompt]]
+            assert tokens_of(decode(model, cell(model, [prompt]))) == [made[prompt]]
 
 
 def test_an_ended_row_does_not_run_past_the_switch(model):
@@ -194,7 +194,7 @@ def test_an_ended_row_does_not_run_past_the_switch(model):
     todo = plan(model, cell_of(model, *asked, length=18, top_k=1))
     assert [len(group) for group in todo.groups] == [1, 1]
     alone = [
-        tokens_of(generate(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
+        tokens_of(decode(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
         for prompt in prompts
     ]
     assert tokens_of(run_plan(model, todo)) == [each for (each,) in alone]
@@ -235,7 +235,7 @@ def test_teacher_forcing_is_decoding_on_each_side(model):
                 atol=1e-6,
             )
     for prompt in (SHORT, LONG):
-        made = generate(model, cell(model, [prompt]))
+        made = decode(model, cell(model, [prompt]))
         again = teacher_forced(model, layout_of(model, prompt), tokens_of(made), RULE)
         np.testing.assert_allclose(
             again["prefix"].squeeze(), made.trace["prefix"].squeeze(), atol=1e-6
@@ -462,7 +462,7 @@ def test_phimoe_scales_its_factors_by_the_length(tmp_path):
     folder = saved(tmp_path, PhimoeForCausalLM, PhimoeConfig, rope, num_local_experts=2)
     model = load_model(folder, device="cpu", model_class=PLAIN)
     for prompt in (SHORT, LONG):
-        (tokens,) = tokens_of(generate(model, cell(model, [prompt])))
+        (tokens,) = tokens_of(decode(model, cell(model, [prompt])))
         assert tokens == fresh(model, layout_of(model, prompt), tokens)
     with pytest.raises(LayoutError, match="beyond 24"):
         plan(model, cell(model, [prompt_of(model, 20)]))

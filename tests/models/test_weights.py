@@ -7,13 +7,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import cell_of, load
+from conftest import cell_of, decode, load
 from safetensors.torch import load_file, save_file
 
 from lapa2_interp import Augmentation, Layout, augmented, circuits, load_model, model_card
 from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
-from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import generate
+from lapa2_interp.generation.resolve import cell_of as make_cell
 from lapa2_interp.models import weights
 from lapa2_interp.models.card import TransformersModel, hash_in_memory
 from lapa2_interp.models.load import check_hub, load_transformers, provenance
@@ -170,7 +169,7 @@ def test_weights_changed_in_memory_are_other_weights(folder):
     assert model_card(model) is after
     assert after.model_copy(update={"weights": before.weights}) == before
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
-    assert len(generate(model, cell).samples) == 1
+    assert len(decode(model, cell).samples) == 1
 
 
 @pytest.mark.parametrize("kind", ["TransformerBridge", "TransformersModel"])
@@ -182,7 +181,7 @@ def test_another_dtype_is_other_weights(folder, kind):
     after = model_card(model)
     assert (before.dtype, after.dtype) == ("float32", "bfloat16")
     assert after.weights.endswith("(of the weights in memory, configuration and vocabulary)")
-    cell = Cell.of(model, attribute="positive", prompts=["The lake"], length=12)
+    cell = make_cell(model, attribute="positive", prompts=["The lake"], length=12)
     assert cell.dtype == "bfloat16"
 
 
@@ -230,7 +229,7 @@ def test_quantised_weights_generate_and_take_the_bias(quantised):
     with augmented(model, Augmentation(alpha=2.0), layout):
         assert not torch.allclose(model(layout.tensor), plain)
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
-    assert len(generate(model, cell).samples) == 1
+    assert len(decode(model, cell).samples) == 1
     assert model_card(model).weights.startswith("sha256 ")
 
 

@@ -13,7 +13,7 @@ from lapa2_interp.attention.bias import Bias
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation import loop
-from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import network_of
@@ -80,7 +80,7 @@ def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(method):
 def test_ids_of_another_tokenizer_fit_every_vocabulary(method):
     """Shapes with random weights are given SmolLM2's tokenizer; Llama has 32,000 words."""
     tokenizer, task = load_tokenizer("smollm2-135m"), load_task("sentiment")
-    cell = Cell.of(
+    cell = cell_of(
         "smollm2-135m",
         method=method,
         task=task,

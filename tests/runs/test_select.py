@@ -7,7 +7,7 @@ import pytest
 
 from lapa2_interp import Augmentation, load_run, step_table
 from lapa2_interp._util.errors import RunError, TraceError
-from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.run import Run
@@ -19,7 +19,7 @@ ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "f
 def run():
     """Two methods with two arms each; the traced texts of one method are longer."""
     cells = [
-        Cell.of("tiny-gpt2", method=method, alpha=alpha, length=length, **ASKED)
+        cell_of("tiny-gpt2", method=method, alpha=alpha, length=length, **ASKED)
         for method, length in (("prefix", 14), ("air-decoding", 18))
         for alpha in (0.0, 0.5)
     ]
@@ -108,14 +108,14 @@ def test_steps_are_a_tidy_table_by_arm(run):
 
 def test_traces_that_do_not_fit_together_are_refused():
     model, asked = load_model("tiny-gpt2", "float32"), {"length": 14, **ASKED}
-    of = [Cell.of(model, trace=each, **asked) for each in ("full", "pooled", "none")]
+    of = [cell_of(model, trace=each, **asked) for each in ("full", "pooled", "none")]
     run = make_cells(model, of)
     full, pooled, none = run.plan
     for other, word in ((pooled, "pooled"), (none, "none")):
         told = f"{full} .*trace full. and {other} .*trace {word}.* such as the key '{full}'"
         with pytest.raises(RunError, match=told):
             run.trace([full, other])
-    apart = Cell.of(model, trace="pooled", **asked | {"attribute": "negative"})
+    apart = cell_of(model, trace="pooled", **asked | {"attribute": "negative"})
     with pytest.raises(RunError, match="choose cells alike, such as attribute='positive'"):
         make_cells(model, [of[0], apart]).trace()
     assert run.trace(none) is None

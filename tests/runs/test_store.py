@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 from conftest import LOWEST, load, run_of, unpack
 
-from lapa2_interp import Augmentation, Cell, Layout, generate, load_run, load_task
+from lapa2_interp import Augmentation, Layout, generate, load_run, load_task
 from lapa2_interp._util.errors import (
     Lapa2Error,
     LayoutError,
@@ -26,6 +26,7 @@ from lapa2_interp._util.files import new_folder
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, _with_slot
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
@@ -256,21 +257,21 @@ def test_an_attribute_has_a_name(name):
 
 def test_a_prompt_with_a_nul_is_refused_before_the_first_token():
     with pytest.raises(LayoutError, match="has a NUL, which a trace cannot name"):
-        Cell.of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
+        cell_of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
 
 
 def test_a_text_of_millions_of_letters_is_refused_before_a_tokenizer_takes_all_memory():
     with pytest.raises(
         LayoutError, match="the prompt 'xxxx.* has 5000000 letters, and 4194304 are"
     ):
-        Cell.of("tiny-gpt2", attribute="positive", prompts=["x" * 5_000_000], dtype="float32")
+        cell_of("tiny-gpt2", attribute="positive", prompts=["x" * 5_000_000], dtype="float32")
     with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
         Layout.of(load("tiny-gpt2").tokenizer, "x" * 5_000_000, "The lake")
 
 
 def test_a_prompt_that_is_no_unicode_is_one_sentence():
     with pytest.raises(LayoutError, match=r"the prompt 'a \\ud800' has half a character"):
-        Cell.of("tiny-gpt2", attribute="positive", prompts=["a \ud800"], dtype="float32")
+        cell_of("tiny-gpt2", attribute="positive", prompts=["a \ud800"], dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -455,7 +456,7 @@ def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
     """One folder may hold both: their traces have the same coordinates."""
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
     generate("tiny-gpt2", **asked).save(tmp_path / "run")
-    other = Cell.of("tiny-gpt2", alpha=1, **asked)
+    other = cell_of("tiny-gpt2", alpha=1, **asked)
     swept = sweep(tmp_path / "run", [Grid("more", "", (other,))], InProcess("cpu"))
     assert swept.made == 1
     found = read_attention(load_run(tmp_path / "run"))
@@ -466,7 +467,7 @@ def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
 def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     asked = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "samples": 1}
     cells = [
-        Cell.of("tiny-gpt2", length=length, alpha=alpha, **asked)
+        cell_of("tiny-gpt2", length=length, alpha=alpha, **asked)
         for length in (14, 18) for alpha in (0.0, 0.5)
     ]  # fmt: skip
     sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
@@ -497,7 +498,7 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
 
 def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
     def cell(prompts, **changed):
-        return Cell.of(
+        return cell_of(
             "tiny-gpt2", attribute="positive", prompts=prompts, dtype="float32", **changed
         )
 
@@ -524,11 +525,11 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
             wording = {"calm": {"prefix": "Calm:"}, "angry": {"prefix": "Angry:"}}
             methods = {"preadd": {"texts": {"calm": texts}}} if texts else {}
             task = Task(name=task, attributes=wording, prompts={"texts": ["a"]}, methods=methods)
-            found = Cell.of(
+            found = cell_of(
                 "tiny-gpt2", method=method, task=task, attribute="calm", dtype="float32"
             )
         else:
-            found = Cell.of(
+            found = cell_of(
                 "tiny-gpt2", method=method, task=task, attribute="nontoxic", dtype="float32"
             )
         return found.variant
@@ -592,8 +593,8 @@ def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, t
 
 
 def test_patterns_are_in_a_key_only_when_set():
-    cell = Cell.of("tiny-gpt2", attribute="positive", dtype="float32")
-    wide = Cell.of("tiny-gpt2", attribute="positive", dtype="float32", patterns=[(0, 1)])
+    cell = cell_of("tiny-gpt2", attribute="positive", dtype="float32")
+    wide = cell_of("tiny-gpt2", attribute="positive", dtype="float32", patterns=[(0, 1)])
     assert "patterns" not in cell.model_dump()
     assert wide.model_dump()["patterns"] == ((0, 1),)
     assert cell.key != wide.key
