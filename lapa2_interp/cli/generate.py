@@ -61,9 +61,10 @@ def generate(
     from lapa2_interp.runs.run import is_finished_run, write_run
 
     fields = given_settings(settings)
-    method = fields["method"]
+    method = fields.get("method", "prefix")
     fields["parameters"] = augmentation.parameters(method) | fields["parameters"]
-    fields["augmentation"] = augmentation.build(find(method, True).alpha) or "none"
+    rules = augmentation.recipes() or augmentation.build(find(method, True).alpha)
+    fields["augmentation"] = rules or "none"
 
     def announce(loaded: Model, plans: Sequence[Plan]) -> None:
         augmentation.check(loaded)
@@ -73,7 +74,7 @@ def generate(
 
     problem = None
     with new_folder(out, force, is_finished_run) as folder:
-        tell_if_slow(resolve_dtype(fields["dtype"], device), device)
+        tell_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
         try:
             run = make(
                 **fields,
@@ -93,7 +94,7 @@ def generate(
         print(f"---\n{text}")
     print(
         f"---\n{pluralize(len(texts), 'text')} in {out}"
-        + (f"; see `lapa2 trace {out}`" if fields["trace"] != "none" else "")
+        + (f"; see `lapa2 trace {out}`" if fields.get("trace") != "none" else "")
     )
 
 

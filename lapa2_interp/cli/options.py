@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
-from lapa2_interp.generation.settings import CellSettings
+from lapa2_interp.generation.settings import CellSettings, read_value
 from lapa2_interp.models.machine import DtypeOrAuto
 
 if TYPE_CHECKING:
@@ -35,29 +35,39 @@ GROUPS = {
     COMPUTING: ("dtype", "model_class", "max_rows"),
 }  # fmt: skip
 """Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
-AS_TEXT = ("model", "attribute", "method", "task", "prefix", "label", "patterns")
-OTHER_TYPES: dict[str, Any] = {
-    "prompts": tuple[str, ...],
-    "parameters": tuple[str, ...],
-    "dtype": DtypeOrAuto,
-    "max_rows": int | None,
-}
-OTHER_NAMES = {"parameters": "--set", "prompts": ("--prompts", "--prompt")}
+AS_TEXT = (
+    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "trace", "dtype",
+    "model_class",
+)  # fmt: skip
+"""Settings whose values are texts, and are not read as TOML."""
+OTHER_NAMES = {"parameters": ("--set",), "prompts": ("--prompts", "--prompt")}
 
 
 def _option(name: str, group: Group) -> tuple[str, Any, Any]:
-    """The option of a setting: its name, type, and default."""
+    """The option of a setting: its name, type, and default. Values are texts, which `CellSettings`
+    checks: the sentence about a wrong one is that of Python and grids."""
     setting = CellSettings.model_fields[name]
-    given = OTHER_TYPES.get(name, str if name in AS_TEXT else setting.annotation)
-    default = () if given == tuple[str, ...] else setting.default
-    if given is str:  # no patterns
-        default = default or ""
-    shown = bool(default) and not isinstance(default, bool)
+    given: Any = bool if setting.annotation is bool else str
+    default: Any = setting.default if given is bool else str(setting.default or "")
+    if name in OTHER_NAMES:
+        given, default = tuple[str, ...], ()
+    choices = DtypeOrAuto if name == "dtype" else setting.annotation
+    told = f" [choices: {', '.join(names)}]" if (names := _choices(choices)) else ""
     parameter = Parameter(
-        name=OTHER_NAMES.get(name), help=setting.description, group=group, show_default=shown,
+        name=OTHER_NAMES.get(name),
+        help=f"{setting.description}{told}",
+        group=group,
+        show_default=given is str and bool(default),
         consume_multiple=name == "prompts",
-    )  # fmt: skip
+    )
     return name, Annotated[given, parameter], field(default=default)
+
+
+def _choices(annotation: Any) -> list[str]:
+    found: list[str] = []
+    for each in get_args(annotation) if get_origin(annotation) is Literal else ():
+        found += _choices(each) or [str(each)]
+    return found
 
 
 SettingOptions: Any = make_dataclass(
@@ -70,16 +80,17 @@ SettingOptions: Any = make_dataclass(
 
 
 def given_settings(options: Any) -> dict[str, Any]:
-    """Settings by name, of `SettingOptions`."""
-    found = {name: getattr(options, name) for name in map(str, options.__dataclass_fields__)}
-    prompts = found["prompts"]
-    if not prompts:
-        del found["prompts"]
-    elif len(prompts) == 1 and prompts[0].isdigit():
-        found["prompts"] = int(prompts[0])
-    elif prompts == ("task",):
-        found["prompts"] = "task"
-    return found | {"parameters": settings(found["parameters"])}
+    """Settings by name, of `SettingOptions`; those that are not given are left out."""
+    found = {}
+    for option in fields_of(options):
+        value = getattr(options, option.name)
+        if value != option.default:
+            as_it_is = option.name in AS_TEXT or not isinstance(value, str)
+            found[option.name] = value if as_it_is else read_value(value)
+    prompts = found.get("prompts", ())
+    if len(prompts) == 1 and (prompts[0].isdigit() or prompts[0] == "task"):
+        found["prompts"] = read_value(prompts[0])
+    return found | {"parameters": settings(found.get("parameters", ()))}
 
 
 def name_of_setting(option: str) -> str:
@@ -148,23 +159,33 @@ class AugmentationOptions:
 
         return Selection.load(self.selection).parameters(method)
 
+    def recipes(self) -> str | None:
+        """The recipes of --augmentation.
+
+        Raises:
+            AugmentationError: Other options of the bias are given beside them.
+        """
+        if self.augmentation is None:
+            return None
+        beside = [
+            each.name.replace("_", "-")
+            for each in fields_of(self)
+            if each.name != "augmentation" and getattr(self, each.name) != each.default
+        ]
+        if beside:
+            raise AugmentationError(
+                f"--augmentation names recipes, which take parameters of their own; leave out"
+                f" --{' and --'.join(beside)} (`lapa2 recipes`)"
+            )
+        return self.augmentation
+
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
         from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
         from lapa2_interp.bias.recipes import read_recipes
 
-        if self.augmentation is not None:
-            beside = [
-                each.name.replace("_", "-")
-                for each in fields_of(self)
-                if each.name != "augmentation" and getattr(self, each.name) != each.default
-            ]
-            if beside:
-                raise AugmentationError(
-                    f"--augmentation names recipes, which take parameters of their own; leave out"
-                    f" --{' and --'.join(beside)} (`lapa2 recipes`)"
-                )
-            named = read_recipes(self.augmentation)
+        if (recipes := self.recipes()) is not None:
+            named = read_recipes(recipes)
             return named if active_augmentations(named) else ()
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}

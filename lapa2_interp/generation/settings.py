@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lapa2_interp._util.errors import Lapa2Error, first_problem, unknown_choice
 from lapa2_interp._util.files import parse_toml
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
+from lapa2_interp.models.machine import AUTO, Dtype, DtypeOrAuto, ModelClass
 
 if TYPE_CHECKING:
     import torch
@@ -151,14 +151,22 @@ class CellSettings(BaseModel):
     doubled_bos: bool = False
     """Two BOS tokens, as the released scripts feed LLaMA."""
 
-    @field_validator("model", "method", "task", "augmentation", "dtype", mode="plain")
+    @field_validator("model", "method", "task", "augmentation", mode="plain")
     @classmethod
     def _as_given(cls, value: Any) -> Any:
         return value  # names and values of many kinds, which `resolve` reads and refuses
 
+    @field_validator("dtype", mode="plain")
+    @classmethod
+    def _named_dtype(cls, value: Any) -> Any:
+        name = str(value).removeprefix("torch.")
+        if name not in (AUTO, *get_args(Dtype)):
+            raise ValueError(unknown_choice("dtype", name, (AUTO, *get_args(Dtype))))
+        return name
+
     @field_validator("seed", "length", "samples", "top_k", "max_rows", "prompts", mode="before")
     @classmethod
-    def _no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _no_truth_value(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError(f"{info.field_name}: input should be a number, found {value}")
         return value
@@ -225,15 +233,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def names_checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose unknown keyword arguments are refused by the sentence for settings."""
+def settings_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of settings whose keyword arguments are refused in the sentences of
+    `CellSettings`: those that do not exist, and values of another type."""
     known = list(signature(function).parameters)
 
     @wraps(function)
     def call(*arguments: P.args, **given: P.kwargs) -> T:
-        for name in given:
+        for name, value in python_values(given).items():
             if name not in known:
                 raise Lapa2Error(unknown_setting(name))
+            if name in CellSettings.model_fields:
+                for each in value if isinstance(value, list) else [value]:
+                    CellSettings.of({name: each})
         return function(*arguments, **given)
 
     return call

@@ -31,8 +31,8 @@ from lapa2_interp.generation.settings import (
     Head,
     PromptFile,
     TorchDtype,
-    names_checked,
     python_values,
+    settings_checked,
 )
 from lapa2_interp.methods.base import Method, MethodContext
 from lapa2_interp.models.blocks import check_closed
@@ -59,7 +59,7 @@ GRID = "generate"
 """The name of the grid of a run that `generate` makes."""
 
 
-@names_checked
+@settings_checked
 def generate(
     model: str | Path | Model = "smollm2-135m",
     prompts: int | str | Sequence[str] | PromptFile = "task",

@@ -22,7 +22,7 @@ from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import Branch
+from lapa2_interp.methods.base import Branch, Soft
 from lapa2_interp.methods.registry import assign
 from lapa2_interp.models.load import load_model, load_transformers
 from lapa2_interp.prefixes.soft_prefix import load_prefix
@@ -375,7 +375,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         methods.for_task(name, task, **parameters),
         Augmentation(alpha=0.8, profile=profile),
     )
-    if any(isinstance(branch.prefix, methods.Soft) for branch in method.branches(task, attribute)):
+    if any(isinstance(branch.prefix, Soft) for branch in method.branches(task, attribute)):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
     found = made(
@@ -387,7 +387,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
             soft = (
                 load_prefix(tmp_path, branch.prefix.attribute)
-                if isinstance(branch.prefix, methods.Soft)
+                if isinstance(branch.prefix, Soft)
                 else None
             )
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))

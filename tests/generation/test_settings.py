@@ -1,0 +1,162 @@
+"""The settings of a cell are declared once: Python, a grid and the command line agree."""
+
+import inspect
+
+import pytest
+import torch
+
+from lapa2_interp import Augmentation, generate, load_task
+from lapa2_interp._util.errors import GridError, Lapa2Error
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.generation.settings import HINTS, CellSettings
+from lapa2_interp.runs.grid import load_grid
+
+MINE = ("device", "trust_remote_code", "pack", "announce", "yes")
+"""Arguments of `generate` that decide no text."""
+ONE_VALUE = ("model", "prompts", "label", "patterns", "dtype", "model_class")
+ON_COMMAND_LINE = {"parameters": "set"}
+WRONG = {
+    "model": ("no-such-model", '"no-such-model"'),
+    "prompts": ("none.txt", '"none.txt"'),
+    "attribute": ("joyful", '"joyful"'),
+    "method": ("prefixx", '"prefixx"'),
+    "parameters": ({"omega": "7"}, '{omega = "7"}'),
+    "task": ("sentimental", '"sentimental"'),
+    "prefix": ("", '""'),
+    "alpha": (-1, "-1"),
+    "augmentation": ("instabost", '"instabost"'),
+    "label": (" x", '" x"'),
+    "length": ("long", '"long"'),
+    "samples": (0, "0"),
+    "seed": ("x", '"x"'),
+    "top_k": (1.5, "1.5"),
+    "eos": ("end", '"end"'),
+    "ban_prefix_words": (7, "7"),
+    "trace": ("some", '"some"'),
+    "patterns": ("3-1", '"3-1"'),
+    "dtype": ("float33", '"float33"'),
+    "model_class": ("Transformer", '"Transformer"'),
+    "max_rows": ("many", '"many"'),
+    "doubled_bos": (2, "2"),
+}
+"""A wrong value of every setting, in Python and in TOML."""
+
+
+def test_generate_has_every_setting_with_its_type_and_default():
+    given = inspect.signature(generate).parameters
+    assert [name for name in given if name not in MINE] == list(CellSettings.model_fields)
+    for name, field in CellSettings.model_fields.items():
+        mine, declared = given[name].annotation, CellSettings.__annotations__[name]
+        if name in ONE_VALUE:
+            assert mine == declared, name
+        else:
+            assert f"list[{declared}]" in mine, name
+            others = mine.replace(f"list[{declared}]", "list").split(" | ")
+            assert set(others) == {*declared.split(" | "), "list"}, name
+        assert given[name].default == field.default, name
+
+
+def problem(action):
+    with pytest.raises(Lapa2Error) as raised:
+        action()
+    return str(raised.value)
+
+
+def in_grid(folder, line):
+    file = folder / "g.toml"
+    file.write_text(line)
+    try:
+        load_grid(str(file))
+    except GridError as error:
+        return str(error).partition("block 1: ")[2]
+    raise AssertionError("no error")
+
+
+def on_command_line(folder, capsys, *words):
+    assert main(["generate", "--out", str(folder / "run"), *words]) == 2
+    return capsys.readouterr().err.strip().removeprefix("lapa2: ").removesuffix(" (see --help)")
+
+
+def test_every_setting_has_a_wrong_value_here():
+    assert list(WRONG) == list(CellSettings.model_fields)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_gives_one_sentence(name, tmp_path, capsys):
+    value, toml = WRONG[name]
+    beside = {} if name == "model" else {"model": "tiny-gpt2"}
+    sentence = problem(lambda: generate(**beside, **{name: value}))
+    if name == "model":  # a grid's models are looked for when it is swept
+        assert on_command_line(tmp_path, capsys, f"--model={value}") == sentence
+        return
+    lines = "".join(f"{key} = '{each}'\n" for key, each in beside.items())
+    assert in_grid(tmp_path, f"{lines}{name} = {toml}\n") == sentence
+    text = "omega=7" if name == "parameters" else str(value)
+    option = f"--{ON_COMMAND_LINE.get(name, name).replace('_', '-')}"
+    given = [word for key, each in beside.items() for word in (f"--{key}", each)]
+    told = on_command_line(tmp_path, capsys, *given, f"{option}={text}")
+    assert told == sentence
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_misspelt_setting_gives_one_sentence(name, tmp_path, capsys):
+    wrong = f"{name[:-1]}q{name[-1]}"
+    sentence = problem(lambda: generate("tiny-gpt2", **{wrong: 1}))
+    assert sentence.startswith(f"unknown setting '{wrong}'; allowed: model, prompts, ")
+    assert f"did you mean '{name}'?" in sentence
+    assert in_grid(tmp_path, f"{wrong} = 1\n") == sentence
+    assert on_command_line(tmp_path, capsys, f"--{wrong.replace('_', '-')}", "1") == sentence
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_the_names_of_other_libraries_have_a_hint(name):
+    assert problem(lambda: generate("tiny-gpt2", **{name: 1})).endswith(HINTS[name])
+
+
+def test_a_prefix_needs_no_task():
+    run = generate("tiny-gpt2", "The lake", prefix="Very formal:", alpha=[0, 0.5], length=16)
+    assert list(run.samples()["arm"]) == ["baseline", "alpha 0.5 paper"]
+    cell = next(iter(run.plan.values()))
+    assert cell.branches[0].prefix == "Very formal:"
+    assert (cell.task.name, cell.attribute, cell.prompts) == ("custom", "custom", ("The lake",))
+
+
+def test_a_prefix_may_be_that_of_one_attribute_or_of_all():
+    mine = cell_of("tiny-gpt2", prefix="Quite nice:", attribute="positive")
+    usual = load_task("sentiment")
+    assert mine.task.prefix("positive") == "Quite nice:"
+    assert mine.task.prefix("negative") == usual.prefix("negative")
+    form = cell_of("tiny-gpt2", prefix="A {attribute} text:", attribute="negative")
+    assert form.task.prefix("positive") == "A positive text:"
+
+
+def test_lists_are_arms_and_their_product_is_one_run():
+    rules = (Augmentation(alpha=1), Augmentation(alpha=1, span="bos"))
+    run = generate(
+        "tiny-gpt2",
+        ["The lake", "My house"],
+        attribute="positive",
+        augmentation=["none", "instaboost:M=5", rules],
+        seed=[1, 2],
+        length=16,
+        trace="pooled",
+    )
+    assert len(run.plan) == 6
+    assert len(run.samples()) == 12
+    steps = run.steps()
+    assert set(steps["arm"]) == set(run.cells["arm"])
+    assert {"method", "attribute", "cell"} <= set(steps)
+    one = run.select(arm="baseline", seed=2)
+    assert len(one.plan) == 1
+    assert run.cell(next(iter(one.plan))).samples().equals(one.samples())
+
+
+def test_all_attributes_are_cells_by_default():
+    run = generate("tiny-gpt2", "The lake", length=12, trace="none")
+    assert list(run.cells["attribute"]) == ["positive", "negative"]
+
+
+def test_a_dtype_of_torch_is_its_name():
+    mine = cell_of("tiny-gpt2", attribute="positive", dtype=torch.bfloat16)
+    assert mine.key == cell_of("tiny-gpt2", attribute="positive", dtype="bfloat16").key
