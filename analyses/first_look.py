@@ -28,18 +28,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lapa2_interp import (
-    Augmentation,
-    Layout,
-    augmented,
-    generate,
-    head_table,
-    load_model,
-    load_task,
-    model_card,
-    pooled,
-)
+from lapa2_interp import Augmentation, Layout, augmented, generate, load_model
 from lapa2_interp._util import plots
+from lapa2_interp.attention import head_table, pooled
+from lapa2_interp.methods import load_task
+from lapa2_interp.models import model_card
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
 parser = ScriptOptions("One prefix, one prompt, every head.")

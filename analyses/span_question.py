@@ -49,11 +49,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lapa2_interp import Augmentation, Layout, load_run, load_task, load_tokenizer
+from lapa2_interp import Augmentation, Layout, load_run
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods import load_task
+from lapa2_interp.models import load_tokenizer
 from lapa2_interp.models.machine import Dtype, tell_if_slow
 from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line

@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.patches import Rectangle
 
-from lapa2_interp import Augmentation, load_model, load_task, teacher_forced
+from lapa2_interp import Augmentation, load_model, teacher_forced
 from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength_of
 from lapa2_interp.circuits.gradients import attribution
@@ -37,6 +37,7 @@ from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.selection import select
+from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, interval, judged
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line

@@ -1,8 +1,11 @@
 """lapa2_interp: the LaPA2 length-aware attention bias on TransformerLens models, applied, recorded
     and tested.
 
-The names below are the whole everyday surface. Each is imported from its module on first use, so
-that `import lapa2_interp` loads neither torch nor transformers.
+The names below are what the first day needs, in the order of use. Each is imported when it is first
+used, so that `import lapa2_interp` loads neither torch nor transformers. The rest has its room:
+`models` (load_tokenizer, model_card, TransformersModel, probe), `attention` (soft_inputs, Recorder,
+tables of a trace), `prefixes` (find_prefix, SoftPrefix), `runs` (make_cells, sweep) and `report`
+(view).
 """
 
 from __future__ import annotations
@@ -19,57 +22,41 @@ if "OMP_WAIT_POLICY" not in os.environ:
     # CPU"). So they wait for a shorter while. It is read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (the order of use)
+    "load_model",
+    "Layout",
     "Augmentation",
+    "recipe",
+    "augmented",
+    "generate",
+    "teacher_forced",
+    "load_run",
+    "Selection",
     "Cell",
     "Lapa2Error",
-    "Layout",
-    "Run",
-    "TransformersModel",
-    "__version__",
-    "augmented",
-    "find_prefix",
-    "generate",
-    "head_table",
-    "load_model",
-    "load_run",
-    "load_task",
-    "load_tokenizer",
-    "local_ratio",
-    "method",
-    "model_card",
-    "pooled",
-    "prefix_token_table",
-    "probe",
-    "soft_inputs",
-    "step_table",
-    "teacher_forced",
-    "view",
+    "methods",
+    "circuits",
+    "scoring",
+    "tasks",
+    "recipes",
+    "plots",
+    "theory",
 ]
 
 if TYPE_CHECKING:
+    from lapa2_interp import circuits, methods, scoring, tasks
+    from lapa2_interp._util import plots
     from lapa2_interp._util.errors import Lapa2Error
-    from lapa2_interp.attention.cache import soft_inputs
     from lapa2_interp.attention.hooked import augmented
-    from lapa2_interp.attention.tables import (
-        head_table,
-        local_ratio,
-        pooled,
-        prefix_token_table,
-        step_table,
-    )
+    from lapa2_interp.bias import recipes, theory
     from lapa2_interp.bias.augmentation import Augmentation
     from lapa2_interp.bias.layout import Layout
+    from lapa2_interp.bias.recipes import recipe
+    from lapa2_interp.circuits.selection import Selection
     from lapa2_interp.generation.cell import Cell
     from lapa2_interp.generation.teacher_forcing import teacher_forced
-    from lapa2_interp.methods.registry import get as method
-    from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.models.card import TransformersModel, model_card
-    from lapa2_interp.models.liveness import probe
-    from lapa2_interp.models.load import load_model, load_tokenizer
-    from lapa2_interp.prefixes.soft_prefix import find_prefix
-    from lapa2_interp.report.viewer import view
+    from lapa2_interp.models.load import load_model
     from lapa2_interp.runs.generate import generate
-    from lapa2_interp.runs.run import Run, load_run
+    from lapa2_interp.runs.run import load_run
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -74,8 +74,9 @@ def make_texts(out: Path) -> None:
 
 
 def make_layouts(out: Path) -> None:
-    from lapa2_interp import Augmentation, Layout, load_tokenizer
+    from lapa2_interp import Augmentation, Layout
     from lapa2_interp.bias.layout import explain
+    from lapa2_interp.models import load_tokenizer
 
     rules = {
         "base": None,

@@ -133,7 +133,7 @@ def soft_prefix(
     """A random soft prefix for a model, of the size its own keys and values have."""
     import torch
 
-    from lapa2_interp import model_card
+    from lapa2_interp.models import model_card
     from lapa2_interp.prefixes.soft_prefix import PrefixCard, SoftPrefix, kv_shape
 
     shape, card = kv_shape(model, slots), model_card(model)

@@ -21,6 +21,8 @@ from lapa2_interp.cli.app import main
 FULL = os.environ.get("DRILLS") == "full"
 GRID = """
 model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
 task = "sentiment"
 attribute = "positive"
 prompts = 2

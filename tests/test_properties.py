@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from oracle import oracle_bias
 
-from lapa2_interp import Augmentation, Layout, augmented, load_model, load_task
+from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.bias import Bias
 from lapa2_interp.bias.texts import continuation
 from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll

@@ -7,21 +7,23 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
 @cache
-def _homes(package: str) -> dict[str, tuple[str, str | None]]:
+def _homes(package: str) -> dict[str, tuple[str, str]]:
     """Module and name for each import of the package's `if TYPE_CHECKING` block."""
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text("utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
-    found: dict[str, tuple[str, str | None]] = {}
-    for node in (each for block in blocks for each in block.body):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for each in node.names:
-                found[each.asname or each.name] = node.module, each.name
-    return found
+    return {
+        each.asname or each.name: (node.module, each.name)
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for each in node.names
+    }
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -42,10 +44,12 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name.startswith("__") or name not in _homes(package):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, original = _homes(package)[name]
-        try:
-            found = getattr(import_module(module), str(original))
-        except AttributeError:  # a module of that package
-            found = import_module(f"{module}.{original}")
+        spec = find_spec(module)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        if is_package and find_spec(f"{module}.{original}"):
+            found: Any = import_module(f"{module}.{original}")
+        else:
+            found = getattr(import_module(module), original)
         setattr(sys.modules[package], name, found)
         return found
 

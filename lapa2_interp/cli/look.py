@@ -178,7 +178,7 @@ def probe(
     """
     from lapa2_interp.bias.keys_seen import layers_in_words
     from lapa2_interp.models.machine import tell_if_slow
-    from lapa2_interp.models.probe import probe_model
+    from lapa2_interp.models.probing import probe_model
 
     tell_if_slow(dtype, device)
     found = probe_model(model, dtype, device, model_class, trust_remote_code)

@@ -1,1 +1,19 @@
-"""Models: loaded, described, held to their promises."""
+"""Models: loaded by name, described, and shown to take edits of their attention scores."""
+
+from typing import TYPE_CHECKING
+
+from lapa2_interp._util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lapa2_interp.models.card import TransformersModel, model_card
+    from lapa2_interp.models.liveness import probe
+    from lapa2_interp.models.load import load_model, load_tokenizer
+
+__all__ = [
+    "TransformersModel",
+    "load_model",
+    "load_tokenizer",
+    "model_card",
+    "probe",
+]
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,1 +1,15 @@
 """The page of a run, and the viewer."""
+
+from typing import TYPE_CHECKING
+
+from lapa2_interp._util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lapa2_interp.report.run_page import write_report
+    from lapa2_interp.report.viewer import view
+
+__all__ = [
+    "view",
+    "write_report",
+]
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,7 +1,8 @@
 """One text of a run to look into: where every head attends at every step, as one HTML file that
 loads nothing.
 
-    from lapa2_interp import load_run, view
+    from lapa2_interp.report import view
+    from lapa2_interp import load_run
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")

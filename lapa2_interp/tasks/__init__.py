@@ -1,1 +1,16 @@
-"""What texts are steered towards, with which prefixes and prompts."""
+"""Tasks: attributes, their prefixes and prompts."""
+
+from typing import TYPE_CHECKING
+
+from lapa2_interp._util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lapa2_interp.tasks.task import Task, more_prompts, read_prompts, read_task
+
+__all__ = [
+    "Task",
+    "more_prompts",
+    "read_prompts",
+    "read_task",
+]
+__getattr__, __dir__ = lazy_names(__name__)

@@ -9,11 +9,12 @@ import torch
 from conftest import TINY, hooks_left, load
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented, probe
+from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import AugmentationError, DeadHookError, LayoutError
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.theory import shifted_share
+from lapa2_interp.models import probe
 from lapa2_interp.models.liveness import assert_live
 
 GENERATED = [70, 81, 92, 103, 114]

@@ -7,10 +7,11 @@ import torch
 from conftest import MODEL_CLASSES, generate, load
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from lapa2_interp import Augmentation, augmented, load_task, teacher_forced
+from lapa2_interp import Augmentation, augmented, teacher_forced
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 
 AUGMENTATIONS = [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]

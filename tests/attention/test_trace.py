@@ -7,7 +7,7 @@ import xarray as xr
 from conftest import generate, load
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import Augmentation
 from lapa2_interp import generate as make_run
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.plots import prefix_token_bars
@@ -24,6 +24,7 @@ from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.theory import fit_decay
 from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 
 PROMPTS = ["The lake", "Once upon a time"]

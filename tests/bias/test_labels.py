@@ -15,6 +15,9 @@ from lapa2_interp.runs.sweep import sweep
 
 ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "length": 12}
 GRID = """model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
+augmentation = "none"
 method = "prefix"
 task = "sentiment"
 attribute = "positive"

@@ -405,7 +405,7 @@ def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
 
 
 def test_the_papers_own_prompts_never_merge(gpt2_tokenizer):
-    from lapa2_interp import load_task
+    from lapa2_interp.methods import load_task
 
     for name in ("sentiment", "topic"):
         task = load_task(name)

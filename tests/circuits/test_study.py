@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from conftest import load
 
-from lapa2_interp import load_task
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits import study as module
 from lapa2_interp.circuits.knockout import read_heads
 from lapa2_interp.circuits.study import study
 from lapa2_interp.cli.app import main
+from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
 from lapa2_interp.tasks.task import Attribute
 

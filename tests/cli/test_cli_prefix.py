@@ -65,7 +65,7 @@ def test_train_writes_a_set_and_shows_what_it_learned(trained, capsys):
 
 @pytest.mark.parametrize("given", [False, True], ids=["split off", "given"])
 def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, monkeypatch, given):
-    from lapa2_interp import load_task
+    from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes import make
     from lapa2_interp.prefixes.recipes import recipe
 
@@ -96,7 +96,7 @@ def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, m
 
 def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypatch):
     """One corpus has texts of the other, and each is split on its own."""
-    from lapa2_interp import load_task
+    from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes import make
     from lapa2_interp.prefixes.recipes import recipe
 

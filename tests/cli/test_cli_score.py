@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 from conftest import load, run_of
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import Augmentation
 from lapa2_interp._util.files import without_checksums
 from lapa2_interp.cli.app import main
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.runs.run import load_run

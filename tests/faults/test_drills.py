@@ -20,8 +20,8 @@ import pytest
 from conftest import load, soft_set, start
 from drills import FULL, SWEEP, act, contents, furnish, left_over
 
-from lapa2_interp import load_task
 from lapa2_interp.cli.app import app, main
+from lapa2_interp.methods import load_task
 
 pytestmark = [pytest.mark.drill, pytest.mark.alone]
 ROOT = Path(__file__).parents[2]

@@ -49,6 +49,8 @@ texts = [{", ".join(map(json.dumps, (ESCAPES, HTML + TURNED, FORMULA, LATEX)))}]
 """
 GRID = """
 model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
 task = {task}
 method = {{ name = "prefix", prefixes = "hard" }}
 samples = 2

@@ -14,11 +14,12 @@ import torch
 from conftest import load, soft_prefix
 from drills import FULL, furnish
 
-from lapa2_interp import load_model, load_run, model_card
+from lapa2_interp import load_model, load_run
 from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp._util.files import OWN, SEAL, _digest, read_checkpoint, without_checksums
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli.app import main
+from lapa2_interp.models import model_card
 from lapa2_interp.prefixes.soft_prefix import load_prefix, save_prefix
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
@@ -405,7 +406,7 @@ def test_what_people_write(tmp_path, home, name, record_property):
         if name == "grid.toml":
             return tuple(cell.key for cell in load_grid(str(file)).cells)
         if name == "task.toml":
-            from lapa2_interp import load_task
+            from lapa2_interp.methods import load_task
 
             return load_task(str(file)).model_dump_json()
         return read_prompts(file)

@@ -36,6 +36,8 @@ RAYLET = Path("/tmp/ray/session_latest/logs/raylet.out")
 """What Ray says of a machine's workers; the folder has no other name that sockets in it allow."""
 GRID = """
 model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
 task = "sentiment"
 attribute = "positive"
 prompts = 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import load
 
-from lapa2_interp import generate, load_run, view
+from lapa2_interp import generate, load_run
 from lapa2_interp._util.errors import (
     DamagedError,
     Lapa2Error,
@@ -37,6 +37,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.report import view
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Job, Opened
 from lapa2_interp.runs.launch import launch
@@ -58,6 +59,8 @@ texts = ["The lake"]
 """
 GRID = """
 model = "tiny-gpt2"
+trace = "pooled"
+augmentation = "none"
 dtype = "float32"
 task = "sentiment"
 attribute = "positive"

@@ -7,13 +7,14 @@ import pytest
 import torch
 from conftest import cell_of, generate, load, soft_set
 
-from lapa2_interp import load_task, load_tokenizer
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.banned_words import BannedWords, token_texts
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.sampling import draw, uniforms
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.models import load_tokenizer
 from lapa2_interp.scoring.echo import Echo, prefix_words
 from lapa2_interp.scoring.scorer import Item
 from lapa2_interp.tasks.segmentation import words as words_of

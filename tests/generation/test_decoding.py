@@ -10,7 +10,7 @@ import torch
 from conftest import TINY, generate, load, plan, run_of, soft_set
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented, load_task
+from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import (
     AugmentationError,
     Lapa2Error,
@@ -21,6 +21,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Branch, Soft
 from lapa2_interp.methods.registry import assign

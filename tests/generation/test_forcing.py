@@ -6,12 +6,13 @@ import torch
 import xarray as xr
 from conftest import generate, load, soft_prefix
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import LayoutError, TraceError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import recipe
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.card import is_bridge
 

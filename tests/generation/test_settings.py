@@ -5,11 +5,12 @@ import inspect
 import pytest
 import torch
 
-from lapa2_interp import Augmentation, generate, load_task
+from lapa2_interp import Augmentation, generate
 from lapa2_interp._util.errors import GridError, Lapa2Error
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.settings import HINTS, CellSettings
+from lapa2_interp.methods import load_task
 from lapa2_interp.runs.grid import load_grid
 
 MINE = ("device", "trust_remote_code", "pack", "announce", "yes")

@@ -17,7 +17,7 @@ import torch
 from conftest import MODEL_CLASSES, generate, load, plan, run_of
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, load_model, load_task
+from lapa2_interp import Augmentation, load_model
 from lapa2_interp._util.errors import (
     AugmentationError,
     DataError,
@@ -36,6 +36,7 @@ from lapa2_interp.attention.neurons import (
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.plan import plan as decoding_plan
 from lapa2_interp.generation.sampling import draw, uniforms
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Intervention, Prepared, Start
 from lapa2_interp.methods.datg import SENTENCE, Words, best_nodes, dual_graphs, official

@@ -9,13 +9,14 @@ import torch
 from conftest import generate, load, real_once, soft_prefix
 from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import MethodError
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Start, nucleus
 from lapa2_interp.models.card import model_card

@@ -8,14 +8,16 @@ import pytest
 import torch
 from conftest import generate, load, real_once, soft_set
 
-from lapa2_interp import Augmentation, load_task, model_card
+from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import MethodError, TaskError
 from lapa2_interp.generation.loop import EmptyGenerationError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import draw
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import FLOOR
 from lapa2_interp.methods.registry import assign
+from lapa2_interp.models import model_card
 from lapa2_interp.tasks.task import MethodSettings
 
 STEPS = 3

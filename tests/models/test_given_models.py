@@ -8,17 +8,11 @@ import torch
 from conftest import load
 
 import lapa2_interp
-from lapa2_interp import (
-    Layout,
-    TransformersModel,
-    circuits,
-    generate,
-    model_card,
-    teacher_forced,
-)
+from lapa2_interp import Layout, circuits, generate, teacher_forced
 from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.models import TransformersModel, model_card
 from lapa2_interp.models.load import load_transformers
 
 SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 14}
@@ -95,9 +89,11 @@ def calls(model):
 ONLY_LOADED = {
     "cell_of": lambda model: cell_of(model, **SETTINGS),
     "model_card": model_card,
-    "probe": lapa2_interp.probe,
-    "find_prefix": lambda model: lapa2_interp.find_prefix(model, "sentiment", "mle", "positive"),
-    "soft_inputs": lambda model: lapa2_interp.soft_inputs(model, [], []),
+    "probe": lapa2_interp.models.probe,
+    "find_prefix": lambda model: lapa2_interp.prefixes.find_prefix(
+        model, "sentiment", "mle", "positive"
+    ),
+    "soft_inputs": lambda model: lapa2_interp.attention.soft_inputs(model, [], []),
 }
 
 

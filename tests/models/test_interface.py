@@ -6,12 +6,14 @@ import torch
 from conftest import cell_of, decode, load, plan, soft_set
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from lapa2_interp import Augmentation, Layout, augmented, load_task, model_card
+from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError
 from lapa2_interp.attention.cache import padded_ids
 from lapa2_interp.attention.neurons import assert_neurons_live
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
+from lapa2_interp.methods import load_task
+from lapa2_interp.models import model_card
 from lapa2_interp.models.card import TransformersModel, network_of
 
 PLAIN = "TransformersModel"

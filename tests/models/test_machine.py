@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from lapa2_interp import load_model, model_card
+from lapa2_interp import load_model
 from lapa2_interp._util.errors import GridError, ModelError
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
-from lapa2_interp.models import machine
+from lapa2_interp.models import machine, model_card
 from lapa2_interp.models.machine import (
     faster_dtype,
     kind_of,
@@ -26,6 +26,7 @@ from lapa2_interp.runs.sweep import load_grids
 
 GRID = """
 model = "tiny-gpt2"
+augmentation = "none"
 dtype = "auto"
 task = "sentiment"
 prompts = 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import HAS_HOOKED, TINY, load
 
-from lapa2_interp import Layout, generate, load_model, load_tokenizer, model_card
+from lapa2_interp import Layout, generate, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import TextMarkers, text_markers
@@ -18,7 +18,7 @@ from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
-from lapa2_interp.models import probe, smollm2
+from lapa2_interp.models import load_tokenizer, model_card, probe, smollm2
 from lapa2_interp.models.card import UNNAMED, context_of
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.sizes import model_size

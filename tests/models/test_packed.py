@@ -10,13 +10,14 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 import lapa2_interp
-from lapa2_interp import Augmentation, Layout, load_model, load_run, load_task
+from lapa2_interp import Augmentation, Layout, load_model, load_run
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import model_card, network_of
 from lapa2_interp.models.prepacked import (
     _kept,

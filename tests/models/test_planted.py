@@ -7,9 +7,10 @@ import pytest
 import torch
 from conftest import MODEL_CLASSES, generate
 
-from lapa2_interp import Augmentation, Layout, augmented, load_model, model_card
+from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.hooked import PATTERN
+from lapa2_interp.models import model_card
 from lapa2_interp.models.planted import (
     FILLERS,
     NEGATIVE,

@@ -17,7 +17,7 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from lapa2_interp import Augmentation, Layout, augmented, model_card, teacher_forced
+from lapa2_interp import Augmentation, Layout, augmented, teacher_forced
 from lapa2_interp._util.errors import GridError, LayoutError, ModelError, ScoringError
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
@@ -28,6 +28,7 @@ from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods.registry import find
+from lapa2_interp.models import model_card
 from lapa2_interp.models.card import network_of, short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.rotary import watch

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from conftest import generate, load
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import Augmentation
 from lapa2_interp.attention.tables import pooled
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.theory import fit_decay
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 
 

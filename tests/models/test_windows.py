@@ -10,15 +10,7 @@ import torch
 from conftest import cell_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lapa2_interp import (
-    Augmentation,
-    Layout,
-    augmented,
-    generate,
-    load_model,
-    load_task,
-    teacher_forced,
-)
+from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, LayoutError, ModelError, TraceError
 from lapa2_interp.attention.cache import open_rows, padded_ids
 from lapa2_interp.attention.hooked import on_scores
@@ -28,6 +20,7 @@ from lapa2_interp.bias.keys_seen import FULL, KeysSeen, layers_in_words
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.plan import plan
+from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import keys_seen, keys_seen_by, model_card
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.propositions import by_alpha

@@ -14,6 +14,8 @@ from lapa2_interp.stats import Difference
 
 GRID = """
 model = "tiny-gpt2"
+trace = "pooled"
+augmentation = "none"
 dtype = "float32"
 length = 32
 [[block]]

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 from conftest import load
 
-from lapa2_interp import load_task
 from lapa2_interp._util.errors import DataError, GridError, RunError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.recipes import families, read_recipes, recipe, strength_of
+from lapa2_interp.methods import load_task
 from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
 from lapa2_interp.paper.steering_prompts import chosen, read_neutral
 from lapa2_interp.runs.generate import make_cells
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
 GRID = """
 model = "tiny-gpt2"
+augmentation = "none"
 dtype = "float32"
 method = { name = "prefix", prefixes = "hard" }
 length = 44

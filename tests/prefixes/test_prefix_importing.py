@@ -9,10 +9,10 @@ import torch
 from conftest import generate, load, soft_prefix
 from safetensors.torch import save_file
 
-from lapa2_interp import load_task
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.prefixes.importing import import_prefix

@@ -9,11 +9,12 @@ import torch
 from conftest import generate, load, plan, run_of, soft_prefix, soft_set
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented, load_task
+from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import LayoutError, PrefixError
 from lapa2_interp._util.files import with_checksums, without_checksums
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.card import is_bridge, model_card
 from lapa2_interp.models.load import bridge_of, load_tokenizer

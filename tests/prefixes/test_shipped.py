@@ -9,9 +9,11 @@ import pytest
 import torch
 from conftest import generate, load
 
-from lapa2_interp import Augmentation, load_task, model_card
+from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import PrefixError
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.models import model_card
 from lapa2_interp.prefixes.soft_prefix import SHIPPED, cards, find_prefix, load_prefix, set_folder
 
 

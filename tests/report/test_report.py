@@ -31,6 +31,8 @@ from lapa2_interp.runs.store import SAMPLES, Failure
 from lapa2_interp.runs.sweep import sweep
 
 GRID = """model = "tiny-gpt2"
+dtype = "float32"
+augmentation = "none"
 task = "sentiment"
 attribute = "positive"
 prompts = 2

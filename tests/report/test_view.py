@@ -17,12 +17,13 @@ import pytest
 from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
 
-from lapa2_interp import load_task, view
 from lapa2_interp._util.errors import CircuitError, RunError, TraceError
 from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
+from lapa2_interp.methods import load_task
+from lapa2_interp.report import view
 from lapa2_interp.report.packing import FLOOR, pack, precision, quantised, restored
 from lapa2_interp.report.reading import read_study
 from lapa2_interp.report.viewer import MODULE

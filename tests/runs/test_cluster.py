@@ -30,6 +30,9 @@ from lapa2_interp.runs.sweep import sweep
 
 GRID = """
 model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
+augmentation = "none"
 task = "sentiment"
 attribute = "positive"
 prompts = 4

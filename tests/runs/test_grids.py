@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from conftest import load, soft_set
 
-from lapa2_interp import load_task
 from lapa2_interp._util.errors import GridError, ModelError
 from lapa2_interp._util.progress import format_duration
 from lapa2_interp.bias.layout import Layout
@@ -22,6 +21,8 @@ from lapa2_interp.bias.recipes import RECIPES, name_of, read_recipes
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, Cell
 from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.settings import CellSettings
+from lapa2_interp.methods import load_task
 from lapa2_interp.methods.base import Soft
 from lapa2_interp.models.machine import measured, remember
 from lapa2_interp.models.smollm2 import smollm2_folder
@@ -42,10 +43,13 @@ from lapa2_interp.runs.estimates import (
     plan_seconds,
     seconds,
 )
-from lapa2_interp.runs.grid import EXAMPLE, GRIDS, Block, built_in, load_grid, parse_changes
+from lapa2_interp.runs.grid import EXAMPLE, GRIDS, built_in, load_grid, parse_changes
 
 TINY = """
 model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
+augmentation = "none"
 task = "sentiment"
 prompts = 2
 samples = 1
@@ -1094,5 +1098,5 @@ def test_grids_as_json_are_their_cells(capsys):
 
 def test_every_key_of_a_grid_is_one_of_a_cell_or_decides_one():
     """Whoever adds a key has to say what it does to a cell."""
-    assert set(Block.model_fields) - set(Cell.model_fields) == {"prompts", "wording"}
+    assert set(CellSettings.model_fields) - set(Cell.model_fields) == {"prompts", "prefix", "alpha"}
     assert set(CHANGES) == set(Cell.model_fields) - {"label"}  # which decides no text

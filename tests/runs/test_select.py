@@ -5,8 +5,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp import Augmentation, load_run, step_table
+from lapa2_interp import Augmentation, load_run
 from lapa2_interp._util.errors import RunError, TraceError
+from lapa2_interp.attention import step_table
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells

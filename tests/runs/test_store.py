@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 from conftest import LOWEST, load, run_of, unpack
 
-from lapa2_interp import Augmentation, Layout, generate, load_run, load_task
+from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
     Lapa2Error,
     LayoutError,
@@ -27,6 +27,7 @@ from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, _with_slot
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods import load_task
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess

@@ -59,6 +59,9 @@ from lapa2_interp.tasks import task as tasks
 
 HEAD = """
 model = "tiny-gpt2"
+dtype = "float32"
+trace = "pooled"
+augmentation = "none"
 task = "sentiment"
 attribute = "positive"
 prompts = 3
@@ -707,7 +710,7 @@ def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
 def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path):
     from conftest import soft_prefix, soft_set
 
-    from lapa2_interp import load_task
+    from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes.soft_prefix import save_prefix
 
     model = load("tiny-gpt2")
@@ -1578,7 +1581,7 @@ def test_a_manifest_has_the_sha_of_its_soft_prefixes(tmp_path):
 
     from conftest import soft_set
 
-    from lapa2_interp import load_task
+    from lapa2_interp.methods import load_task
 
     folder = soft_set(tmp_path / "set", load("tiny-gpt2"), load_task("sentiment"))
     (tmp_path / "g.toml").write_text(

@@ -656,7 +656,7 @@ def test_a_cell_of_empty_texts_is_in_the_table_of_distinct():
 def test_lengths_are_cut_from_one_run():
     from conftest import load, run_of
 
-    from lapa2_interp import load_task
+    from lapa2_interp.methods import load_task
     from lapa2_interp.methods import registry as methods
 
     def run(length):

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lapa2_interp import load_tokenizer
 from lapa2_interp._util.errors import TaskError
 from lapa2_interp.generation.banned_words import BannedWords
+from lapa2_interp.models import load_tokenizer
 from lapa2_interp.runs.texts import in_parts
 from lapa2_interp.scoring.agreement import LENGTHS
 from lapa2_interp.scoring.distinct import Repetition, distinct, token_lists
