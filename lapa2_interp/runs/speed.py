@@ -33,50 +33,33 @@ and of the last, and take the least of three runs: samples x (length - 1) / (las
 
 from __future__ import annotations
 
-import copy
 import importlib.metadata
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan, nan
+from math import isnan
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Int
-from torch import Tensor
-from torch.nn import Linear
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM as AutoModel
-from transformers import GPT2Config, LlamaConfig, LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import DynamicCache
-from transformers.pytorch_utils import Conv1D
+from transformers import GPT2Config, LlamaConfig
 
 from lapa2_interp._util.errors import ModelError, RunError, pluralize, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.generation import loop
 from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.base import Method
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import (
     Model,
     TransformersModel,
     keep_card,
     make_card,
-    model_card,
-    network_of,
 )
-from lapa2_interp.models.liveness import SCORES
 from lapa2_interp.models.load import bridge_of, load_tokenizer, load_transformers, move
 from lapa2_interp.models.machine import (
     default_device,
@@ -85,8 +68,21 @@ from lapa2_interp.models.machine import (
     n_threads,
     resolve_dtype,
 )
-from lapa2_interp.models.prepacked import can_pack, prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
+from lapa2_interp.runs.contenders import (
+    ALPHA,
+    PARTS,
+    Clock,
+    Products,
+    Subject,
+    Timing,
+    time_parts,
+    time_run,
+    untied_copy,
+    with_our_loop,
+    with_transformer_lens,
+    with_transformers,
+)
 
 Contender = Literal[
     "transformers-eager",
@@ -108,13 +104,10 @@ CONFIGS: Mapping[str, tuple[type, dict[str, Any]]] = {
 """Shapes with random weights, as transformers' configurations; the others are loaded by name."""
 SAMPLES = {True: (3, 24), False: (1, 4, 20)}
 """Default numbers of samples of a method of one branch, and of several."""
-ALPHA = 0.5
 TEXT, MORE = "The lake was calm and the sky was clear", " and the lake was calm"
 """What a prompt begins with, and what is repeated behind it."""
 WARM = 3
 """Tokens of the text that is not timed."""
-PARTS = ("products", "attention", "bias", "trace", "combine", "draw", "rest")
-"""Parts of a step in `--breakdown`."""
 
 
 @dataclass(frozen=True)
@@ -197,331 +190,6 @@ COLUMNS = {
 """Columns beside a setting's fields and `contender`."""
 
 
-# --- what is timed
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds until the first token, and per step after it."""
-
-    prompt: float
-    step: float
-    note: str = ""
-
-
-@dataclass
-class Subject:
-    """A model in the forms that contenders need; all share one set of weights.
-
-    Attributes:
-        model: The bridge.
-        plain: transformers alone.
-        direct: The `TransformersModel`.
-    """
-
-    model: Model
-    plain: Any
-    direct: Model
-
-    @property
-    def device(self) -> torch.device:
-        return self.plain.device
-
-
-class Clock(tqdm):
-    """A progress bar that shows nothing and notes when it is advanced first."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(disable=True)
-        self.device, self.first = device, nan
-
-    def now(self) -> float:
-        """Seconds, when the device has done what it was told."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return perf_counter()
-
-    def update(self, n: int | float | None = 1) -> None:
-        if isnan(self.first):
-            self.first = self.now()
-
-
-def _timed(run: Callable[[Clock], None], device: torch.device, steps: int) -> Timing:
-    clock = Clock(device)
-    began = clock.now()
-    run(clock)
-    ended = clock.now()
-    return Timing(clock.first - began, (ended - clock.first) / steps)
-
-
-def _prompts(todo: Plan, device: torch.device) -> list[Int[Tensor, "sample _"]]:
-    """By branch, the ids that every sample of the one prompt reads first."""
-    return [
-        torch.tensor([layouts[0].ids] * todo.cell.samples, device=device)
-        for layouts in todo.layouts
-    ]
-
-
-def _one_after_another(
-    read: Callable[[int, Tensor, DynamicCache], Any],
-    prompts: Sequence[Int[Tensor, "sample _"]],
-    length: int,
-    clock: Clock,
-) -> None:
-    """Read given tokens step by step, in every step one branch after another.
-
-    Args:
-        read: Given the branch's number, tokens [sample, query] and its cache, makes the last
-            position's logits.
-    """
-    n_ids = int(max(ids.max() for ids in prompts)) + 1
-    given = torch.arange(len(prompts[0]) * length, device=prompts[0].device) % n_ids
-    tokens = given.view(-1, length)  # sample step
-    caches = [DynamicCache() for _ in prompts]
-    for i, (ids, cache) in enumerate(zip(prompts, caches, strict=True)):
-        read(i, ids, cache)
-    clock.update()
-    for step in range(length - 1):
-        for i, cache in enumerate(caches):
-            read(i, tokens[:, step : step + 1], cache)
-
-
-def _transformers(subject: Subject, todo: Plan, implementation: str, clock: Clock) -> None:
-    network, prompts = subject.plain, _prompts(todo, subject.device)
-    network.set_attn_implementation(implementation)
-    if len(prompts) > 1:
-        _one_after_another(
-            lambda _, ids, cache: network(ids, past_key_values=cache, logits_to_keep=1).logits,
-            prompts,
-            todo.steps[0],
-            clock,
-        )
-        return
-    network.generate(
-        prompts[0],
-        attention_mask=torch.ones_like(prompts[0]),
-        do_sample=True,
-        top_k=todo.cell.top_k,
-        max_new_tokens=todo.steps[0],
-        min_new_tokens=todo.steps[0],
-        pad_token_id=subject.model.tokenizer.pad_token_id,
-        logits_processor=LogitsProcessorList([_Notice(clock)]),
-    )
-
-
-class _Notice(LogitsProcessor):
-    """Advances a clock when logits are there."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.clock.update()
-        return scores
-
-
-def _transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
-    model, spans = subject.model, [layouts[0].prefix for layouts in todo.layouts]
-    branch = 0
-
-    def boost(scores: Tensor, hook: Any) -> Tensor:
-        scores[..., spans[branch].start : spans[branch].stop] += ALPHA
-        return scores
-
-    def read(i: int, ids: Tensor, cache: DynamicCache) -> Tensor:
-        nonlocal branch
-        branch = i
-        return model(ids, past_key_values=cache, logits_to_keep=1)
-
-    hooks = [(SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
-    with model.hooks(fwd_hooks=hooks):
-        _one_after_another(read, _prompts(todo, subject.device), todo.steps[0], clock)
-
-
-def _ours(model: Model, todo: Plan, packing: str, clock: Clock) -> None:
-    model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
-    loop.run_plan(model, todo, progress=clock)
-
-
-class Products:
-    """The matrix products of one step, and how fast they can be.
-
-    Args:
-        network: A transformers model; its weights are used as they are.
-        rows: Rows of the step.
-    """
-
-    def __init__(self, network: Any, rows: int) -> None:
-        self.network = _twin(network)
-        self.layers: list[Any] = []  # in the order a pass uses them
-        marks = [
-            layer.register_forward_hook(lambda layer, *_: self.layers.append(layer))
-            for layer in self.network.modules()
-            if isinstance(layer, (Linear, Conv1D))
-        ]
-        device = network.device
-        self.network(torch.zeros(1, 1, dtype=torch.long, device=device))
-        for mark in marks:
-            mark.remove()
-        self.inputs = {
-            n: torch.randn(rows, n, dtype=network.dtype, device=device)
-            for n in {_size(layer)[1] for layer in self.layers}
-        }  # by width: row in
-        self.clock = Clock(device)
-        self.least: dict[str, dict[str, float]] = {}
-
-    def time(self) -> Timing:
-        """Do the products of a step, in the order of a pass, in each way there is.
-
-        Returns:
-            The sum over shapes of the quickest way's least seconds so far.
-        """
-        self._pass("F.linear", lambda layer, x: layer(x))
-        if all(can_pack(layer.weight) for layer in self.layers):
-            self._pass("oneDNN", _onednn)
-            with prepacked(self.network, "all"):
-                self._pass("packed", lambda layer, x: layer(x))
-        won = {
-            shape: min(self.least, key=lambda way: self.least[way][shape])
-            for shape in next(iter(self.least.values()))
-        }
-        return Timing(
-            nan,
-            sum(self.least[way][shape] for shape, way in won.items()),
-            ", ".join(f"{shape}: {way}" for shape, way in won.items()),
-        )
-
-    def _pass(self, way: str, product: Callable[[Any, Tensor], Tensor]) -> None:
-        """Time one way: on a CPU each shape, elsewhere the pass as a whole."""
-        on_cpu = self.network.device.type == "cpu"
-        for layer in self.layers:  # the first pass packs and warms up
-            product(layer, self.inputs[_size(layer)[1]])
-        spent: dict[str, float] = defaultdict(float)
-        began = self.clock.now()
-        for layer in self.layers:
-            out, n = _size(layer)
-            product(layer, self.inputs[n])
-            if on_cpu:
-                ended = perf_counter()
-                spent[f"{out}x{n}"] += ended - began
-                began = ended
-        if not on_cpu:
-            spent["all shapes"] = self.clock.now() - began
-        before = self.least.setdefault(way, {})
-        self.least[way] = {k: min(v, before.get(k, v)) for k, v in spent.items()}
-
-
-def _size(layer: Any) -> tuple[int, int]:
-    """(out, in) of a linear layer."""
-    out, n = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
-    return int(out), int(n)
-
-
-def _onednn(layer: Any, x: Tensor) -> Tensor:
-    """A linear layer by oneDNN, its weight as it lies."""
-    weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
-
-
-def _twin(network: Any) -> Any:
-    """A copy of a network's modules that shares its weights."""
-    return copy.deepcopy(network, memo={id(each): each for each in network.parameters()})
-
-
-# --- parts of a step
-
-
-@dataclass
-class Ledger:
-    """Seconds by part, each without the parts inside it."""
-
-    clock: Clock
-    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    inside: list[str] = field(default_factory=list)
-    since: float = 0.0
-
-    def book(self) -> None:
-        """Give the time since the last entry to the innermost part."""
-        now = self.clock.now()
-        self.spent[self.inside[-1] if self.inside else "rest"] += now - self.since
-        self.since = now
-
-    def enter(self, part: str) -> None:
-        self.book()
-        self.inside.append(part)
-
-    def leave(self) -> None:
-        self.book()
-        self.inside.pop()
-
-
-class _StartingClock(Clock):
-    """Begins a ledger with the first token."""
-
-    ledger: Ledger
-
-    def update(self, n: int | float | None = 1) -> None:
-        if isnan(self.first):
-            super().update(n)
-            self.ledger.spent.clear()
-            self.ledger.since = self.first
-
-
-def _parts(subject: Subject, todo: Plan) -> dict[str, float]:
-    """Seconds of one step of `prepacked`, by part: clocks stand around linear layers, attention
-    modules, `Bias.add`, `Recorder.observe`, the method and `draw`."""
-    clock = _StartingClock(subject.device)
-    ledger = clock.ledger = Ledger(clock)
-    with _watched(subject.model, todo.method, ledger):
-        _ours(subject.model, todo, "all", clock)
-    ledger.book()
-    steps = todo.steps[0] - 1
-    return {part: ledger.spent[part] / steps for part in PARTS}
-
-
-@contextmanager
-def _watched(model: Model, method: Method, ledger: Ledger) -> Iterator[None]:
-    watched = [
-        *((each, "products") for each in network_of(model).modules() if _is_linear(each)),
-        *((block.attn, "attention") for block in model.blocks),
-    ]
-    functions: tuple[tuple[Any, str, str], ...] = (
-        (Bias, "add", "bias"),
-        (Recorder, "observe", "trace"),
-        (type(method), "combine", "combine"),
-        (type(method), "advance", "combine"),
-        (loop, "_of_branches", "combine"),
-        (loop, "draw", "draw"),
-    )
-    with ExitStack() as undo:
-        for module, part in watched:
-            enter, leave = partial(ledger.enter, part), ledger.leave
-            before = module.register_forward_pre_hook(lambda *_, enter=enter: enter())
-            after = module.register_forward_hook(lambda *_, leave=leave: leave())
-            undo.callback(before.remove)
-            undo.callback(after.remove)
-        for owner, name, part in functions:
-            own, usual = vars(owner).get(name), getattr(owner, name)
-            setattr(owner, name, _within(ledger, part, usual))
-            undo.callback(*((setattr, owner, name, own) if own else (delattr, owner, name)))
-        yield
-
-
-def _within(ledger: Ledger, part: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        ledger.enter(part)
-        try:
-            return usual(*args, **kwargs)
-        finally:
-            ledger.leave()
-
-    return watched
-
-
-def _is_linear(module: Any) -> bool:
-    return isinstance(module, (Linear, Conv1D))
-
-
 # --- the bench
 
 
@@ -595,7 +263,7 @@ def bench(
                     setting = replace(setting, rows=todo.rows)
                     timed += _compare(subject, setting, todo, names, repeats)
                     if breakdown:
-                        parts += _part_rows(setting, _parts(subject, todo))
+                        parts += _part_rows(setting, time_parts(subject, todo))
                 del subject  # before the next is loaded
     return SpeedStudy(
         machine, _with_ratios(pd.DataFrame(timed)), pd.DataFrame(parts) if parts else None
@@ -664,8 +332,8 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
         name = shape
         network, tokenizer, weights = load_transformers(shape, dtype)
         move(network, device)
-    plain = _twin(network)  # before the bridge takes the network apart
-    direct: Model = TransformersModel(_twin(network), tokenizer, name)
+    plain = untied_copy(network)  # before the bridge takes the network apart
+    direct: Model = TransformersModel(untied_copy(network), tokenizer, name)
     keep_card(direct, make_card(direct, name, weights))
     return Subject(bridge_of(network, tokenizer, name, weights), plain, direct)
 
@@ -695,12 +363,12 @@ def _compare(
 ) -> list[dict[str, Any]]:
     """Time the contenders of one setting in turns; one row of the table each."""
     runs: dict[str, Callable[[Plan, Clock], None]] = {
-        EAGER: lambda it, clock: _transformers(subject, it, "eager", clock),
-        SDPA: lambda it, clock: _transformers(subject, it, "sdpa", clock),
-        "transformer-lens": lambda it, clock: _transformer_lens(subject, it, clock),
-        "unpacked": lambda it, clock: _ours(subject.model, it, "none", clock),
-        "packed": lambda it, clock: _ours(subject.model, it, "all", clock),
-        "packed-transformers": lambda it, clock: _ours(subject.direct, it, "all", clock),
+        EAGER: lambda it, clock: with_transformers(subject, it, "eager", clock),
+        SDPA: lambda it, clock: with_transformers(subject, it, "sdpa", clock),
+        "transformer-lens": lambda it, clock: with_transformer_lens(subject, it, clock),
+        "unpacked": lambda it, clock: with_our_loop(subject.model, it, "none", clock),
+        "packed": lambda it, clock: with_our_loop(subject.model, it, "all", clock),
+        "packed-transformers": lambda it, clock: with_our_loop(subject.direct, it, "all", clock),
     }
     steps, device = setting.length - 1, subject.device
     products = Products(subject.plain, setting.rows) if ROOFLINE in names else None
@@ -716,7 +384,7 @@ def _compare(
                 elif turn == 0:
                     runs[name](short, Clock(device))
                 else:
-                    new = _timed(partial(runs[name], todo), device, steps)
+                    new = time_run(partial(runs[name], todo), device, steps)
                     old = best.get(name, new)
                     best[name] = Timing(min(new.prompt, old.prompt), min(new.step, old.step))
                 bar.update()

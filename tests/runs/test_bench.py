@@ -18,16 +18,15 @@ from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import network_of
 from lapa2_interp.models.load import load_tokenizer
+from lapa2_interp.runs.contenders import PARTS, prompt_tokens
 from lapa2_interp.runs.speed import (
     COLUMNS,
     CONFIGS,
     MORE,
-    PARTS,
     TEXT,
     Setting,
     _load,
     _plan,
-    _prompts,
     bench,
 )
 
@@ -68,7 +67,7 @@ def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(method):
     assert todo.steps == (4,)
     assert {layout.l_pro for (layout,) in todo.layouts} == {9}
     assert len(todo.groups) == 1
-    for ids in _prompts(todo, torch.device("cpu")):
+    for ids in prompt_tokens(todo, torch.device("cpu")):
         assert torch.allclose(subject.plain(ids).logits, subject.model(ids), atol=1e-4)
     assert (
         subject.plain.get_input_embeddings().weight
