@@ -191,7 +191,7 @@ class Products:
     """
 
     def __init__(self, network: Any, rows: int) -> None:
-        self.network = untied_copy(network)
+        self.network = copy_sharing_weights(network)
         self.layers: list[Any] = []  # in the order a pass uses them
         marks = [
             layer.register_forward_hook(lambda layer, *_: self.layers.append(layer))
@@ -262,7 +262,7 @@ def _onednn(layer: Any, x: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
 
 
-def untied_copy(network: Any) -> Any:
+def copy_sharing_weights(network: Any) -> Any:
     """A copy of a network's modules that shares its weights."""
     return copy.deepcopy(network, memo={id(each): each for each in network.parameters()})
 

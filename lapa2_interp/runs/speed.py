@@ -78,7 +78,7 @@ from lapa2_interp.runs.contenders import (
     Timing,
     time_parts,
     time_run,
-    untied_copy,
+    copy_sharing_weights,
     with_our_loop,
     with_transformer_lens,
     with_transformers,
@@ -332,8 +332,8 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
         name = shape
         network, tokenizer, weights = load_transformers(shape, dtype)
         move(network, device)
-    plain = untied_copy(network)  # before the bridge takes the network apart
-    direct: Model = TransformersModel(untied_copy(network), tokenizer, name)
+    plain = copy_sharing_weights(network)  # before the bridge takes the network apart
+    direct: Model = TransformersModel(copy_sharing_weights(network), tokenizer, name)
     keep_card(direct, make_card(direct, name, weights))
     return Subject(bridge_of(network, tokenizer, name, weights), plain, direct)
 
