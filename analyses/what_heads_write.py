@@ -26,9 +26,9 @@ import sys
 import numpy as np
 
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits.direct import head_logit_attribution
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.models.planted import POSITIVE, planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
@@ -62,8 +62,8 @@ print("the carrier promotes", known.words(*key.heads["carrier"], n=6)[0])
 # %%
 model = load_model(options.model)
 prompts = load_task("sentiment").prompts.texts[:8]
-question = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
-found = head_logit_attribution(model, question)
+contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
+found = head_logit_attribution(model, contrast_set)
 found.parts().round(4)
 
 # %% [markdown]
@@ -91,7 +91,7 @@ for row in found.frame().head(4).itertuples():
 # %%
 top = [[row.layer, row.head] for row in found.frame().head(8).itertuples()]
 exact = knock_out(
-    model, question, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", also=()
+    model, contrast_set, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", also=()
 )
 for (i, j), unit, effect in zip(top, exact.units, exact.effects.mean(0), strict=True):
     direct = found.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]

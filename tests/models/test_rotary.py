@@ -22,8 +22,8 @@ from lapa2_interp._util.errors import GridError, LayoutError, ModelError, Scorin
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import generate, run_plan
 from lapa2_interp.generation.plan import plan
