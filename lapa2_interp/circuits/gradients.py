@@ -54,7 +54,7 @@ from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.statistics import ranks
 from lapa2_interp.circuits.units import head_pairs, make_units
-from lapa2_interp.models.card import Model, is_bridge, plain_network
+from lapa2_interp.models.card import Model, check_weights_read, is_bridge, plain_network
 from lapa2_interp.models.liveness import PATTERN, SCORES
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import bounds

@@ -1026,7 +1026,7 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     with pytest.raises(CircuitError, match="at least once for each size; found seeds=0"):
         joint_curve(model, table, sizes=(1,), seeds=0)
     own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
-    with pytest.raises(CircuitError, match="'mine' is a function of your own; give it again"):
+    with pytest.raises(CircuitError, match="'mine' is a custom function; give it again"):
         joint_curve(model, own, sizes=(1,))
     parts = knock_out(model, asked, over="head x position", also=())
     twice = knock_out(model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], also=())
@@ -1097,7 +1097,7 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
     asked = contrast_set(model)
     for span in ("bos", "released", ((0, 2),)):
         rule = Augmentation(alpha=0.5, span=span, phase="all_queries")
-        for instrument in (control, attribution, head_logit_attribution):
+        for instrument in (control_score, attribution, head_logit_attribution):
             with pytest.raises(
                 CircuitError, match="acts on queries inside it .phase 'all_queries'"
             ):
@@ -1107,7 +1107,7 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
         model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="all_queries")
     )
     pooled = Augmentation(alpha=1, law="ratio", tau=0.3, pooled=True)
-    for instrument in (control, attribution, head_logit_attribution):
+    for instrument in (control_score, attribution, head_logit_attribution):
         with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
             instrument(model, asked, augmentation=pooled)
 

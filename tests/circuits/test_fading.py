@@ -1,7 +1,6 @@
 """Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
 readings that must change nothing."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from lapa2_interp.circuits.fading import (
     VERDICTS,
     _CachedForward,
     _held,
-    _scored,
+    _with_filler,
     measure_fading,
 )
 from lapa2_interp.circuits.metrics import METRICS
@@ -85,15 +84,16 @@ def test_dilution_is_hold_where_scores_are_constant(planted_fading):
 
 
 def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
-    module = importlib.import_module("lapa2_interp.circuits.fading")  # the package has the function
+    from lapa2_interp.circuits import fading as module
+
     file, read = tmp_path / "kept", []
 
     def once(model, examples, *rest):
         read.append(len(examples))
         return made(model, examples, *rest)
 
-    made = module._read
-    monkeypatch.setattr(module, "_read", once)
+    made = module._measure_batch
+    monkeypatch.setattr(module, "_measure_batch", once)
     first = found_of(filler=(8,), batch_size=4, file=file)
     lines = file.read_text().splitlines()
     assert len(lines) == 1 + len(read) > 3
@@ -129,32 +129,32 @@ def test_verdicts_of_the_planted_models(planted_fading):
 def test_a_reading_held_at_its_own_mass_is_unchanged():
     model = load("planted")
     (example, *_) = ContrastSet.of(model, "sentiment", tokens=12).examples
-    reading = _CachedForward(model, [_scored(example, 8, 4)], 4)
+    forward = _CachedForward(model, [_with_filler(example, 8, 4)], 4)
     with torch.no_grad():
-        plain = reading.logits()
+        plain = forward.logits()
         every = torch.ones(2, 4, dtype=torch.bool)
-        held = reading.logits(_held(dict(reading.log_odds)), every)
+        held = forward.logits(_held(dict(forward.log_odds)), every)
         assert (held - plain).abs().max() < 1e-5
-        twice = {layer: odds + math.log(2) for layer, odds in reading.log_odds.items()}
-        assert (reading.logits(_held(twice), every) - plain).abs().max() > 0.1
+        twice = {layer: odds + math.log(2) for layer, odds in forward.log_odds.items()}
+        assert (forward.logits(_held(twice), every) - plain).abs().max() > 0.1
 
 
 def test_every_head_gets_the_mass_it_had_near():
     """Held in all heads at once, read at the pattern."""
     model = load("planted")
     (example, *_) = ContrastSet.of(model, "sentiment", tokens=40).examples
-    near, far = (_CachedForward(model, [_scored(example, f, 4)], 4) for f in (1, 30))
+    near, far = (_CachedForward(model, [_with_filler(example, f, 4)], 4) for f in (1, 30))
     every, masses = torch.ones(2, 4, dtype=torch.bool), []
 
-    def watched(reading, rule=None):
+    def watched(forward, rule=None):
         seen = {}
         hooks = [
             (f"blocks.{layer}.attn.hook_pattern", lambda pattern, hook, layer=layer: seen.update(
-                {layer: pattern[..., reading.prefix.start : reading.prefix.stop].sum(3)}))
+                {layer: pattern[..., forward.prefix.start : forward.prefix.stop].sum(3)}))
             for layer in range(2)
         ]  # fmt: skip
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-            reading.logits(rule, every)
+            forward.logits(rule, every)
         return torch.stack([seen[layer] for layer in range(2)])
 
     masses = [watched(near), watched(far), watched(far, _held(near.log_odds))]
@@ -174,7 +174,7 @@ def test_every_head_gets_the_mass_it_had_near():
         ({"random": -1}, "random must be 0 sets or more; found -1"),
         ({"metric": ["js", "kl"]}, "one metric at a time; found 2 metrics: js, kl"),
         ({"metric": {}}, "unknown metric 'none'"),
-        ({"at_once": 0}, "at_once must be at least 1, or None for what fits; found 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, or None for what fits; found 0"),
         ({"file": "/"}, "/ is a folder; give a file"),
         ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
     ],
@@ -185,9 +185,8 @@ def test_errors(settings, message):
 
 
 def test_a_window_that_hides_keys_is_refused(monkeypatch):
-    from lapa2_interp.circuits import measure_fading as function
+    from lapa2_interp.circuits import fading as module
 
-    module = __import__("sys").modules[function.__module__]
     monkeypatch.setattr(module, "window_of", lambda model: 30)
     found_of(filler=(8,))
     with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):

@@ -15,10 +15,11 @@ from lapa2_interp._util.errors import CircuitError, ModelError
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits import gradients as module
+from lapa2_interp.circuits import prefilter
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.gradients import attribution, integrated_gradients, without
+from lapa2_interp.circuits.gradients import attribution, cut_pattern, integrated_gradients
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
 from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall, prefiltered_knock_out
@@ -234,7 +235,7 @@ def test_integrals_are_exact_knock_outs(tiny):
     assert errors == sorted(errors, reverse=True)
 
 
-def test_cases_of_any_order_and_number_at_once(tiny):
+def test_cases_of_any_order_and_batch_size(tiny):
     model = load(tiny)
     examples = examples_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
     examples += examples_of(model, n=3, prompts=("ab",), prefixes={"plus": "ab:", "minus": "cd:"})
@@ -242,7 +243,7 @@ def test_cases_of_any_order_and_number_at_once(tiny):
     turned = ContrastSet(tuple(examples[::-1]), words_of(model))
     alone = attribution(model, asked, metric="lex")
     together = attribution(model, turned, metric="lex", batch_size=4)
-    for name in ("slopes", "cut_hats", "whole"):
+    for name in ("slopes", "cut_hats", "control"):
         one, other = getattr(alone, name), getattr(together, name)[::-1]
         assert np.allclose(one, other, rtol=0, atol=1e-5 * np.nanmax(np.abs(one)), equal_nan=True)
     # The prefix of the last case is shorter.
@@ -462,14 +463,14 @@ def test_the_draw_depends_on_the_seed_alone(monkeypatch):
     """And there may be fewer others than are asked for."""
     model, asked, drawn = load("tiny-gpt2"), contrast_set(load("tiny-gpt2"), n=2), []
     found = attribution(model, asked)
-    monkeypatch.setattr(module, "attribution", lambda *_, **__: found)
-    real = module.knock_out
+    monkeypatch.setattr(prefilter, "attribution", lambda *_, **__: found)
+    real = prefilter.knock_out
 
     def watched(model, contrast_set, units, **settings):
         drawn.append([unit.name for unit in units])
         return real(model, contrast_set, units=units[:1], **settings)
 
-    monkeypatch.setattr(module, "knock_out", watched)
+    monkeypatch.setattr(prefilter, "knock_out", watched)
     for seed in (0, 0, 1, 2):
         prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, also=())
     prefiltered_knock_out(model, asked, n=15, random=1000, also=())
@@ -577,11 +578,11 @@ def test_the_rest_of_a_pattern_is_its_softmax():
     scores[0, 0, 0, 1:3] += 60  # all attention on the span, but for 1e-26
     span, left = Span(1, 3), scores.clone()
     left[..., 1:3] = -torch.inf
-    assert torch.allclose(without(scores.softmax(-1), span), left.softmax(-1), rtol=1e-12)
+    assert torch.allclose(cut_pattern(scores.softmax(-1), span), left.softmax(-1), rtol=1e-12)
     # A learned sink is no key, and takes its part of what is left.
     sink = torch.full((1, 2, 3, 1), 0.5).double()
     whole, rest = (torch.cat([each, sink], -1).softmax(-1)[..., :-1] for each in (scores, left))
-    found = without(whole, span)
+    found = cut_pattern(whole, span)
     assert (found - rest)[0, 1].abs().max() < 1e-12
     assert whole.sum(-1).min() < 0.9 or whole.sum(-1)[0, 1].min() < 0.9
 
@@ -618,7 +619,7 @@ def test_what_has_no_gradient_is_refused():
             ContrastExample(each.prompt, each.attributes, each.layouts, each.text)
             for each in examples
         ]
-        with pytest.raises(CircuitError, match="a case has no raw layout.*other than from_raw"):
+        with pytest.raises(CircuitError, match="an example has no raw layout.*other than from_raw"):
             call(model, bare, metric="from_raw")
 
 

@@ -12,7 +12,7 @@ from transformer_lens import patching as lens
 
 from lapa2_interp import Layout
 from lapa2_interp._util.errors import CircuitError, DeadHookError
-from lapa2_interp.circuits import patching
+from lapa2_interp.circuits import patch_nodes
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words
 from lapa2_interp.circuits.patch_nodes import HOOKS, NODES, PREFIX_NODES
@@ -494,7 +494,7 @@ def test_sets_are_patched_together():
     assert (effect(found, ("both",)) > effect(found, ("carrier",)) + 0.1).all()
     assert found.frame()["name"].tolist() == ["both", "carrier"]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
-    with pytest.raises(CircuitError, match="sets of places have no map"):
+    with pytest.raises(CircuitError, match="sets of units have no map"):
         found.map()
 
 
@@ -584,7 +584,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
             patch(of, contrast, *given, **settings)
 
     three = contrast_set(model, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
-    refused("between two branches; found a, b, c; give cases of two", contrast=three)
+    refused("between two branches; found a, b, c; give examples of two", contrast=three)
     refused("unknown node 'zz'; allowed: prefix_kv, .*did you mean 'z'", "zz")
     refused("unknown direction 'up'; allowed: denoise, noise, both", direction="up")
     refused("unknown metric 'js'; allowed: favour, log_prob, or a function", metric="js")
@@ -594,7 +594,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("node head_to_logits takes no slots", "head_to_logits", slots=("prompt",))
     refused("unknown slots 'end'; allowed: prefix, bos", "z", slots=("end",))
     refused("unknown part 'q'; allowed: k, v, kv", parts=("q",))
-    refused("at_once must be at least 1", batch_size=-1)
+    refused("batch_size must be at least 1", batch_size=-1)
     refused("no part; allowed", parts=())
     refused(r"\(0, 4\) of 'x' does not exist; .* layers 0-3, kv_head 0-3", together={"x": [(0, 4)]})
     refused(r"slots prefix, bos", "resid_pre", together={"x": [(0, 3)]})
@@ -617,7 +617,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     with model.hooks(fwd_hooks=skewed):
         refused("resid_mid needs a residual stream that is the sum", "resid_mid")
     monkeypatch.setattr(
-        patching, "_pass", lambda model, examples, rows: torch.zeros(len(rows), 5, 9)
+        patch_nodes, "_forward", lambda model, examples, rows: torch.zeros(len(rows), 5, 9)
     )
     refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, contrast=asked)
 

@@ -13,7 +13,7 @@ from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.selection import Selection, choose, select, sufficient_tokens
+from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
@@ -47,20 +47,20 @@ def test_the_planted_circuit_is_chosen(chosen):
     assert all(low <= mean <= high for mean, low, high in chosen.scores)
 
 
-@pytest.mark.parametrize("by", ["slope", "dla", "mass", "random"])
-def test_other_scores(by, contrast_set):
+@pytest.mark.parametrize("score", ["slope", "dla", "mass", "random"])
+def test_other_scores(score, contrast_set):
     key = planted("planted").heads
-    found = select(load("planted"), contrast_set, score=by, heads=2, metric="lex")
+    found = select(load("planted"), contrast_set, score=score, heads=2, metric="lex")
     assert len(found.heads) <= 2
-    if by in ("slope", "dla"):
+    if score in ("slope", "dla"):
         assert found.heads[0] == key["carrier"]
         assert key["decoy"] not in found.heads
         assert key["suppressor"] in found.suppressors
-    if by == "mass":
+    if score == "mass":
         assert found.heads[0] == key["decoy"], "attention is not control"
-    if by == "random":
+    if score == "random":
         drawn = [
-            select(load("planted"), contrast_set, score=by, heads=2, metric="lex", seed=seed)
+            select(load("planted"), contrast_set, score=score, heads=2, metric="lex", seed=seed)
             for seed in (1, 2, 2, 3, 4)
         ]
         assert len(set(found.heads)) == 2
@@ -131,9 +131,9 @@ def test_random_labels_select_next_to_nothing(contrast_set):
     at = found.units.index(next(u for u in found.units if u.heads == (planted("planted").heads["carrier"],)))  # fmt: skip
     for _ in range(200):
         signs = rng.choice([-1.0, 1.0], (len(effects), 1))
-        carrier += at in choose(signs * effects, 8)[0]
+        carrier += at in choose_units(signs * effects, 8)[0]
     assert carrier <= 18
-    assert at in choose(effects, 8)[0]
+    assert at in choose_units(effects, 8)[0]
 
 
 def test_two_tokens_are_needed_where_a_gate_reads_the_first():
@@ -153,7 +153,7 @@ def test_tokens_that_are_given(contrast_set):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"by": "cat"}, "unknown score 'cat'; allowed: cut"),
+        ({"score": "cat"}, "unknown score 'cat'; allowed: cut"),
         ({"heads": -1}, "heads must be at least 1, or 0 for all"),
         ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
         ({"positions": "first"}, "unknown choice of positions 'first'; allowed: all, auto"),
@@ -163,17 +163,17 @@ def test_tokens_that_are_given(contrast_set):
 )
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
-        select(load("planted"), "sentiment", **({"by": "random"} | settings))
+        select(load("planted"), "sentiment", **({"score": "random"} | settings))
 
 
 def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
     """Scores that need no control say none, unless tokens or Pro-Aug are chosen by it."""
     model = load("planted")
     named = {
-        (by, heads, positions): select(
-            model, contrast_set, score=by, heads=heads, positions=positions, metric="lex"
+        (score, heads, positions): select(
+            model, contrast_set, score=score, heads=heads, positions=positions, metric="lex"
         ).metric
-        for by, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
+        for score, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
     }
     used = {("cut", 1, "all")} | {each for each in named if each[2] == "auto"}
     assert {each for each, metric in named.items() if metric == "lex"} == used

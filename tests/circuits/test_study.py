@@ -102,14 +102,14 @@ def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
     changed = task.model_copy(
         update={"attributes": task.attributes | {"negative": Attribute(prefix="Very bad:")}}
     )
-    model, asked = load("planted"), {"prompts": PROMPTS[:2], "tokens": 4, "notify": str}
+    model, asked = load("planted"), {"prompts": PROMPTS[:2], "tokens": 4, "report": str}
 
     def stops(line):
         if line.startswith("knocking out each head"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_study(model, task, tmp_path, **asked | {"notify": stops})
+        run_study(model, task, tmp_path, **asked | {"report": stops})
     before = {each: each.read_bytes() for each in tmp_path.iterdir()}
     with pytest.raises(
         CircuitError, match="made with other layouts.*: the file of the task has ch"

@@ -326,13 +326,13 @@ def test_soft_prefixes_are_of_short_texts(model):
 
 def test_circuits_stay_within_the_switch(model):
     prefixes = {"good": "good:", "bad": "bad0:"}
-    case = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
+    example = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
     near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
     ContrastSet.of(model, near)
-    with pytest.raises(LayoutError, match="the text behind 'abcd': passes of"):
-        ContrastSet.of(model, case)
+    with pytest.raises(LayoutError, match="the text after 'abcd': passes of"):
+        ContrastSet.of(model, example)
     with pytest.raises(LayoutError, match="beyond 24"):
-        measure_fading(model, [case], filler=(10,), tokens=4, metric="js")
+        measure_fading(model, [example], filler=(10,), tokens=4, metric="js")
     with pytest.raises(LayoutError, match="texts read in one pass"):
         soft_inputs(model, [layout_of(model, LONG)], [None])
 

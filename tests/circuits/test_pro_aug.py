@@ -122,14 +122,14 @@ def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
 
 def test_words_that_are_given_are_those_of_lex(monkeypatch):
     """A selection decides on Pro-Aug by the words it was asked about, not by the task's."""
-    from lapa2_interp.circuits import prompt
+    from lapa2_interp.circuits import pro_aug
 
     model, seen = load("planted"), set()
     monkeypatch.setattr(
-        prompt, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
+        pro_aug, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
     )
     words = {"negative": ids(model, " bad"), "positive": ids(model, " good")}
-    asked = {"by": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
+    asked = {"score": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
     select(model, "sentiment", tokens=2, words=words, **asked)
     assert seen == {(tuple(words["positive"]), tuple(words["negative"]))}
     with pytest.raises(CircuitError, match="words are given for a; the attributes are positive"):
@@ -145,7 +145,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
     model, card = load("planted"), tmp_path / "card.json"
     word = ids(model, " positive" + FILLER)
     settings = {"prompts": PROMPTS, "texts": {prompt: [word] for prompt in PROMPTS}}
-    asked = {"by": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
+    asked = {"score": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
     chosen = select(model, "sentiment", **asked, **settings)
     assert chosen.prompt.boost
     assert chosen.parameters("air-decoding") == {"pro_aug": True}
