@@ -26,9 +26,7 @@ import sys
 import numpy as np
 
 from lapa2_interp import load_model, load_task, model_card
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.control import control_score
-from lapa2_interp.circuits.examples import RAW
+from lapa2_interp.circuits import RAW, ContrastSet, control_score
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 from lapa2_interp.stats import paired_difference
@@ -84,7 +82,7 @@ found.interval("js", None)
 # %%
 behind = {
     source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
-    for source in contrast_set.examples[0].names
+    for source in contrast_set.attributes
 }
 for source, each in {RAW: found, **behind}.items():
     for name in ("js", "llr"):

@@ -22,10 +22,10 @@ import pandas as pd
 
 from lapa2_interp import Cell, load_model, load_task
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.examples import make_examples
-from lapa2_interp.circuits.prefix_attention import (
+from lapa2_interp.circuits import (
+    ContrastSet,
     alpha_at_prefix_attention,
+    make_examples,
     mean_prefix_attention,
     prefix_attention_by_head,
 )

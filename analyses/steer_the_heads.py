@@ -32,11 +32,7 @@ from matplotlib.patches import Rectangle
 from lapa2_interp import Augmentation, load_model, load_task, teacher_forced
 from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength_of
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.control import control_score
-from lapa2_interp.circuits.gradients import attribution
-from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.selection import select
+from lapa2_interp.circuits import METRICS, ContrastSet, attribution, control_score, select
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, interval, judged
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line

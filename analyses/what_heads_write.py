@@ -26,9 +26,7 @@ import sys
 import numpy as np
 
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.logit_attribution import head_logit_attribution
+from lapa2_interp.circuits import ContrastSet, head_logit_attribution, knock_out
 from lapa2_interp.models.planted import POSITIVE, planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 

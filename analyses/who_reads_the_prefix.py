@@ -30,11 +30,13 @@ import pandas as pd
 
 import lapa2_interp
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.joint_knockout import joint_curve
-from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
-from lapa2_interp.circuits.units import make_units
+from lapa2_interp.circuits import (
+    ContrastSet,
+    joint_curve,
+    knock_out,
+    make_units,
+    prefix_attention_by_head,
+)
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
@@ -85,7 +87,9 @@ best_layers = {int(layer) for layer in layers.frame()["layer"].head(3)}
 
 def of_best_layers(over):
     return [
-        unit for unit in make_units(model, contrast_set, over) if unit.where["layer"] in best_layers
+        unit
+        for unit in make_units(model, contrast_set, over)
+        if unit.labels["layer"] in best_layers
     ]
 
 
@@ -149,10 +153,10 @@ rows.round(4)
 
 # %%
 few = [unit for unit in heads.units if unit.heads[0] in set(heads.best(6))]
-for how in ("cut", "zero", "resample", "mean"):
-    again = knock_out(model, contrast_set, units=few, replacement=how)
+for replacement in ("cut", "zero", "resample", "mean"):
+    again = knock_out(model, contrast_set, units=few, replacement=replacement)
     print(
-        f"{how:>9}",
+        f"{replacement:>9}",
         {u.name: round(float(e), 5) for u, e in zip(few, again.effects.mean(0), strict=True)},
     )
 

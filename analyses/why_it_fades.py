@@ -23,8 +23,7 @@ import os
 import sys
 
 from lapa2_interp import load_model, load_task
-from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.selection import select
+from lapa2_interp.circuits import measure_fading, select
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
