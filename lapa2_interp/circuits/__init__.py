@@ -1,5 +1,5 @@
-"""Which heads carry the control: what a prefix does to the next token, how much of it is lost when
-heads cannot see the prefix, and what they write.
+"""Circuits: the heads that carry the control. Distances between the branches' predictions, the
+control lost when heads cannot see the prefix, and the heads' direct effects on the logits.
 
     from lapa2_interp import circuits, load_model
 

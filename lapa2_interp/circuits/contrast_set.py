@@ -80,6 +80,7 @@ class ContrastSet:
                 heads; as `make_examples`.
             LayoutError: A text crosses a switch of the model's rotary factors.
         """
+        # Attention in every layer, with a hook by head.
         model = model_of(model)
         if len(attending := attention_layers(model)) < model.cfg.n_layers:
             raise CircuitError(
@@ -94,6 +95,7 @@ class ContrastSet:
                     f"hook_z of a {config.model_type} model is not by head, as its keys and values"
                     " differ in size; load it as TransformersModel, for methods without hooks"
                 )
+        # Texts within the context.
         contrast_set = cls._of(model, contrast, **settings)
         for example in contrast_set.examples:
             if (n := example.layouts[0].n_live + example.n_steps - 1) > model.cfg.n_ctx:
@@ -107,6 +109,7 @@ class ContrastSet:
 
     @classmethod
     def _of(cls, model: Model, contrast: ContrastLike, **settings: Any) -> ContrastSet:
+        """A contrast set, without checks of the model."""
         given = {name: value for name, value in settings.items() if value is not None}
         if unknown := [name for name in given if name not in (*TASK_SETTINGS, "words")]:
             raise CircuitError(unknown_choice("setting", unknown[0], (*TASK_SETTINGS, "words")))
@@ -162,6 +165,7 @@ class ContrastSet:
 
     @property
     def n_prompts(self) -> int:
+        """Number of different prompts."""
         return len(set(self.prompts))
 
     def by_prompt(

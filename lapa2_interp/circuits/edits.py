@@ -136,24 +136,18 @@ def _forward_rows(
     # Rows that need a copy, and the augmentations of each row.
     first = rows[0][0]
     device = model.cfg.device
-    copied = [
-        i
-        for i, (_, edit, branch) in enumerate(rows)
-        if edit is not None and edit.replacement != "cut" and edit.applies_to(branch)
-    ]
     layouts = [example.layouts[branch] for example, _, branch in rows]
-    rules: list[tuple[Augmentation, ...]] = []
-    for _, edit, branch in rows:
-        cut = edit is not None and edit.replacement == "cut" and edit.applies_to(branch)
-        cuts = (edit.rule,) if cut and edit is not None else ()
-        rules.append((*active_augmentations(named_rules(augmentation)), *cuts))
-    for layout, row, (_, edit, branch) in zip(layouts, rules, rows, strict=True):
-        other = edit is not None and edit.replacement != "cut" and edit.applies_to(branch)
-        for rule in (*row, *((edit.rule,) if other and edit is not None else ())):
+    edits = [each if each and each.applies_to(branch) else None for _, each, branch in rows]
+    copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
+    always = tuple(active_augmentations(named_rules(augmentation)))
+    rules = [
+        (*always, edit.rule) if edit and edit.replacement == "cut" else always for edit in edits
+    ]
+    for layout, edit in zip(layouts, edits, strict=True):
+        for rule in (*always, edit.rule) if edit else always:
             _check_rule(rule, layout)
-    by_step = any(rule.phase == "query" for row in rules for rule in row) or any(
-        edit is not None and edit.phase == "query" for _, edit, _ in rows
-    )
+    phases = {rule.phase for rule in always} | {edit.phase for _, edit, _ in rows if edit}
+    by_step = "query" in phases
     all_layouts = [*layouts, *(layouts[i] for i in copied)]  # copies stand at the end
     prefixes = [example.prefixes[branch] for example, _, branch in rows]
     # The prefix has a forward pass of its own.
@@ -286,14 +280,11 @@ def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int], fro
             where = torch.as_tensor(
                 slots if edit.positions is None else slots[list(edit.positions)]
             )
+            # Rows are (branch, item), stacked.
             item = row % n_items
             names = range(len(rows[0][0].attributes))
-            # Rows are (branch, item), stacked.
-            others = (
-                [each for each in names if each != branch]
-                if edit.replacement == "resample"
-                else names
-            )
+            resample = edit.replacement == "resample"
+            others = [each for each in names if not (resample and each == branch)]
             for part, store in (("k", layer.keys), ("v", layer.values)):
                 if edit.replacement == "zero":
                     if part == "v":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -89,6 +89,7 @@ class ContrastExample:
             raise CircuitError(
                 "circuits need a prefix right after BOS; a chat's span has tokens before it"
             )
+        # Soft prefixes for all layouts, or none.
         if not self.prefixes:
             object.__setattr__(self, "prefixes", (None,) * len(self.attributes))
         slots = [0 if each is None else len(each) for each in self.prefixes]
@@ -132,14 +133,11 @@ class ContrastExample:
     def swapped(self) -> ContrastExample:
         """This example with its two attributes exchanged, the second as target."""
         order = [1, 0, *range(2, len(self.attributes))]
-        return ContrastExample(
-            self.prompt,
-            tuple(self.attributes[i] for i in order),
-            tuple(self.layouts[i] for i in order),
-            self.text,
-            self.source,
-            self.raw,
-            tuple(self.prefixes[i] for i in order),
+        return replace(
+            self,
+            attributes=tuple(self.attributes[i] for i in order),
+            layouts=tuple(self.layouts[i] for i in order),
+            prefixes=tuple(self.prefixes[i] for i in order),
         )
 
     @classmethod

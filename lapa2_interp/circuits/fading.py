@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -442,16 +442,7 @@ def _head_sets(
 
 def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
     """The example with `filler` tokens of its text before the scored ones."""
-    text = example.text[-filler - tokens :]
-    return ContrastExample(
-        example.prompt,
-        example.attributes,
-        example.layouts,
-        text,
-        example.source,
-        None,
-        example.prefixes,
-    )
+    return replace(example, text=example.text[-filler - tokens :], raw=None)
 
 
 def _mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
@@ -579,6 +570,7 @@ class _CachedForward:
         return found.unflatten(0, (-1, self.n))
 
     def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:
+        """The sums that a bias is computed from."""
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         inside = slice(self.prefix.start, self.prefix.stop)
         sink = wide[..., self.bos.start : self.bos.stop].logsumexp(3)

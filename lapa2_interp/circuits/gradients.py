@@ -194,10 +194,9 @@ def attribution(
     control = np.zeros(n)
     slopes = np.full((n, n_layers, n_heads, longest), np.nan)
     cut_hats = np.zeros((n, n_layers, n_heads))
+    most = items_per_batch(model, contrast_set.examples, batch_size)
     with given_bar(progress, contrast_set.n_branch_steps, "attribution", "step") as bar:
-        for group in batches(
-            contrast_set.examples, items_per_batch(model, contrast_set.examples, batch_size)
-        ):
+        for group in batches(contrast_set.examples, most):
             examples = [contrast_set.examples[i] for i in group]
             l_pre, n_branches = examples[0].layouts[0].l_pre, len(examples[0].attributes)
             # One forward pass with a bias of 0, and its gradients.
@@ -207,9 +206,7 @@ def attribution(
                     dtype=model.cfg.dtype, device=model.cfg.device, requires_grad=True,
                 )  # fmt: skip
                 logits, patterns = _forward_with_biases(model, examples, biases, augmentation)
-                value = _differentiable_control(
-                    model, contrast_set, examples, logits, name, function
-                )
+                value = _text_control(model, contrast_set, examples, logits, name, function)
                 by_bias, *by_pattern = torch.autograd.grad(value.sum(), [biases, *patterns])
             control[group] = value.detach().cpu().numpy()
             slopes[group, ..., :l_pre] = by_bias.transpose(0, 1).cpu().numpy()
@@ -287,9 +284,7 @@ def integrated_gradients(
                     biases = torch.where(chosen, b[:, None], 0.0)[..., None]
                     biases = biases.expand(*chosen.shape, example.layouts[0].l_pre)
                     logits, _ = _forward_with_biases(model, examples, biases, augmentation)
-                    value = _differentiable_control(
-                        model, contrast_set, examples, logits, name, function
-                    )
+                    value = _text_control(model, contrast_set, examples, logits, name, function)
                     (slopes,) = torch.autograd.grad(value.sum(), [b])
                 for (i, k), slope in zip(part, slopes.tolist(), strict=True):
                     found[number, i] += weights[k] * slope
@@ -369,7 +364,7 @@ def _forward_with_biases(
     return logits.unflatten(0, (n_branches, len(examples))), patterns
 
 
-def _differentiable_control(
+def _text_control(
     model: Model,
     contrast_set: ContrastSet,
     examples: Sequence[ContrastExample],

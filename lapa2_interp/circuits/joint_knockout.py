@@ -161,7 +161,7 @@ def joint_curve(
             replacement=replacement or table.replacement,
             phase=phase or table.phase,
             metric=metric,
-            also=(),
+            other_metrics=(),
             augmentation=table.augmentation,
             file=None if file is None else _numbered(Path(file), fold),
             progress=progress,

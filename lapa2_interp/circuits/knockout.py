@@ -75,6 +75,7 @@ class KnockOut:
 
     @property
     def n_prompts(self) -> int:
+        """Number of different prompts."""
         return self.contrast_set.n_prompts
 
     @property
@@ -215,7 +216,7 @@ def knock_out(
     replacement: str = "cut",
     phase: Phase = "all_queries",
     metric: str | Metric | Mapping[str, Metric] = "js",
-    also: Sequence[str] | None = None,
+    other_metrics: Sequence[str] | None = None,
     augmentation: Rules = None,
     file: str | Path | None = None,
     batch_size: int | None = None,
@@ -232,7 +233,7 @@ def knock_out(
         phase: "all_queries" (whatever reaches the text, also through the prompt), "last_query",
             "decode", or "query" (the predicting query alone).
         metric: A name of `METRICS`, a function of `Predictions`, or {name: function}.
-        also: Further metrics, from the same passes; by default lex where there are words.
+        other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
             control itself and the two stored units of largest effect are computed again: they must
@@ -248,7 +249,7 @@ def knock_out(
     contrast_set = ContrastSet.of(model, contrast, **settings)
     chosen = metrics_by_name(metric)
     first = next(iter(chosen))
-    more = (("lex",) if contrast_set.words else ()) if also is None else also
+    more = (("lex",) if contrast_set.words else ()) if other_metrics is None else other_metrics
     if further := [name for name in more if name not in chosen]:
         chosen |= metrics_by_name(further)
     wanted = list(units) if units is not None else make_units(model, contrast_set, over)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -373,14 +374,14 @@ def _collect_outputs(model: Model, example: ContrastExample, augmentation: Rules
     hooks: list[tuple[str, Any]] = []
     for layer in range(model.cfg.n_layers):
         hooks += [
-            (f"blocks.{layer}.attn.v.hook_out", _for_layer(on_value, layer)),
-            (PATTERN.format(layer), _for_layer(on_pattern, layer)),
-            (f"blocks.{layer}.mlp.hook_out", _named(add, "mlp")),
+            (f"blocks.{layer}.attn.v.hook_out", partial(on_value, layer=layer)),
+            (PATTERN.format(layer), partial(on_pattern, layer=layer)),
+            (f"blocks.{layer}.mlp.hook_out", partial(add, name="mlp")),
         ]
     hooks += [
-        ("blocks.0.hook_in", _named(add, "embedding")),
-        ("ln_final.hook_in", _named(add, "final")),
-        ("ln_final.hook_scale", _named(add, "scale")),
+        ("blocks.0.hook_in", partial(add, name="embedding")),
+        ("ln_final.hook_in", partial(add, name="final")),
+        ("ln_final.hook_scale", partial(add, name="scale")),
     ]
     with (
         augmented(model, active_augmentations(named_rules(augmentation)), list(example.layouts)),
@@ -390,14 +391,6 @@ def _collect_outputs(model: Model, example: ContrastExample, augmentation: Rules
     return _HeadOutputs(
         parts, mass, sums["mlp"], sums["embedding"], sums["final"], sums["scale"], logits
     )
-
-
-def _for_layer(function: Any, layer: int) -> Any:
-    return lambda tensor, hook: function(tensor, hook, layer)
-
-
-def _named(function: Any, name: str) -> Any:
-    return lambda tensor, hook: function(tensor, hook, name)
 
 
 def _attribute(
@@ -410,7 +403,7 @@ def _attribute(
     """The arrays of `HeadLogitAttribution` for one example."""
     _check_sum(weights, outputs)
     text = torch.tensor([example.text], device=outputs.logits.device)
-    u, bias = _direction(weights, outputs.logits, contrast_set.words, text, along)
+    u, over_vocab = _direction(weights, outputs.logits, contrast_set.words, text, along)
     scale = weights.gamma / outputs.scale  # branch step d_model
 
     def before_norm(direction: Tensor) -> Tensor:
@@ -437,7 +430,7 @@ def _attribute(
     )
     norm = u @ weights.beta if weights.beta is not None else torch.zeros_like(g[..., 0])
     others = [(outputs.mlp * g).sum(2), biases, (outputs.embedding * g).sum(2), norm]
-    chosen = (outputs.logits - weights.unembed_bias) * bias
+    chosen = (outputs.logits - weights.unembed_bias) * over_vocab
     return {
         "direct": torch.stack(direct, dim=2),
         "mass": torch.stack(outputs.mass, dim=2),

@@ -165,6 +165,7 @@ class Patching:
         wanted = parts[0] if part is None else part
         if wanted not in parts:
             raise CircuitError(unknown_choice("part", wanted, parts))
+        # Rows are layers, columns heads, KV heads or slots.
         layers = sorted({unit.labels["layer"] for unit in self.units})
         columns = list(dict.fromkeys(unit.labels[names[0]] for unit in self.units))
         grid = np.full((layers[-1] + 1, len(columns)), np.nan)

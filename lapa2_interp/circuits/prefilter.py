@@ -80,7 +80,7 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
     if gradient.metric != exact.metric:
         raise CircuitError(
             f"the attribution is of metric {gradient.metric!r}, the knock-outs of {exact.metric!r};"
-            " use exact.with_metric(...), or ask for the same"
+            " use exact.with_metric(...), or give both the same metric"
         )
     if gradient.contrast_set != exact.contrast_set:
         raise CircuitError(
@@ -99,9 +99,11 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
     effects = exact.contrast_set.by_prompt(exact.effects).mean(0)
     cut_hats, slopes = (gradient.map(name)[at] for name in ESTIMATES)
     n = min(n, len(pairs))
-    kept, largest = (np.argsort(-np.abs(each), kind="stable") for each in (cut_hats, effects))
-    shared = set(kept[:n].tolist()) & set(largest[:n].tolist())
-    rest = [i for i in largest.tolist() if i not in set(kept[:n].tolist())]
+    by_gradient, largest = (
+        np.argsort(-np.abs(each), kind="stable") for each in (cut_hats, effects)
+    )
+    shared = set(by_gradient[:n].tolist()) & set(largest[:n].tolist())
+    rest = [i for i in largest.tolist() if i not in set(by_gradient[:n].tolist())]
     return PrefilterRecall(
         len(pairs),
         n,
@@ -155,7 +157,7 @@ def prefiltered_knock_out(
     metric: str | Metric | Mapping[str, Metric] = "js",
     replacement: str = "cut",
     phase: Phase = "all_queries",
-    also: Sequence[str] | None = None,
+    other_metrics: Sequence[str] | None = None,
     augmentation: Rules = None,
     file: str | Path | None = None,
     batch_size: int | None = None,
@@ -173,8 +175,8 @@ def prefiltered_knock_out(
         n: Heads chosen by cut_hat.
         random: Heads drawn from the others.
         seed: Seed of the draw.
-        metric, replacement, phase, also, augmentation, file, batch_size, progress: As `knock_out`.
-            cut_hat is always that of "cut" and "all_queries".
+        metric, replacement, phase, other_metrics, augmentation, file, batch_size, progress: As
+            `knock_out`. cut_hat is always that of "cut" and "all_queries".
 
     Raises:
         CircuitError: As `attribution` and `knock_out`; or n is below 1.
@@ -202,7 +204,7 @@ def prefiltered_knock_out(
         replacement=replacement,
         phase=phase,
         metric=metric,
-        also=also,
+        other_metrics=other_metrics,
         augmentation=augmentation,
         file=file,
         batch_size=batch_size,

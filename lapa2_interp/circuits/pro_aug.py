@@ -255,6 +255,7 @@ class _BranchForwards:
         return Layout.of(self.model.tokenizer, text, branch.join + self.prompt, soft=slots)
 
     def _forward(self, branch: Branch) -> tuple[Tensor, Tensor]:
+        """Compute what `forward` gives; a gradient is recorded for the raw branch alone."""
         layout, n = self._layout(branch), self.texts.shape[1]
         with_text = [replace(layout, ids=(*layout.ids, *row[:-1])) for row in self.texts.tolist()]
         inputs = soft_inputs(self.model, with_text, [self.soft.get(branch)] * len(with_text))

@@ -95,6 +95,7 @@ class ResultStore:
             raise CircuitError(
                 f"{path} holds results for other inputs{other}; give another file, or remove it"
             )
+        # The first line holds the inputs, each other line a result.
         intact = []
         for i, line in enumerate(lines[1:], 2):
             try:
@@ -134,6 +135,7 @@ class ResultStore:
             self.file.flush()
 
     def close(self) -> None:
+        """Close the file, which unlocks it."""
         if self.file is not None:
             self.file.close()
 

@@ -335,7 +335,9 @@ def _scores(
 ) -> Float[np.ndarray, "prompt head"]:
     """The score of every head in every prompt."""
     if score == "cut":
-        found = knock_out(model, contrast_set, over="head", metric=metric, also=(), file=file)
+        found = knock_out(
+            model, contrast_set, over="head", metric=metric, other_metrics=(), file=file
+        )
         return contrast_set.by_prompt(found.effects)
     if score == "slope":
         slopes = attribution(model, contrast_set, metric=metric).by_prompt("slope")
@@ -395,7 +397,7 @@ def sufficient_tokens(
     if n <= MAX_EXHAUSTIVE:
         sizes = [list(combinations(range(n), size)) for size in range(1, n)]
     else:
-        alone = knock_out(model, contrast_set, over="position", metric=metric, also=())
+        alone = knock_out(model, contrast_set, over="position", metric=metric, other_metrics=())
         order = np.argsort(-contrast_set.by_prompt(alone.effects).mean(0), kind="stable").tolist()
         sizes = [[tuple(sorted(order[:size]))] for size in range(1, n)]
     # Control with each candidate alone; of one size the best is taken.
@@ -404,7 +406,7 @@ def sufficient_tokens(
             Unit({"name": str(each)}, every, tuple(i for i in range(n) if i not in each))
             for each in candidates
         ]
-        found = knock_out(model, contrast_set, units=units, metric=metric, also=())
+        found = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
         whole = contrast_set.by_prompt(found.control)
         left = whole[:, None] - contrast_set.by_prompt(found.effects)
         share, low, _ = share_interval(left, whole)

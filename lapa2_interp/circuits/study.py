@@ -127,7 +127,7 @@ def run_study(
     table = pd.concat([each.frame() for each in scores.values()])
     write_text(folder / "control.csv", as_csv(table))
     # An estimate of the time. A control score takes a row more than a knock-out, and all metrics.
-    also = ("lex",) if contrast_set.words else ()
+    other_metrics = ("lex",) if contrast_set.words else ()
     kinds = {over: len(make_units(model, contrast_set, over)) for over in TABLES}
     passes = sum(kinds.values()) + VARIANT_COST * min(2 * best, kinds["head"]) + 6 * len(SIZES)
     passes += EDGES * kinds["position"]
@@ -140,7 +140,12 @@ def run_study(
     for over in TABLES:
         report(f"knocking out each {'KV head' if over == 'kv' else over}")
         tables[over] = knock_out(
-            model, contrast_set, over=over, metric="js", also=also, file=folder / f"{over}.jsonl"
+            model,
+            contrast_set,
+            over=over,
+            metric="js",
+            other_metrics=other_metrics,
+            file=folder / f"{over}.jsonl",
         )
         _write_table(tables[over], folder / f"{over}.csv")
     heads = tables["head"]
@@ -165,7 +170,7 @@ def run_study(
             replacement=replacement,
             phase=phase,
             metric="js",
-            also=also,
+            other_metrics=other_metrics,
             file=folder / f"{replacement}-{phase}.jsonl",
         )
         _write_table(variants[name], folder / f"{replacement}-{phase}.csv")
@@ -176,7 +181,7 @@ def run_study(
         contrast_set,
         units=_head_token_units(heads, len(tables["position"].units)),
         metric="js",
-        also=also,
+        other_metrics=other_metrics,
         file=folder / "edge.jsonl",
     )
     _write_table(edges, folder / "edge.csv")
@@ -218,7 +223,7 @@ def run_study(
         "metric": (
             "js, the distance between predictions, ranks heads; shares are of lex, the preference"
             " for the attribute's words; both are means over steps, in nats"
-            if also
+            if other_metrics
             else "js, the distance between predictions, mean over steps, in nats"
         ),
         "intervals": "95 %, over prompts; p corrected for the number of units (max T)",

@@ -37,6 +37,7 @@ class Unit:
 
     @property
     def name(self) -> str:
+        """The labels' values, joined by dots."""
         return ".".join(str(value) for value in self.labels.values())
 
     @property

@@ -63,11 +63,11 @@ def whole_pass(model, layout, text):
         return model(torch.tensor([[*layout.ids, *text[:-1]]]))[0, len(layout) - 1 :]
 
 
-# --- reading
+# --- forward passes
 
 
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
-def test_a_reading_is_the_plain_forward_pass(tiny, model_class):
+def test_logits_are_those_of_the_plain_forward_pass(tiny, model_class):
     model = load(tiny, "float64", model_class)
     for example in examples_of(model):
         (found,), raw = edited_logits(model, [(example, None)], raw=True)[0].unbind(1), None
@@ -302,7 +302,9 @@ def test_shares_of_no_control_are_not_numbers(n):
         assert np.isnan(found).all()
     model = load("tiny-llama")
     same = {"plus": "ab cd:", "minus": "ab cd:"}
-    table = knock_out(model, examples_of(model, prefixes=same), over="layer", metric="js", also=())
+    table = knock_out(
+        model, examples_of(model, prefixes=same), over="layer", metric="js", other_metrics=()
+    )
     assert table.frame()["share"].isna().all()
 
 
@@ -429,7 +431,7 @@ def test_what_cannot_be_asked_is_refused():
 # --- knock-out on the planted model
 
 
-def planted_question(model, name, n, prompts=None, seed=0):
+def planted_contrast_set(model, name, n, prompts=None, seed=0):
     words = attribute_words(model.tokenizer, "sentiment", ("positive", "negative"))
     vocabulary = model.tokenizer.get_vocab()
     known = [vocabulary[word] for word in (*POSITIVE, *NEGATIVE, *FILLERS)]
@@ -443,7 +445,7 @@ def planted_question(model, name, n, prompts=None, seed=0):
 
 
 def expected_effects(key, contrast_set, role):
-    """The closed form of a cut, by case: its mean over steps."""
+    """The closed form of a cut, by example: its mean over steps."""
     found = []
     for example in contrast_set.examples:
         layout = example.layouts[0]
@@ -461,8 +463,8 @@ def expected_effects(key, contrast_set, role):
 )
 def test_planted_effects_are_the_closed_form(name, n):
     model, key = load_planted(name), planted(name)
-    asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
-    table = knock_out(model, asked, metric="lex", also=())
+    asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
     for role, head in key.heads.items():
         found = table.effects[:, places.pop(head)]
@@ -475,8 +477,8 @@ def test_planted_effects_are_the_closed_form(name, n):
 def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     """And never by attention mass: the decoy has most of it."""
     model, key = load_planted(), planted("planted")
-    asked = planted_question(model, "planted", 24)
-    table = knock_out(model, asked, replacement=replacement, metric="lex", also=["js"])
+    asked = planted_contrast_set(model, "planted", 24)
+    table = knock_out(model, asked, replacement=replacement, metric="lex", other_metrics=["js"])
     best = table.best(8)
     assert best[:2] == (key.heads["carrier"], key.heads["relay"])
     assert best[-1] == key.heads["suppressor"]
@@ -487,13 +489,18 @@ def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     assert np.abs(table.effects[:, places[key.heads["decoy"]]]).max() < 1e-5
 
 
-def test_phases_are_part_of_the_question():
+def test_phases_are_part_of_the_key():
     """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
     model, key = load_planted(), planted("planted")
-    asked = planted_question(model, "planted", 12)
+    asked = planted_contrast_set(model, "planted", 12)
     lost = {
         phase: knock_out(
-            model, asked, over={"relay": [key.heads["relay"]]}, phase=phase, metric="lex", also=()
+            model,
+            asked,
+            over={"relay": [key.heads["relay"]]},
+            phase=phase,
+            metric="lex",
+            other_metrics=(),
         ).effects.mean()
         for phase in ("all_queries", "last_query", "decode", "query")
     }
@@ -502,17 +509,17 @@ def test_phases_are_part_of_the_question():
     assert abs(lost["decode"]) < 1e-6
     # At the step that the relay's own query predicts, what it leaves is read at once.
     one = knock_out(
-        model, planted_question(model, "planted", 1), over={"relay": [key.heads["relay"]]},
-        phase="query", metric="lex", also=(),
+        model, planted_contrast_set(model, "planted", 1), over={"relay": [key.heads["relay"]]},
+        phase="query", metric="lex", other_metrics=(),
     )  # fmt: skip
     assert lost["query"] * 12 == pytest.approx(one.effects.mean(), rel=0.2)
 
 
 def test_layers_cells_positions_and_sets():
     model, key = load_planted(), planted("planted")
-    asked = planted_question(model, "planted", 12)
+    asked = planted_contrast_set(model, "planted", 12)
     tables = {
-        over: knock_out(model, asked, over=over, metric="lex", also=())
+        over: knock_out(model, asked, over=over, metric="lex", other_metrics=())
         for over in ("layer", "kv", "position", "head x position")
     }
     assert tables["layer"].frame()["layer"].tolist() == [1, 0]
@@ -533,10 +540,10 @@ def test_layers_cells_positions_and_sets():
 
 def test_self_repair_hides_a_head_that_a_joint_cut_shows():
     model, key = load_planted("planted-backup"), planted("planted-backup")
-    asked = planted_question(model, "planted-backup", 24)
+    asked = planted_contrast_set(model, "planted-backup", 24)
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
-    table = knock_out(model, asked, over=sets, metric="lex", also=())
+    table = knock_out(model, asked, over=sets, metric="lex", other_metrics=())
     alone, hidden, both = table.effects.mean(0)
     assert both > 1.2 * (alone + hidden)
     assert abs(hidden) < 0.05 * both
@@ -544,7 +551,7 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
 
 def test_joint_curves_of_the_planted_model():
     model, key = load_planted(), planted("planted")
-    asked = planted_question(
+    asked = planted_contrast_set(
         model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
     )
     table = knock_out(model, asked, metric="lex")
@@ -563,7 +570,7 @@ def test_joint_curves_of_the_planted_model():
 def test_a_joint_curve_asks_what_the_table_asked():
     """Sizes that a table of few heads does not have are left out; the rest is the table's."""
     model, pairs = load_planted(), planted("planted").heads
-    asked = planted_question(model, "planted", 6, prompts=("The lake", "The book"))
+    asked = planted_contrast_set(model, "planted", 6, prompts=("The lake", "The book"))
     units = [
         Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
     ]
@@ -736,21 +743,21 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
 def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
     """Without one head the planted model has the control it had, but other effects."""
     model, file = load_planted(), tmp_path / "units"
-    asked = planted_question(model, "planted", 12, prompts=("The lake", "The book"))
+    asked = planted_contrast_set(model, "planted", 12, prompts=("The lake", "The book"))
 
     def silent(z, hook):
         z = z.clone()
         z[:, :, 0] = 0
         return z
 
-    kept = knock_out(model, asked, metric="js", also=(), file=file)
-    same = knock_out(model, asked, metric="js", also=(), file=file, batch_size=1)
+    kept = knock_out(model, asked, metric="js", other_metrics=(), file=file)
+    same = knock_out(model, asked, metric="js", other_metrics=(), file=file, batch_size=1)
     assert np.array_equal(kept.effects, same.effects)
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
-        fresh = knock_out(model, asked, metric="js", also=())
+        fresh = knock_out(model, asked, metric="js", other_metrics=())
         assert np.abs(fresh.control - kept.control).max() < 0.01 * kept.control.max()
         with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
-            knock_out(model, asked, metric="js", also=(), file=file)
+            knock_out(model, asked, metric="js", other_metrics=(), file=file)
 
 
 def test_a_function_a_name_or_one_case_is_enough():
@@ -784,7 +791,7 @@ def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatc
 
 def test_few_prompts_give_numbers_and_no_claims():
     model = load_planted()
-    table = knock_out(model, planted_question(model, "planted", 6), metric="lex")
+    table = knock_out(model, planted_contrast_set(model, "planted", 6), metric="lex")
     frame = table.frame()
     assert frame["p"].isna().all()
     assert frame["effect"].notna().all()
@@ -870,8 +877,8 @@ def test_random_labels_select_no_head():
         f"The {word}"
         for word in ("lake", "book", "city", "road", "horse", "movie", "pizza", "country")
     ]
-    asked = planted_question(model, "planted", 4, prompts=prompts)
-    table = knock_out(model, asked, metric="lex", also=())
+    asked = planted_contrast_set(model, "planted", 4, prompts=prompts)
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     rng, selected = np.random.default_rng(0), 0
     assert table.carriers()[["layer", "head"]].to_numpy().tolist()
     for _ in range(200):
@@ -881,11 +888,13 @@ def test_random_labels_select_no_head():
 
 
 def test_swapping_a_case_swaps_its_effect():
-    """What the labelling test relies on: swapped branches negate a case's lex effects exactly."""
+    """What the labelling test relies on: swapped branches negate an example's lex effects exactly."""
     model = load("tiny-gpt2", "float64")
     asked = contrast_set(model)
     turned = ContrastSet(tuple(example.swapped() for example in asked.examples), asked.words)
-    one, other = (knock_out(model, each, metric="lex", also=()) for each in (asked, turned))
+    one, other = (
+        knock_out(model, each, metric="lex", other_metrics=()) for each in (asked, turned)
+    )
     assert np.abs(one.effects + other.effects).max() < 1e-10
 
 
@@ -913,13 +922,13 @@ def test_ranks_shares_and_halves():
     assert pd.notna(share).all()
 
 
-def test_an_augmentation_of_the_user_is_part_of_the_reading():
+def test_an_augmentation_of_the_user_is_part_of_the_forward_pass():
     model = load("tiny-llama", "float64")
     rule = Augmentation(alpha=1.0)
     asked = contrast_set(model)
     plain, boosted = control_score(model, asked), control_score(model, asked, augmentation=rule)
     assert np.abs(plain.values["js"] - boosted.values["js"]).max() > 1e-6
-    table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", also=())
+    table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", other_metrics=())
     assert np.allclose(table.control, boosted.values["js"].mean(1))
 
 
@@ -929,7 +938,7 @@ def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
     file = tmp_path / "kept"
     for over in ("head", "kv", "layer", "position", {"best": [[1, 2]]}, {"best": [[0, 1]]}):
         kept, fresh = (
-            knock_out(model, asked, over=over, metric="lex", also=(), file=place)
+            knock_out(model, asked, over=over, metric="lex", other_metrics=(), file=place)
             for place in (file, None)
         )
         np.testing.assert_allclose(kept.effects, fresh.effects, rtol=1e-5, atol=1e-6)
@@ -1015,7 +1024,7 @@ def test_shares_of_few_prompts_cover(n):
 def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     model = load("tiny-llama")
     asked = contrast_set(model)
-    table = knock_out(model, asked, metric="lex", also=())
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     with pytest.raises(
         CircuitError, match="a joint curve of .* heads needs sizes below that; found 1"
     ):
@@ -1025,11 +1034,13 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
             joint_curve(model, table, sizes=sizes)
     with pytest.raises(CircuitError, match="at least once for each size; found seeds=0"):
         joint_curve(model, table, sizes=(1,), seeds=0)
-    own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
+    own = knock_out(model, asked, metric={"mine": METRICS["js"]}, other_metrics=())
     with pytest.raises(CircuitError, match="'mine' is a custom function; give it again"):
         joint_curve(model, own, sizes=(1,))
-    parts = knock_out(model, asked, over="head x position", also=())
-    twice = knock_out(model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], also=())
+    parts = knock_out(model, asked, over="head x position", other_metrics=())
+    twice = knock_out(
+        model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], other_metrics=()
+    )
     for several in (parts, twice):
         with pytest.raises(CircuitError, match="needs knock-outs of single heads"):
             joint_curve(model, several, sizes=(1,))
@@ -1043,7 +1054,7 @@ def test_a_joint_curve_takes_heads_by_prompts():
     )
     asked = ContrastSet((*[one] * 9, two, three, four), words_of(model))
     units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
-    table = knock_out(model, asked, units=units, metric="lex", also=())
+    table = knock_out(model, asked, units=units, metric="lex", other_metrics=())
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
     found = joint_curve(model, replace(table, effects=effects), sizes=(1,), seeds=1).table
     left = found[found["kind"] == "without"]["left"].iloc[0]
@@ -1064,8 +1075,8 @@ def test_a_key_knows_where_a_prefix_ends():
 def test_noise_is_that_of_the_metric():
     model = load("tiny-llama")
     asked = contrast_set(model)
-    both = knock_out(model, asked, metric="js", also=["lex"])
-    alone = knock_out(model, asked, metric="lex", also=())
+    both = knock_out(model, asked, metric="js", other_metrics=["lex"])
+    alone = knock_out(model, asked, metric="lex", other_metrics=())
     assert both.noise != both.with_metric("lex").noise == alone.noise
     assert both.with_metric("lex").with_metric("js").noise == both.noise
 
@@ -1076,15 +1087,15 @@ def test_what_moved_the_control_moves_no_effect(tmp_path):
 
     model, file = load("tiny-gpt2"), tmp_path / "units"
     asked = contrast_set(model)
-    fresh = knock_out(model, asked, also=())
-    knock_out(model, asked, over="layer", also=(), file=file)
+    fresh = knock_out(model, asked, other_metrics=())
+    knock_out(model, asked, over="layer", other_metrics=(), file=file)
     lines = file.read_text().splitlines()
     at = next(i for i, line in enumerate(lines[1:], 1) if without_checksums(line)[0]["unit"] == "")
     line, _ = without_checksums(lines[at])
     line["values"]["js"] = [1.009 * value for value in line["values"]["js"]]
     lines[at] = with_checksums(line, indent=None).rstrip("\n")
     file.write_text("\n".join(lines) + "\n")
-    found = knock_out(model, asked, also=(), file=file)
+    found = knock_out(model, asked, other_metrics=(), file=file)
     np.testing.assert_allclose(found.control, 1.009 * fresh.control, rtol=1e-6)
     np.testing.assert_allclose(found.effects, fresh.effects, atol=1e-3 * fresh.control.max() / 100)
 

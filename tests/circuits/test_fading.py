@@ -1,5 +1,5 @@
 """Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
-readings that must change nothing."""
+passes that must change nothing."""
 
 import math
 from dataclasses import replace
@@ -126,7 +126,7 @@ def test_verdicts_of_the_planted_models(planted_fading):
     assert set(table["verdict"]) <= set(VERDICTS)
 
 
-def test_a_reading_held_at_its_own_mass_is_unchanged():
+def test_a_forward_pass_held_at_its_own_mass_is_unchanged():
     model = load("planted")
     (example, *_) = ContrastSet.of(model, "sentiment", tokens=12).examples
     forward = _CachedForward(model, [_with_filler(example, 8, 4)], 4)
@@ -211,7 +211,7 @@ def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
 
 
 def test_a_file_of_another_model_is_refused(tmp_path):
-    """A metric of one's own under the same name, or hooks of one's own."""
+    """A custom metric under one name, or custom hooks."""
     file = tmp_path / "kept"
     for factor in (1, 100):
         metric = {"mine": lambda found, factor=factor: factor * METRICS["js"](found)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import hooks_left, load, soft_prefix
-from test_circuits import contrast_set, examples_of, planted_question, words_of
+from test_circuits import contrast_set, examples_of, planted_contrast_set, words_of
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError
@@ -40,7 +40,7 @@ def biased(heads, b, span="prefix"):
 
 
 def difference(model, asked, rule, metrics=TWO):
-    """dD/db by metric and case, from four points (a Llama rounds its norms to float32 in any dtype,
+    """dD/db by metric and example, from four points (a Llama rounds its norms to float32 in any dtype,
     so that they are not closer); rule(b) is the bias b."""
     points = {}
     for b in (-0.1, -0.05, 0.05, 0.1):
@@ -94,7 +94,7 @@ def test_soft_prefixes_have_slopes_too(tiny):
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
     hard = examples_of(model, n=3)[0]
     example = ContrastExample("efg", hard.attributes, layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = ContrastSet((example, hard), words_of(model))  # soft and hard in one question
+    asked = ContrastSet((example, hard), words_of(model))  # soft and hard in one set
     found = attribution(model, asked, metric="lex", batch_size=2)
     heads = ((0, 1), (1, 0), (3, 3))
     for at in heads:
@@ -102,7 +102,7 @@ def test_soft_prefixes_have_slopes_too(tiny):
         assert_close(np.nansum(found.slopes[:, *at], axis=1), expected)
     whole = control_score(model, asked, metrics=("lex",)).values["lex"].mean(1)
     assert np.abs(found.control - whole).max() < 1e-9
-    exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", also=())
+    exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", other_metrics=())
     assert_close(
         integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.effects
     )
@@ -129,12 +129,17 @@ def test_an_augmentation_of_the_user_is_part_of_the_pass():
     ids=["log", "target", "cut"],
 )
 def test_integrals_are_knock_outs_under_an_augmentation(rule):
-    """Under a target, too: b comes on top of it, and later heads read their scores anew."""
+    """Under a target, too: b comes on top of it, and later heads compute their scores again."""
     model, heads = load("tiny-gpt2", "float64"), ((0, 1), (2, 3))
     asked = contrast_set(model, n=4)
     found = integrated_gradients(model, asked, heads, metric="lex", nodes=10, augmentation=rule)
     exact = knock_out(
-        model, asked, over={str(at): [at] for at in heads}, metric="lex", also=(), augmentation=rule
+        model,
+        asked,
+        over={str(at): [at] for at in heads},
+        metric="lex",
+        other_metrics=(),
+        augmentation=rule,
     )
     assert_close(found, exact.effects)
     slopes = attribution(model, asked, metric="lex", augmentation=rule).map("slope")
@@ -145,7 +150,7 @@ def test_integrals_are_knock_outs_under_an_augmentation(rule):
 
 
 def by_hand(model, example):
-    """D of one case by plain passes, and by layer and branch its scores, pattern and dD/dP."""
+    """D of one example by plain passes, and by layer and branch its scores, pattern and dD/dP."""
     kept, logits = [], []
     for layout in example.layouts:
         state = {}
@@ -213,7 +218,7 @@ def test_a_cut_of_heads_that_write_little_is_exact(name):
     last = model.cfg.n_layers - 1
     found = attribution(model, asked, metric="lex")
     heads = {str(head): [(last, head)] for head in range(model.cfg.n_heads)}
-    exact = knock_out(model, asked, over=heads, metric="lex", also=())
+    exact = knock_out(model, asked, over=heads, metric="lex", other_metrics=())
     assert_close(found.cut_hats[:, last], exact.effects, 1e-3)
     slopes = np.nansum(found.slopes[:, last], axis=2)
     assert np.abs(slopes - exact.effects).max() > 0.1 * np.abs(exact.effects).max()
@@ -223,7 +228,9 @@ def test_integrals_are_exact_knock_outs(tiny):
     model = load(tiny, "float64")
     asked = contrast_set(model, n=4)
     heads = ((0, 1), (1, 0), (2, 2), (3, 3))
-    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="js", also=())
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="js", other_metrics=()
+    )
     found = {
         nodes: integrated_gradients(model, asked, heads, metric="js", nodes=nodes, batch_size=20)
         for nodes in (2, 5, 20)
@@ -246,7 +253,7 @@ def test_cases_of_any_order_and_batch_size(tiny):
     for name in ("slopes", "cut_hats", "control"):
         one, other = getattr(alone, name), getattr(together, name)[::-1]
         assert np.allclose(one, other, rtol=0, atol=1e-5 * np.nanmax(np.abs(one)), equal_nan=True)
-    # The prefix of the last case is shorter.
+    # The prefix of the last example is shorter.
     assert np.isnan(alone.slopes[-1, ..., 3:]).all()
     assert not np.isnan(alone.slopes[:-1]).any()
     assert np.isfinite(alone.map("slope")).all()
@@ -290,7 +297,7 @@ def test_equal_prefixes_have_no_gradient_of_js_and_no_nan(tiny):
 
 
 def nudge(key, role, asked, b):
-    """The closed form of D with a bias on a head's view of the prefix, by case: the mean over
+    """The closed form of D with a bias on a head's view of the prefix, by example: the mean over
     steps."""
     found = []
     for example in asked.examples:
@@ -315,7 +322,7 @@ def nudge(key, role, asked, b):
 )
 def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
+    asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
     found = attribution(model, asked, metric="lex")
     slopes = found.slopes.sum(3)
     for role, at in key.heads.items():
@@ -326,7 +333,9 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     assert np.abs(slopes[:, rest]).max() < 1e-6
     assert np.abs(found.cut_hats[:, rest]).max() < 1e-6
     heads = tuple(at for role, at in key.heads.items() if role != "decoy")
-    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
+    )
     # A knock-out can be a sum of parts of both signs: the precision is one of the whole.
     size = np.abs(found.control).max()
     for nodes, precision in ((5, 0.07 if "spread" in name else 0.03), (12, 1e-3)):
@@ -337,9 +346,11 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
 def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
     """Even steps of alpha, which are the nodes for a share of 0, miss more than a tenth of the relay."""
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model, "planted", 24)
+    asked = planted_contrast_set(model, "planted", 24)
     heads = tuple(key.heads.values())
-    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
+    )
     found = integrated_gradients(model, asked, heads, metric="lex")
     assert np.abs(found - exact.effects).max() < 1e-3 * found.max()
     assert found[:, heads.index(key.heads["decoy"])] == pytest.approx(0, abs=1e-6)
@@ -354,7 +365,7 @@ def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
     """What they write falls from gain * A to 0 along the tangent of D in x."""
     name, n = "planted", 64
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, n + 1, prompts=("The lake",))
+    asked = planted_contrast_set(model, name, n + 1, prompts=("The lake",))
     found = attribution(model, asked, metric=AT_THE_END).cut_hats[0]
     l = len(asked.examples[0].layouts[0]) + n
     x, other = key.written(l, 2)
@@ -370,9 +381,9 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     less, all that the relay leaves is needed, and a little less of it would help. So the order is
     good for a prefilter and no more."""
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, 9)
+    asked = planted_contrast_set(model, name, 9)
     found = attribution(model, asked, metric=AT_THE_END)
-    exact = knock_out(model, asked, metric=AT_THE_END, also=())
+    exact = knock_out(model, asked, metric=AT_THE_END, other_metrics=())
     best = found.best(8)
     assert best[:2] == (key.heads["carrier"], key.heads["relay"])
     assert best[-1] == key.heads["suppressor"]
@@ -380,13 +391,13 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     assert abs(found.map()[key.heads["decoy"]]) < 1e-6
     hat, effect = (grid[key.heads["relay"]] for grid in (found.map(), exact.map()))
     assert 0 < hat < 0.5 * effect
-    later = planted_question(model, name, 65)
+    later = planted_contrast_set(model, name, 65)
     hat = attribution(model, later, metric=AT_THE_END).map()[key.heads["relay"]]
     assert (
         hat
         < 0
         < knock_out(
-            model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, also=()
+            model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, other_metrics=()
         ).effects.mean()
     )
 
@@ -401,19 +412,21 @@ def test_recall_is_its_definition():
     exact = knock_out(model, asked, metric="lex")
     effects, hats = exact.map(), found.map()
     order, largest = (np.argsort(-np.abs(grid), axis=None) for grid in (hats, effects))
-    told = prefilter_recall(found, exact, n=4)
-    assert told.heads == effects.size
-    assert told.recall == len(set(order[:4]) & set(largest[:4])) / 4
+    agreement = prefilter_recall(found, exact, n=4)
+    assert agreement.heads == effects.size
+    assert agreement.recall == len(set(order[:4]) & set(largest[:4])) / 4
     missed = order[4:][np.argmax(np.abs(effects).ravel()[order[4:]])]
-    assert told.missed == np.unravel_index(missed, effects.shape)
-    assert told.largest_missed == pytest.approx(effects.ravel()[missed])
+    assert agreement.missed == np.unravel_index(missed, effects.shape)
+    assert agreement.largest_missed == pytest.approx(effects.ravel()[missed])
     from scipy.stats import spearmanr
 
-    assert told.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
-    assert told.slope == pytest.approx(spearmanr(found.map("slope"), effects, axis=None).statistic)
-    assert 0.5 < told.cut_hat < 1
-    assert str(told).startswith(f"{effects.size} heads: Spearman 0.")
-    assert "\n" not in str(told)
+    assert agreement.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
+    assert agreement.slope == pytest.approx(
+        spearmanr(found.map("slope"), effects, axis=None).statistic
+    )
+    assert 0.5 < agreement.cut_hat < 1
+    assert str(agreement).startswith(f"{effects.size} heads: Spearman 0.")
+    assert "\n" not in str(agreement)
     everything = prefilter_recall(found, exact, n=1000)
     assert (everything.n, everything.recall, everything.missed) == (effects.size, 1, None)
     assert str(everything).endswith("none missed")
@@ -423,14 +436,14 @@ def test_recall_is_its_definition():
 
 def test_a_prefilter_that_is_wrong_is_seen_by_recall():
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model, "planted", 64)
+    asked = planted_contrast_set(model, "planted", 64)
     found = attribution(model, asked, metric="lex")
-    exact = knock_out(model, asked, metric="lex", also=())
-    told = prefilter_recall(found, exact, n=2)
+    exact = knock_out(model, asked, metric="lex", other_metrics=())
+    agreement = prefilter_recall(found, exact, n=2)
     # |cut_hat| of the relay is below the suppressor's, its effect above.
-    assert (told.recall, told.missed) == (0.5, key.heads["relay"])
-    assert told.largest_missed == pytest.approx(exact.map()[key.heads["relay"]])
-    made = prefiltered_knock_out(model, asked, n=2, random=0, metric="lex", also=())
+    assert (agreement.recall, agreement.missed) == (0.5, key.heads["relay"])
+    assert agreement.largest_missed == pytest.approx(exact.map()[key.heads["relay"]])
+    made = prefiltered_knock_out(model, asked, n=2, random=0, metric="lex", other_metrics=())
     heads = {unit.heads[0] for unit in made.exact.units}
     assert heads == {key.heads["carrier"], key.heads["suppressor"]}
     assert made.frame()["chosen"].all()
@@ -439,12 +452,14 @@ def test_a_prefilter_that_is_wrong_is_seen_by_recall():
 def test_prefiltered_heads_are_knocked_out_exactly():
     model = load("tiny-gpt2")
     asked = contrast_set(model, n=3)
-    made = prefiltered_knock_out(model, asked, n=2, random=3, metric="lex", also=("js",))
+    made = prefiltered_knock_out(model, asked, n=2, random=3, metric="lex", other_metrics=("js",))
     best = made.attribution.best(2, absolute=True)
     heads = [unit.heads[0] for unit in made.exact.units]
     assert len(set(heads)) == 5
     assert set(best) < set(heads)
-    again = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    again = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
+    )
     assert np.abs(made.exact.effects - again.effects).max() < 1e-6
     assert made.exact.with_metric("js").metric == "js"
     table = made.frame()
@@ -453,9 +468,9 @@ def test_prefiltered_heads_are_knocked_out_exactly():
     assert table["cut_hat"].tolist() == [
         made.attribution.map()[row.layer, row.head] for row in table.itertuples()
     ]
-    told = made.recall
-    assert (told.heads, told.n) == (5, 2)
-    assert told.missed in set(heads) - set(best)
+    agreement = made.recall
+    assert (agreement.heads, agreement.n) == (5, 2)
+    assert agreement.missed in set(heads) - set(best)
     assert prefiltered_knock_out(model, asked, n=1, random=0, metric="lex").recall.missed is None
 
 
@@ -472,8 +487,8 @@ def test_the_draw_depends_on_the_seed_alone(monkeypatch):
 
     monkeypatch.setattr(prefilter, "knock_out", watched)
     for seed in (0, 0, 1, 2):
-        prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, also=())
-    prefiltered_knock_out(model, asked, n=15, random=1000, also=())
+        prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, other_metrics=())
+    prefiltered_knock_out(model, asked, n=15, random=1000, other_metrics=())
     assert drawn[0] == drawn[1] != drawn[2] != drawn[3]
     best = {f"{layer}.{head}" for layer, head in found.best(3, absolute=True)}
     assert all(best < set(names) and len(set(names)) == 8 for names in drawn[:4])
@@ -508,7 +523,7 @@ def test_a_table_a_map_a_drawing():
 
 def test_texts_of_a_prompt_count_as_one():
     model = load("planted")
-    asked = planted_question(model, "planted", 4)
+    asked = planted_contrast_set(model, "planted", 4)
     twice = ContrastSet((*asked.examples, asked.examples[0]), asked.words)
     one, other = (attribution(model, each, metric="lex") for each in (asked, twice))
     assert np.abs(one.map() - other.map()).max() < 1e-6
@@ -637,22 +652,29 @@ def test_other_mistakes_are_refused():
     found = attribution(model, asked)
     over = {"a": [[0, 1]]}
     with pytest.raises(CircuitError, match="single heads.*found 'both'"):
-        prefilter_recall(found, knock_out(model, asked, over={"both": [[0, 0], [0, 1]]}, also=()))
+        prefilter_recall(
+            found, knock_out(model, asked, over={"both": [[0, 0], [0, 1]]}, other_metrics=())
+        )
     with pytest.raises(CircuitError, match="of metric 'js', the knock-outs of 'lex'"):
-        prefilter_recall(found, knock_out(model, asked, over=over, metric="lex", also=()))
+        prefilter_recall(found, knock_out(model, asked, over=over, metric="lex", other_metrics=()))
     with pytest.raises(CircuitError, match="of other texts"):
-        prefilter_recall(found, knock_out(model, contrast_set(model, n=2), over=over, also=()))
+        prefilter_recall(
+            found, knock_out(model, contrast_set(model, n=2), over=over, other_metrics=())
+        )
     with pytest.raises(CircuitError, match="single heads; found '0.0.1'"):
         prefilter_recall(
             found,
             knock_out(
-                model, asked, units=[Unit({"l": 0, "h": 0, "p": 1}, ((0, 0),), (1,))], also=()
+                model,
+                asked,
+                units=[Unit({"l": 0, "h": 0, "p": 1}, ((0, 0),), (1,))],
+                other_metrics=(),
             ),
         )
     shallow = replace(found, cut_hats=found.cut_hats[:, :, :1], slopes=found.slopes[:, :, :1])
     with pytest.raises(
         CircuitError, match=r"head \(0, 1\); the attribution has layers 0-3, heads 0-0"
     ):
-        prefilter_recall(shallow, knock_out(model, asked, over=over, also=()))
+        prefilter_recall(shallow, knock_out(model, asked, over=over, other_metrics=()))
     with pytest.raises(CircuitError, match="at least one head to keep; found n=0"):
-        prefilter_recall(found, knock_out(model, asked, over=over, also=()), n=0)
+        prefilter_recall(found, knock_out(model, asked, over=over, other_metrics=()), n=0)

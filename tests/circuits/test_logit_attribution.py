@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
-from test_circuits import contrast_set, examples_of, planted_question, words_of
+from test_circuits import contrast_set, examples_of, planted_contrast_set, words_of
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError
@@ -78,7 +78,7 @@ def test_a_head_is_its_output_through_the_frozen_norm(tiny):
 @pytest.mark.parametrize("name", ["planted", "planted-gpt2:2"])
 def test_planted_heads_write_what_the_key_says(name):
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, 24)
+    asked = planted_contrast_set(model, name, 24)
     found = head_logit_attribution(model, asked)
     assert gap(found) < 1e-4
     for i, example in enumerate(asked.examples):
@@ -96,7 +96,9 @@ def test_planted_heads_write_what_the_key_says(name):
     assert frame.index[-1] == key.heads["suppressor"]
     # The relay writes for the reader: nothing directly, and much is lost without it.
     assert abs(frame.loc[key.heads["relay"], "direct_all"]) < 1e-5
-    lost = knock_out(model, asked, over={"relay": [key.heads["relay"]]}, metric="lex", also=())
+    lost = knock_out(
+        model, asked, over={"relay": [key.heads["relay"]]}, metric="lex", other_metrics=()
+    )
     assert lost.effects.mean() > 0.5
     # The reader writes from the prompt, not from the prefix; the decoy's mass writes nothing.
     reader = frame.loc[key.heads["reader"]]

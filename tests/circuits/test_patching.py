@@ -36,7 +36,7 @@ def contrast_set(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
     return ContrastSet(tuple(examples), WORDS)
 
 
-def soft_question(model, n=5):
+def soft_contrast_set(model, n=5):
     soft = tuple(soft_prefix(model, seed=seed) for seed in (0, 1))
     layout = Layout.of(model.tokenizer, None, "efg", soft=5)
     text = tuple(range(70, 70 + n))
@@ -45,7 +45,7 @@ def soft_question(model, n=5):
     )
 
 
-def planted_question(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once upon a time")):
+def planted_contrast_set(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once upon a time")):
     words = attribute_words(model.tokenizer, "sentiment", ("positive", "negative"))
     vocabulary = model.tokenizer.get_vocab()
     known = [vocabulary[word] for word in (*POSITIVE, *NEGATIVE, *FILLERS)]
@@ -57,12 +57,12 @@ def planted_question(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once 
     return ContrastSet(tuple(examples), tuple(words.values()))
 
 
-def any_question(model, name):
-    return planted_question(model) if name.startswith("planted") else contrast_set(model)
+def any_contrast_set(model, name):
+    return planted_contrast_set(model) if name.startswith("planted") else contrast_set(model)
 
 
 def log_probs_of(model, asked, node, **settings):
-    """What a metric is given: target, opposite, and every place, for each case."""
+    """What a metric is given: target, opposite, and every unit, for each example."""
     found = []
     for example in asked.examples:
         runs = []
@@ -100,7 +100,7 @@ def favour(log_probs, words=WORDS):
 
 
 def effect(found, unit, direction="denoise"):
-    """By case, of a place by its (layer, column), or (layer, column, part)."""
+    """By example, of a unit by its (layer, column), or (layer, column, part)."""
     names = [tuple(each.labels.values()) for each in found.units]
     return found.effects[direction][:, names.index(unit)]
 
@@ -134,7 +134,7 @@ def test_all_of_the_other_run_make_its_predictions(name, node):
     settings = {"parts": ("kv",)} if node in PREFIX_NODES else {}
     for direction, runs in {"denoise": (0, 1), "noise": (1, 0)}.items():
         for found in log_probs_of(
-            model, any_question(model, name), node, direction=direction,
+            model, any_contrast_set(model, name), node, direction=direction,
             together=everything(model, node), **settings,
         ):  # fmt: skip
             given, taken = found[runs[0]], found[runs[1]]
@@ -180,7 +180,7 @@ def test_the_two_runs_are_the_plain_forward_passes(tiny):
 
 def test_soft_prefixes():
     model = load("tiny-llama")
-    asked = soft_question(model)
+    asked = soft_contrast_set(model)
     for node, settings in {"prefix_kv": {"parts": ("kv",)}, "z": {}}.items():
         (found,) = log_probs_of(model, asked, node, together=everything(model, node), **settings)
         assert (found[2] - found[0]).abs().max() < 1e-5
@@ -248,7 +248,7 @@ def expected_flips(key, role, asked):
 def test_planted_cells_are_the_closed_form(name):
     """Keys are the same behind both prefixes; values carry the sign."""
     model, key = load(name), planted(name)
-    asked = planted_question(model)
+    asked = planted_contrast_set(model)
     cells, edges = patch(model, asked), patch(model, asked, "prefix_to_head", parts=("k", "v"))
     for found, column in ((cells, 2), (edges, 1)):
         group = model.cfg.n_heads // (getattr(model.cfg, "n_key_value_heads", None) or 4)
@@ -276,7 +276,7 @@ def test_edges_of_a_linear_reader_add_up():
     """Measured by what is written on the words' direction, which heads add to, the edges' shares
     sum to 1."""
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model)
+    asked = planted_contrast_set(model)
     plus, minus = map(list, asked.words)
 
     def written(log_probs, text):
@@ -304,7 +304,9 @@ def test_what_suffices_is_not_what_is_needed():
     """Against a prefix that says nothing: alone the carrier does nearly everything, and without it
     the relay still does much."""
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model, prefixes={"positive": "Very positive:", "none": "Very the:"})
+    asked = planted_contrast_set(
+        model, prefixes={"positive": "Very positive:", "none": "Very the:"}
+    )
     words = [list(each) for each in asked.words]
 
     def later(log_probs, text):  # the prompt's last token reads what the relay left, too
@@ -401,8 +403,11 @@ def favour_of_run(log_probs, text):
 def test_a_head_to_the_logits_is_its_output_in_the_last_layer(name):
     """Where the MLP does not react: it writes nothing, stands beside attention, or is held."""
     model = load(name)
-    example = any_question(model, name).examples[0]
-    asked, last = ContrastSet((example,), any_question(model, name).words), model.cfg.n_layers - 1
+    example = any_contrast_set(model, name).examples[0]
+    asked, last = (
+        ContrastSet((example,), any_contrast_set(model, name).words),
+        model.cfg.n_layers - 1,
+    )
 
     def hold(x, hook):
         return torch.cat([x[:2], x[1:2].expand(len(x) - 2, -1, -1)])
@@ -486,7 +491,7 @@ def test_batches_and_order_change_nothing(node):
 
 def test_sets_are_patched_together():
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model)
+    asked = planted_contrast_set(model)
     both = [key.heads["carrier"], key.heads["relay"]]
     found = patch(model, asked, "z", together={"both": both, "carrier": both[:1]})
     alone = patch(model, asked, "z")

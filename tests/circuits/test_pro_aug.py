@@ -36,11 +36,11 @@ def read(model, branch, prompt, text, rule):
     return found[:, len(layout) - 1 :], likely
 
 
-def control_score(method, branches, readings, text, n_prompt):
-    """The llr of a method's own distributions, from the readings of its branches."""
+def control_of(method, branches, outputs, text, n_prompt):
+    """The llr of a method's own distributions, from the outputs of its branches."""
     of_attributes = []
     for of_attribute in branches:
-        rows = {branch.name: readings[branch.prefix] for branch in of_attribute}
+        rows = {branch.name: outputs[branch.prefix] for branch in of_attribute}
         told = {name: likely for name, (_, likely) in rows.items()}
         state = method.begin(Start((Prepared(),), told, torch.tensor([n_prompt])))
         weights = []
@@ -86,7 +86,7 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
             for b in (h, -h):
                 rule = Augmentation(alpha=b, law="scale", heads=heads)
                 raw = read(model, Branch("base"), prompt, text, rule)
-                ends.append(control_score(chosen, branches, fixed | {None: raw}, text, n_prompt))
+                ends.append(control_of(chosen, branches, fixed | {None: raw}, text, n_prompt))
         slopes.append((ends[0] - ends[1]) / (2 * h))
     expected = np.mean(slopes)
     assert abs(expected) > 1e-7

@@ -125,7 +125,7 @@ def test_selection_does_not_depend_on_what_attributes_are_called(contrast_set):
 def test_random_labels_select_next_to_nothing(contrast_set):
     """With the branches swapped at random in each prompt the effects in lex have random signs. Of
     200 draws a head is chosen in at most 18 (5 % and three standard deviations)."""
-    found = knock_out(load("planted"), contrast_set, metric="lex", also=())
+    found = knock_out(load("planted"), contrast_set, metric="lex", other_metrics=())
     effects = contrast_set.by_prompt(found.effects)
     rng, carrier = np.random.default_rng(0), 0
     at = found.units.index(next(u for u in found.units if u.heads == (planted("planted").heads["carrier"],)))  # fmt: skip
