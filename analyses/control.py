@@ -50,8 +50,8 @@ options = parser.read()
 
 # %%
 toy, key = load_model("planted"), planted("planted")
-known = control(toy, "sentiment", prompts=["The lake"], tokens=48)
-layout = known.question.cases[0].layouts[0]
+known = control_score(toy, "sentiment", prompts=["The lake"], tokens=48)
+layout = known.contrast_set.examples[0].layouts[0]
 steps = range(known.values["lex"].shape[1])
 closed = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
 print("largest difference from the closed form:", np.abs(known.values["lex"][0] - closed).max())
@@ -69,9 +69,9 @@ model = load_model(options.model)
 print(model_card(model))
 tokens = 24
 chosen = load_task("sentiment").prompts.texts[:8]
-question = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
-print(repr(model.tokenizer.decode(question.cases[0].text)))
-found = control(model, question)
+contrast_set = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
+print(repr(model.tokenizer.decode(contrast_set.examples[0].text)))
+found = control_score(model, contrast_set)
 found.plot()
 
 # %%
@@ -85,8 +85,8 @@ found.interval("js", None)
 
 # %%
 behind = {
-    source: control(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
-    for source in question.cases[0].names
+    source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    for source in contrast_set.attributes
 }
 for source, each in {RAW: found, **behind}.items():
     for name in ("js", "llr"):
@@ -103,7 +103,7 @@ for source, each in {RAW: found, **behind}.items():
 third = tokens // 3
 js = found.values["js"]
 early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
-change = paired_difference(early, question.prompts, late, question.prompts)
+change = paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
 print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
 print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
 
@@ -118,7 +118,7 @@ def another_token(each):
     return (each.logits[0].argmax(2) != each.logits[1].argmax(2)).double()
 
 
-other = control(model, question, metrics={"another token": another_token})
+other = control_score(model, contrast_set, metrics={"another token": another_token})
 other.interval("another token", None)
 
 # %% [markdown]
@@ -129,8 +129,10 @@ assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
 assert found.values["js"].max() <= np.log(2) + 1e-6
 assert (found.values["js"] > -1e-6).all()
 assert behind["positive"].values["llr"].mean() > behind["negative"].values["llr"].mean()
-swapped = ContrastSet(tuple(case.swapped() for case in question.cases), question.words)
-turned = control(model, swapped, metrics=("llr", "js"))
+swapped = ContrastSet(
+    tuple(example.swapped() for example in contrast_set.examples), contrast_set.words
+)
+turned = control_score(model, swapped, metrics=("llr", "js"))
 assert np.abs(turned.values["llr"] + found.values["llr"]).max() < 1e-3
 assert np.abs(turned.values["js"] - found.values["js"]).max() < 1e-4
 print("all checks hold")

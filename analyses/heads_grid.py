@@ -103,27 +103,29 @@ def main() -> None:
     options = parser.parse_args()
     model, task = load_model(MODEL, dtype="auto"), load_task(TASK)
     prompts = task.prompts.texts[:PROMPTS]
-    cases = [
-        case
+    examples = [
+        example
         for attribute in task.attributes
-        for case in make_examples(
+        for example in make_examples(
             model, TASK, None, prompts, source=attribute, tokens=TOKENS, seed=2
         )
     ]
-    question = ContrastSet.of(model, cases)
-    base = mean_mass(model, question)
-    sets = head_sets(prefix_mass(model, question))
+    contrast_set = ContrastSet.of(model, examples)
+    base = mean_prefix_attention(model, contrast_set)
+    sets = head_sets(prefix_attention_by_head(model, contrast_set))
     arms: dict[str, dict] = {"all heads": {}}
     arms |= {name: {"heads": heads} for name, heads in sets.items()}
     arms |= {f"{name} layers": {"layers": name} for name in ("bottom", "top", "even", "odd")}
-    goal = mean_mass(model, question, Augmentation(alpha=TARGET, **arms[CHOSEN]))
+    goal = mean_prefix_attention(model, contrast_set, Augmentation(alpha=TARGET, **arms[CHOSEN]))
     facts = {"n": N, "model": MODEL, "task": TASK, "mass": goal, "base": base, "target": TARGET}
     facts["description"] = "Head scope at equal attention: heads by several scores, and layers"
-    facts |= {"times": goal / base, "texts": len(cases), "tokens": TOKENS, "prompts": PROMPTS}
+    facts |= {"times": goal / base, "texts": len(examples), "tokens": TOKENS, "prompts": PROMPTS}
     lines = [HEADER.format(**facts)]
     for name, where in arms.items():
         rule = Augmentation(alpha=TARGET, **where)
-        alpha = TARGET if name == CHOSEN else alpha_at_mass(model, question, goal, rule)
+        alpha = (
+            TARGET if name == CHOSEN else alpha_at_prefix_attention(model, contrast_set, goal, rule)
+        )
         print(f"{name}: alpha {alpha:.4f}", file=sys.stderr)
         fields = [f"alpha = {alpha:.4f}"]
         if "layers" in where:

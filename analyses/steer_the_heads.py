@@ -62,7 +62,7 @@ toy, key = load_model("planted"), planted("planted")
 role = {head: name for name, head in key.heads.items()}
 prompts = load_task("sentiment").prompts.texts
 known = select(
-    toy, "sentiment", by="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
+    toy, "sentiment", score="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
 )
 print("chosen:  ", " ".join(role[head] for head in known.heads), "at", known.positions)
 print("against: ", " ".join(role.get(head, "idle") for head in known.suppressors))
@@ -82,7 +82,7 @@ sets = {
     "chosen heads": known.heads,
 }
 asked = ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48)
-layout = asked.cases[0].layouts[0]
+layout = asked.examples[0].layouts[0]
 
 
 def closed_form(heads, step):
@@ -98,7 +98,7 @@ boosted, closed = {}, {}
 figure, axes = plt.subplots(figsize=(4.8, 2.8), layout="constrained")
 for (name, heads), colour in zip(sets.items(), COLOURS, strict=False):
     rule = Augmentation(alpha=alpha, heads=heads) if heads else None
-    boosted[name] = control(toy, asked, metrics="lex", augmentation=rule).values["lex"][0]
+    boosted[name] = control_score(toy, asked, metrics="lex", augmentation=rule).values["lex"][0]
     closed[name] = np.array([closed_form(heads, step) for step in range(len(boosted[name]))])
     axes.plot(boosted[name], color=colour, lw=1.4, label=name)
 plain_axes(axes, "step", "control (lex), nats")
@@ -110,13 +110,17 @@ plt.show()
 
 
 # %%
-def attention(model, question, arms, trace="pooled"):
+def attention(model, contrast_set, arms, trace="pooled"):
     """Attention on the prefix by arm, text, branch and step; if full, also by layer and head."""
-    rows = [(layout, case.text) for case in question.cases for layout in case.layouts]
+    rows = [
+        (layout, example.text) for example in contrast_set.examples for layout in example.layouts
+    ]
     layouts, texts = zip(*rows * len(arms), strict=True)
     rules = [each for each in arms for _ in rows]
     values = teacher_forced(model, layouts, texts, rules, trace=trace)["prefix"].to_numpy()[0]
-    return values.reshape(len(arms), len(question.cases), -1, *values.shape[1:]).astype(float)
+    return values.reshape(len(arms), len(contrast_set.examples), -1, *values.shape[1:]).astype(
+        float
+    )
 
 
 tau = 0.3
@@ -146,9 +150,9 @@ prompts += (
 )  # fmt: skip
 choosing = ContrastSet.of(model, "sentiment", prompts=prompts[::2], tokens=TOKENS)
 held_out = ContrastSet.of(model, "sentiment", prompts=prompts[1::2], tokens=TOKENS)
-chosen = select(model, choosing, by="slope", heads=8, positions="auto")
-drawn = select(model, choosing, by="random", heads=len(chosen.heads))
-first = choosing.cases[0].layouts[0]
+chosen = select(model, choosing, score="slope", heads=8, positions="auto")
+drawn = select(model, choosing, score="random", heads=len(chosen.heads))
+first = choosing.examples[0].layouts[0]
 prefix = first.tokens[first.n_bos : first.n_bos + first.l_pre]
 tokens = chosen.positions or tuple(range(len(prefix)))
 print("tokens: ", [prefix[i] for i in tokens], "of", prefix)
@@ -218,7 +222,7 @@ def measured(arms):
     metrics = {"js": METRICS["js"], "lex": METRICS["lex"], "nll": nll}
     parts = []
     for rules, mass in zip(arms, attention(model, held_out, arms).mean((2, 3)), strict=True):
-        found = control(model, held_out, metrics=metrics, augmentation=rules).values
+        found = control_score(model, held_out, metrics=metrics, augmentation=rules).values
         means = {"mass": mass} | {name: values.mean(1) for name, values in found.items()}
         parts.append(
             pd.DataFrame({"prompt": held_out.prompts, "strength": strength_of(rules)} | means)

@@ -63,8 +63,8 @@ print("the carrier promotes", known.words(*key.heads["carrier"], n=6)[0])
 # %%
 model = load_model(options.model)
 prompts = load_task("sentiment").prompts.texts[:8]
-question = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
-found = head_logit_attribution(model, question)
+contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
+found = head_logit_attribution(model, contrast_set)
 found.parts().round(4)
 
 # %% [markdown]
@@ -92,7 +92,7 @@ for row in found.frame().head(4).itertuples():
 # %%
 top = [[row.layer, row.head] for row in found.frame().head(8).itertuples()]
 exact = knock_out(
-    model, question, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", also=()
+    model, contrast_set, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", other_metrics=()
 )
 for (i, j), unit, effect in zip(top, exact.units, exact.effects.mean(0), strict=True):
     direct = found.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]

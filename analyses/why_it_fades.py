@@ -72,7 +72,7 @@ known["planted"].frame()
 model = load_model(options.model)
 prompts = (*load_task("sentiment").prompts.texts, "The road to the lake")
 choosing, judging = prompts[:8], prompts[8:]
-chosen = select(model, "sentiment", by="slope", heads=8, prompts=choosing, tokens=16)
+chosen = select(model, "sentiment", score="slope", heads=8, prompts=choosing, tokens=16)
 print("heads:", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
 found = measure_fading(
     model,

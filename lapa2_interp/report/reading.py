@@ -25,8 +25,8 @@ from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import layer_types, of_layer_type
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.generation.teacher_forcing import teacher_forced
@@ -375,17 +375,19 @@ def _control(
     if cell.doubled_bos:
         return {}, "the run doubles BOS"
     try:
-        question = ContrastSet.of(
+        contrast_set = ContrastSet.of(
             model,
             cell.task,
             attribute=cell.attribute,
             prompts=(prompt,),
             texts={prompt: [tokens]},
         )
-        if question.cases[0].layouts[0].ids != todo.layouts[number][0].ids:
+        if contrast_set.examples[0].layouts[0].ids != todo.layouts[number][0].ids:
             return {}, "the branch's prefix is not the task's"
-        metrics = [name for name in ("js", "lex") if name in question.metrics]
-        score = control(model, question, metrics=metrics, augmentation=todo.augmentations[number])
+        metrics = [name for name in ("js", "lex") if name in contrast_set.metrics]
+        score = control_score(
+            model, contrast_set, metrics=metrics, augmentation=todo.augmentations[number]
+        )
     except Lapa2Error as error:
         return {}, str(error)
     return {name: score.values[name][0].tolist() for name in metrics}, ""

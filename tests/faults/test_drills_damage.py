@@ -337,7 +337,7 @@ def test_a_selection(tmp_path, record_property):
 
 def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
     """A damaged line is made anew; a damaged first line is refused."""
-    from lapa2_interp.circuits.knockout import ResultStore
+    from lapa2_interp.circuits.result_store import ResultStore
 
     file, count = tmp_path / "units.jsonl", Count()
     wanted = {f"unit {i}": {"js": np.linspace(0, 1 / (i + 1), 5)} for i in range(20)}
@@ -355,9 +355,9 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
             count.refused += 1
             continue
         store.close()
-        for name, values in store.done.items():
+        for name, values in store.results.items():
             assert np.array_equal(values["js"], wanted[name]["js"]), done
-        lost = len(store.done) < len(wanted)
+        lost = len(store.results) < len(wanted)
         count.anew += lost
         count.same += not lost
     count.record(record_property, "units.jsonl")
@@ -365,11 +365,11 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
 
 def test_the_texts_of_a_study(tmp_path, record_property):
     from lapa2_interp._util.files import with_checksums
-    from lapa2_interp.circuits.study import read_question
+    from lapa2_interp.circuits.study import load_texts
 
     file = tmp_path / "question.json"
     file.write_text(with_checksums({"settings": {"seed": 1}, "texts": [["The lake", [1, 2, 3]]]}))
-    drill(file, lambda: read_question(tmp_path), record_property)
+    drill(file, lambda: load_texts(tmp_path), record_property)
 
 
 def test_a_checkpoint(tmp_path, record_property):

@@ -22,8 +22,8 @@ from lapa2_interp._util.errors import GridError, LayoutError, ModelError, Scorin
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
@@ -327,13 +327,13 @@ def test_soft_prefixes_are_of_short_texts(model):
 
 def test_circuits_stay_within_the_switch(model):
     prefixes = {"good": "good:", "bad": "bad0:"}
-    case = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
+    example = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
     near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
     ContrastSet.of(model, near)
-    with pytest.raises(LayoutError, match="the text behind 'abcd': passes of"):
-        ContrastSet.of(model, case)
+    with pytest.raises(LayoutError, match="the text after 'abcd': passes of"):
+        ContrastSet.of(model, example)
     with pytest.raises(LayoutError, match="beyond 24"):
-        measure_fading(model, [case], filler=(10,), tokens=4, metric="js")
+        measure_fading(model, [example], filler=(10,), tokens=4, metric="js")
     with pytest.raises(LayoutError, match="texts read in one pass"):
         soft_inputs(model, [layout_of(model, LONG)], [None])
 
