@@ -24,11 +24,10 @@ import os
 import sys
 
 import numpy as np
-
-from lapa2_interp import load_model
 from lapa2_interp.circuits.cases import RAW
 from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
+
+from lapa2_interp import load_model
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
 from lapa2_interp.models.planted import planted

@@ -27,6 +27,7 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from lapa2_interp.circuits.question import ContrastSet
 from matplotlib.patches import Rectangle
 
 from lapa2_interp import Augmentation, load_model, teacher_forced
@@ -34,8 +35,6 @@ from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength_of
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted

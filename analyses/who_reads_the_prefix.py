@@ -27,11 +27,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from lapa2_interp.circuits.question import ContrastSet
 
 import lapa2_interp
 from lapa2_interp import load_model
-from lapa2_interp.circuits.knockout import joint_curve, knock_out, prefix_mass, units_of
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.knockout import joint_curve, knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
